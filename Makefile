@@ -1,0 +1,53 @@
+# Needs python3 (3.11 or newer) and nothing else. `make help` lists what there is.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The constraint is in every call of pip: without it, torch may come with gigabytes of CUDA libraries.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST_ARGS ?=
+
+.PHONY: help demo test check docs new clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves demo-output/
+	$(BIN)/oomdoctor demo
+
+test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## Format, lint, types and import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-dev ## Write docs/rules.md, one page of all rules
+	$(BIN)/python tools/rules_page.py
+
+new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
+	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
+
+clean: ## Remove what the targets made, the virtual environment too
+	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "oomdoctor needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The package is installed editable: the stamps hold until its metadata changes.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing into $(VENV); the first time this takes a few minutes.'
+	@$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing into $(VENV); the first time this takes a few minutes.'
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed-demo

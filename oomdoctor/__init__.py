@@ -1,0 +1,46 @@
+"""oomdoctor: what filled the memory, why, what to change, and the cell run again with the change in place.
+
+``%load_ext oomdoctor`` in a notebook; the functions below in scripts. Importing this package loads neither torch
+nor ipywidgets: each function brings what it needs when it is called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from oomdoctor.allocator.virtual import simulate
+    from oomdoctor.pipeline import explain, last_case, report
+    from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
+
+__all__ = [
+    "__version__",
+    "explain",
+    "last_case",
+    "load_ipython_extension",
+    "report",
+    "simulate",
+    "unload_ipython_extension",
+]
+
+__version__: Final = "0.1.0"
+
+_HOMES: Final = {
+    "explain": "oomdoctor.pipeline",
+    "last_case": "oomdoctor.pipeline",
+    "load_ipython_extension": "oomdoctor.shell",
+    "report": "oomdoctor.pipeline",
+    "simulate": "oomdoctor.allocator.virtual",
+    "unload_ipython_extension": "oomdoctor.shell",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oomdoctor' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

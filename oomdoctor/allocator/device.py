@@ -1,0 +1,134 @@
+"""The virtual accelerator as a device: how much memory it has, what lives there, and how it fails.
+
+It only keeps count; ``mode`` shows it what the program does, ``virtual`` switches it on and off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
+from oomdoctor.allocator.ledger import Ledger, storages_alive, storages_of
+from oomdoctor.allocator.message import cuda_out_of_memory
+from oomdoctor.model.evidence import DeviceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oomdoctor.allocator.caching import Block
+
+__all__ = ["VirtualAccelerator"]
+
+
+class VirtualAccelerator:
+    """A device of ``capacity_bytes`` on which all CPU tensors of this thread live.
+
+    Attributes:
+        allocator: the model of its allocator.
+    """
+
+    name: str = "cuda:0"
+    measure: str = "live storages counted by the virtual accelerator"
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocator = CachingAllocator(capacity_bytes)
+        self._ledger = Ledger(self.allocator)
+
+    def read(self) -> DeviceMemory:
+        """Return the memory as it stands."""
+        self._ledger.settle()
+        model = self.allocator
+        return DeviceMemory(
+            name=self.name,
+            tensor_device="cpu",
+            simulated=True,
+            total=self.capacity_bytes,
+            free=self.capacity_bytes - model.reserved,
+            allocated=model.allocated,
+            reserved=model.reserved,
+            inactive_split=model.inactive_split,
+            largest_free_block=model.largest_free_block,
+            peak_allocated=model.peak_allocated,
+            peak_reserved=model.peak_reserved,
+            basis="capacity of the virtual accelerator",
+        )
+
+    def reset_peak(self) -> None:
+        """Begin a new high-water mark at what is held now."""
+        self._ledger.settle()
+        self.allocator.reset_peak()
+
+    def empty_cache(self) -> None:
+        """Return cached, unused segments to the simulated driver."""
+        self._ledger.settle()
+        self.allocator.empty_cache()
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block that stands for the storage of ``tensor``; None if it is not counted or empty."""
+        return self._ledger.block_of(tensor.untyped_storage())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the storage of ``tensor`` is counted here; copies that oomdoctor keeps aside are not."""
+        return self.block_of(tensor) is not None
+
+    def adopt(self) -> bool:
+        """Count the storages that are alive already; return whether they fit."""
+        try:
+            for storage in storages_alive():
+                self._ledger.count(storage)
+        except OutOfSpace:
+            return False
+        return True
+
+    def count(self, result: Any) -> None:
+        """Count the storages of what an operation returned.
+
+        Raises:
+            OutOfSpace: one does not fit; it is not counted.
+        """
+        if torch._C._len_torch_function_stack():  # backward goes past a function mode of the user's; so do we
+            with torch._C.DisableTorchFunction():
+                self._count_all(result)
+        else:
+            self._count_all(result)
+
+    def _count_all(self, result: Any) -> None:
+        for storage in storages_of(result):
+            self._ledger.count(storage)
+
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Raise what requests of ``sizes`` bytes, one after the other, would raise; keep none of them.
+
+        Raises:
+            OutOfSpace: one does not fit.
+        """
+        self._ledger.settle()
+        granted = []
+        try:
+            for nbytes in sizes:
+                granted.append(self.allocator.malloc(nbytes))  # noqa: PERF401 - those granted so far are given back
+        finally:
+            for block in granted:
+                self.allocator.free(block)
+
+    def headroom(self) -> int:
+        """Return the bytes that are not allocated."""
+        return self.capacity_bytes - self.allocator.allocated
+
+    def failure(self, full: OutOfSpace) -> torch.OutOfMemoryError:
+        """Return the error that CUDA would raise for ``full``."""
+        text = cuda_out_of_memory(
+            tried=full.segment,
+            total=self.capacity_bytes,
+            allocated=self.allocator.allocated,
+            reserved=self.allocator.reserved,
+        )
+        return torch.OutOfMemoryError(text)
+
+    def close(self) -> None:
+        """Stop following storages; the counters stay as they are."""
+        self._ledger.settle()
+        self._ledger.close()

@@ -1,0 +1,126 @@
+"""Shows the virtual accelerator every operation of a thread, and raises its refusals in CUDA's place.
+
+A dispatch mode stands below autograd and autocast: it sees what is really run, in forward and backward. Modes of the
+user's, above or below it, go on working, and so do tensor subclasses with operations of their own.
+
+Limits: what a higher-order operator (``torch.cond``, ``flex_attention``) runs inside is seen by its results alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomdoctor.allocator import stack
+from oomdoctor.allocator.caching import OutOfSpace
+from oomdoctor.allocator.foresight import foreseen_bytes, most_bytes
+
+if TYPE_CHECKING:
+    from oomdoctor.allocator.device import VirtualAccelerator
+
+__all__ = ["CountingMode"]
+
+_HOST_REFUSED: Final = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
+_CAN_HIDE_FROM_DYNAMO: Final = hasattr(eval_frame, "set_code_exec_strategy")
+_running_compiled: Final = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
+_UNCOMPILED: Final = (
+    "torch.compile: on the virtual accelerator compiled functions run uncompiled, so that every allocation is counted; "
+    "call torch._dynamo.reset() after it is switched off to have them compiled again"
+)
+
+
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of its thread below autograd, and counts what it returns."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: VirtualAccelerator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self._process = os.getpid()
+        self._warned = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's own wrapper imports torch._dynamo (a second) and its frames keep the arguments of a failed operation
+        # alive in the traceback; _hide_from_dynamo below does the same without either.
+        return not _CAN_HIDE_FROM_DYNAMO
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(_dispatches_itself, types)):
+            return NotImplemented  # its own operations on plain tensors come back here
+        kwargs = kwargs or {}
+        if os.getpid() != self._process:
+            return func(*args, **kwargs)
+        if (compiling := _running_compiled()) is not None:
+            eval_frame.set_eval_frame(None)
+        try:
+            if compiling is not None:
+                self._warn_once()
+            self._foresee(func, types, args, kwargs)
+            result = func(*args, **kwargs)
+            self.device.count(result)
+            return result
+        except OutOfSpace as full:
+            failure = self.device.failure(full)
+        except RuntimeError as error:
+            full_too = self._refused_by_device_too(error)
+            if full_too is None:
+                raise
+            failure = self.device.failure(full_too)
+        finally:
+            # A real device's failure keeps neither the operands nor the result alive: no frame of ours may.
+            args = kwargs = result = None
+            if compiling is not None:
+                eval_frame.set_eval_frame(compiling)
+        try:
+            raise failure
+        finally:
+            del failure  # else this frame and its error would hold one another, and the program's frames with them
+
+    def _foresee(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise before the host works for a result that cannot fit."""
+        if types or most_bytes(func, args) <= self.device.headroom() or stack.makes_fakes():
+            return
+        with stack.set_aside():  # not shown to the user's own modes
+            sizes = foreseen_bytes(func, args, kwargs)
+        if sum(sizes) > self.device.headroom():
+            self.device.check_room(sizes)
+
+    def _refused_by_device_too(self, error: RuntimeError) -> OutOfSpace | None:
+        """Return the device's refusal of what the host had no memory for; None where the device had room for it."""
+        match = _HOST_REFUSED.search(str(error))
+        if match is None:
+            return None
+        try:
+            self.device.check_room([int(match[1])])
+        except OutOfSpace as full:
+            return full.with_traceback(None)
+        return None
+
+    def _warn_once(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(_UNCOMPILED, stacklevel=4)
+
+
+def _dispatches_itself(kind: type) -> bool:
+    """Whether tensors of ``kind`` wrap others and have operations of their own; torch's fake ones are let through."""
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return own and not kind.__module__.startswith("torch._subclasses")
+
+
+def _hide_from_dynamo(function: Any) -> None:
+    """Have torch.compile run the frames of ``function`` as they are."""
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+if _CAN_HIDE_FROM_DYNAMO:
+    _hide_from_dynamo(CountingMode.__torch_dispatch__)

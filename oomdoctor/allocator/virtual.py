@@ -1,0 +1,146 @@
+"""A machine without a GPU made to behave as one with so much memory.
+
+While it is on, the storage of every CPU tensor counts as device memory: each goes through the model of the CUDA caching
+allocator, and where the capacity ends ``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else
+changes: results are those of the CPU, ``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
+
+Limits:
+    * Dispatch modes belong to a thread. What other threads allocate is not counted until an operation of this thread
+      returns a tensor in it. Forked processes, the workers of a DataLoader among them, are not counted.
+    * Scratch memory inside of a kernel is not seen, nor the CUDA context, nor the workspaces of cuBLAS and cuDNN.
+    * Tensors alive when it is switched on are counted then, save those that only an autograd graph holds.
+    * Functions of ``torch.compile`` run uncompiled, so that all of their operations are counted. Those that are first
+      called here stay uncompiled until ``torch._dynamo.reset()``; a warning says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from oomdoctor.allocator import stack
+from oomdoctor.allocator.device import VirtualAccelerator
+from oomdoctor.allocator.mode import CountingMode
+from oomdoctor.errors import UsageError
+from oomdoctor.model.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["VirtualAccelerator", "active", "simulate", "switch_off", "switch_on", "uncounted"]
+
+_mode: CountingMode | None = None
+_held_by_block = False
+
+
+def active() -> VirtualAccelerator | None:
+    """Return the accelerator that is on, None if there is none."""
+    return _mode.device if _mode is not None else None
+
+
+def simulate(size: str | int) -> AbstractContextManager[VirtualAccelerator]:
+    """Return a context in which CPU tensors live on a virtual accelerator of ``size`` (``"512MiB"``, or bytes).
+
+    Raises:
+        SizeError: ``size`` is not one.
+        UsageError: on entry, when one is on already, or when the tensors that are alive do not fit.
+    """
+    return _simulating(parse_size(size))
+
+
+@contextmanager
+def _simulating(capacity_bytes: int) -> Iterator[VirtualAccelerator]:
+    global _held_by_block
+    if _mode is not None:
+        raise UsageError(
+            f"a virtual accelerator of {format_size(_mode.device.capacity_bytes)} is on already: leave it first"
+        )
+    device = _put_on(capacity_bytes)
+    _held_by_block = True
+    try:
+        yield device
+    finally:
+        _held_by_block = False
+        _take_off()
+
+
+def switch_on(size: str | int) -> VirtualAccelerator:
+    """Put a virtual accelerator of ``size`` in place until ``switch_off``; it replaces one that is on.
+
+    Raises:
+        SizeError: ``size`` is not one.
+        UsageError: inside a ``with simulate(...)`` block, in another thread than the one that is on, or when the
+            tensors that are alive do not fit. One that was on stays on.
+    """
+    capacity_bytes = parse_size(size)
+    previous = _mode
+    _check_not_held()
+    if previous is None:
+        return _put_on(capacity_bytes)
+    _take_off(keep=True)
+    try:
+        device = _put_on(capacity_bytes)
+    except UsageError:
+        _resume(previous)
+        raise
+    previous.device.close()
+    return device
+
+
+def switch_off() -> None:
+    """Take the virtual accelerator away that ``switch_on`` put in place; nothing happens if there is none.
+
+    Raises:
+        UsageError: inside a ``with simulate(...)`` block, or in another thread than ``switch_on``.
+    """
+    _check_not_held()
+    if _mode is not None:
+        _take_off()
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Return a context that runs outside of the count of this thread, and outside of any other dispatch mode.
+
+    For oomdoctor's own work: tensors made there are not counted before the program uses them, those that die there
+    are given back.
+    """
+    return stack.set_aside()
+
+
+def _check_not_held() -> None:
+    if _held_by_block:
+        raise UsageError("a `with simulate(...)` block is running: it ends with its block")
+
+
+def _put_on(capacity_bytes: int) -> VirtualAccelerator:
+    device = VirtualAccelerator(capacity_bytes)
+    with uncounted():
+        fits = device.adopt()
+    if not fits:
+        device.close()
+        raise UsageError(
+            f"the tensors that are alive now do not fit into a virtual accelerator of {format_size(capacity_bytes)}"
+        )
+    device.reset_peak()
+    _resume(CountingMode(device))
+    return device
+
+
+def _resume(mode: CountingMode) -> None:
+    global _mode
+    stack.put_on(mode)
+    _mode = mode
+
+
+def _take_off(*, keep: bool = False) -> None:
+    """Take the mode out of this thread's stack; ``keep`` leaves its device open to go on."""
+    global _mode
+    if _mode is None:
+        return
+    if not stack.holds(_mode):
+        raise UsageError("the virtual accelerator was switched on in another thread: switch it off there")
+    stack.take_out(_mode)
+    if not keep:
+        _mode.device.close()
+    _mode = None

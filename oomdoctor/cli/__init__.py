@@ -1,0 +1,70 @@
+"""The shell command ``oomdoctor``: one module a verb, found by the table below and imported when it is called.
+
+A verb's module has ``add_arguments(parser)`` and ``run(args) -> int``, the exit status. Only ``main`` prints errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
+
+from oomdoctor import __version__
+from oomdoctor.errors import OomDoctorError, UsageError
+
+__all__ = ["main"]
+
+_VERBS: Final = {
+    "explain": "say what a failure in a text was and why it happened",
+    "rules": "list, show and check the rules",
+    "env": "say what this machine has and what its limits are",
+    "demo": "heal a real out-of-memory failure, in a kernel of its own",
+}
+"""Each verb has a module of its name in this package."""
+
+_FAILED: Final = 1
+_USAGE: Final = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` and return its exit status: 2 for bad usage, else what the verb says."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments)
+    try:
+        args = parser.parse_args(arguments)
+    except SystemExit as leave:  # argparse has printed its own line
+        return int(leave.code or 0)
+    if args.verb is None:
+        parser.print_help()
+        return _USAGE
+    try:
+        return int(import_module(f"{__name__}.{args.verb}").run(args))
+    except UsageError as error:
+        print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
+        return _USAGE
+    except OomDoctorError as error:
+        print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
+        return _FAILED
+    except BrokenPipeError:  # the reader of the pipe has gone: what is left to say is of no use
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; only the verb that is called is imported for its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="oomdoctor",
+        description="What filled the memory, why, and what to change.",
+        epilog="%load_ext oomdoctor in a notebook heals the cells that run out of memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"oomdoctor {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    called = next((word for word in arguments if word in _VERBS), None)
+    for verb, summary in _VERBS.items():
+        below = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if verb == called:
+            import_module(f"{__name__}.{verb}").add_arguments(below)
+    return parser

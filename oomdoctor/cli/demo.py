@@ -1,0 +1,237 @@
+"""``oomdoctor demo``: the notebook ``01_first_oom`` run in a real kernel, told as it happens, and checked.
+
+Not a film: nothing here knows how the story ends. A cell that was not healed, or that left another state than a
+second, fresh kernel reaches which runs the changed cells without oomdoctor, makes the command fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.status import Status
+from rich.table import Table
+
+from oomdoctor.cli import demo_story as story
+from oomdoctor.errors import NotAvailable, OomDoctorError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+    from oomdoctor.cli.demo_kernel import CellEnd
+
+__all__ = ["add_arguments", "notebook_path", "run"]
+
+_NOTEBOOK: Final = "01_first_oom.ipynb"
+_TOLD: Final = ("model", "optimizer", "losses", "(random number generators)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``oomdoctor demo``."""
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="DIR",
+        help="folder for the executed notebook and its HTML page (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the cases as JSON instead of telling the story")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Raises:
+        OomDoctorError: a failure was not healed, the state is not that of a fresh run, or the demo could not run.
+    """
+    console = Console(stderr=args.json, highlight=False)
+    report = asyncio.run(_demo(args.output.resolve(), console))
+    if args.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def notebook_path() -> Path:
+    """Return where the demo's notebook lies: beside the package in a checkout, inside it in a wheel.
+
+    Raises:
+        NotAvailable: in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "_notebooks" / _NOTEBOOK, package.parent / "notebooks" / _NOTEBOOK)
+    for place in places:
+        if place.is_file():
+            return place
+    raise NotAvailable(f"the demo's notebook {_NOTEBOOK} is neither in {places[0].parent} nor in {places[1].parent}")
+
+
+async def _demo(output: Path, console: Console) -> dict[str, Any]:
+    try:
+        import nbclient
+        import nbconvert
+        import nbformat
+    except ImportError as error:
+        raise NotAvailable(f"{error.name} is missing; the demo needs: pip install 'oomdoctor[demo]'") from error
+    del nbclient, nbconvert
+    source = nbformat.read(notebook_path(), as_version=4)
+    output.mkdir(parents=True, exist_ok=True)
+
+    console.print(f"[bold]{_NOTEBOOK}[/bold], in a kernel of {escape(sys.executable)}")
+    notebook = nbformat.from_dict(source)
+    try:
+        ends = await _told_run(notebook, output, _Teller(console, tells_cases=True))
+    finally:
+        written = _write(notebook, output)
+    pairs = healed_pairs(ends)
+
+    console.print("\n[bold]The changed cells in a second, fresh kernel[/bold], without oomdoctor, without a limit")
+    fresh = await _told_run(fresh_notebook(source, ends), output, _Teller(console, tells_cases=False))
+    for line in compare(pairs, fresh):
+        console.print(f"  {line}")
+    console.print()
+    for path in written:
+        console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+    return {
+        "schema": 1,
+        "cases": [end.reading.case for _, end in pairs],
+        "losses": list(ends[-1].reading.losses),
+        "files": [str(path) for path in written],
+    }
+
+
+async def _told_run(notebook: NotebookNode, output: Path, teller: _Teller) -> list[CellEnd]:
+    from oomdoctor.cli.demo_kernel import run_notebook
+
+    try:
+        return await run_notebook(notebook, directory=output, on_start=teller.start, on_end=teller.end)
+    finally:
+        teller.close()
+
+
+class _Teller:
+    """Prints each cell as it ends; on a terminal, a spinner shows which one is running."""
+
+    def __init__(self, console: Console, *, tells_cases: bool) -> None:
+        self._console, self._tells_cases = console, tells_cases
+        self._spinner: AbstractContextManager[Status | None] = nullcontext()
+        self._case_seen: tuple[int, str | None] = (0, None)
+
+    def start(self, cell: NotebookNode) -> None:
+        self._spinner = self._console.status(f"{cell.id} …") if self._console.is_terminal else nullcontext()
+        self._spinner.__enter__()
+
+    def end(self, end: CellEnd) -> None:
+        self.close()
+        self._console.print(story.cell_line(end.cell.id, end.elapsed_s, end.error), overflow="ellipsis", no_wrap=True)
+        case = end.reading.case
+        seen = (end.reading.number, case["outcome"]["kind"] if case else None)
+        if self._tells_cases and case is not None and seen != self._case_seen:
+            is_new = seen[0] != self._case_seen[0]
+            table = Table.grid(padding=(0, 2))
+            for row in story.case_rows(case, end.reading.losses, is_new=is_new):
+                table.add_row(*row)
+            self._console.print(Padding(table, (0, 0, 0, 6)))
+        self._case_seen = seen
+
+    def close(self) -> None:
+        spinner, self._spinner = self._spinner, nullcontext()
+        spinner.__exit__(None, None, None)
+
+
+def healed_pairs(ends: Iterable[CellEnd]) -> list[tuple[str, CellEnd]]:
+    """Return ``(id of the cell that failed, the cell that healed it)`` for each failure; these may be one.
+
+    Raises:
+        OomDoctorError: nothing failed, or a failure was not healed.
+    """
+    first: dict[int, CellEnd] = {}
+    last: dict[int, CellEnd] = {}
+    pairs: dict[int, tuple[str, CellEnd]] = {}
+    for end in ends:
+        number = end.reading.number
+        if number:
+            failed, last[number] = first.setdefault(number, end), end
+            if end.reading.healed:
+                pairs.setdefault(number, (failed.cell.id, end))
+    for number, end in last.items():
+        if number not in pairs:
+            outcome = (end.reading.case or {})["outcome"]
+            raise OomDoctorError(f"failure {number} was not healed: {outcome['kind']}. {outcome['why']}".rstrip(". "))
+    if not pairs:
+        raise OomDoctorError("no cell ran out of memory, so nothing was shown")
+    return list(pairs.values())
+
+
+def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNode:
+    """Return ``source`` with the changed cells in place and without the cells that only speak to oomdoctor.
+
+    Raises:
+        OomDoctorError: a fix in place has no patch, so there is no changed cell to run.
+    """
+    import nbformat
+
+    ends = list(ends)
+    id_of = {end.cell.execution_count: end.cell.id for end in ends}
+    changed: dict[str, str] = {}
+    for end in ends:
+        if end.reading.healed and not end.reading.edits:
+            raise OomDoctorError(f"the fix of failure {end.reading.number} has no patch, so no fresh run can check it")
+        changed |= {id_of[number]: text for number, text in end.reading.edits if end.reading.healed}
+    notebook: NotebookNode = nbformat.from_dict(source)
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not _is_for_oomdoctor(cell)]
+    for cell in notebook.cells:
+        cell.source = changed.get(cell.id, cell.source)
+        cell.metadata = {}
+    return notebook
+
+
+def _is_for_oomdoctor(cell: NotebookNode) -> bool:
+    return all(line.startswith("%") for line in cell.source.splitlines() if line.strip())
+
+
+def compare(pairs: Iterable[tuple[str, CellEnd]], fresh: Iterable[CellEnd]) -> list[str]:
+    """Return a line for each healed cell whose state is that of the fresh run, bit for bit.
+
+    Raises:
+        OomDoctorError: a part of the state differs.
+    """
+    by_id = {end.cell.id: end for end in fresh}
+    lines: list[str] = []
+    differences: list[str] = []
+    for failed, healed in pairs:
+        here, there = healed.reading.digests, by_id[failed].reading.digests
+        parts = tuple(part for part in sorted(here.keys() | there.keys()) if here.get(part) != there.get(part))
+        if parts or not here:
+            differences.append(f"after the cell {failed!r}: {', '.join(parts) or 'no state was read'}")
+        told = ", ".join(name for name in here if name in _TOLD)
+        lines.append(
+            f"[green]same state[/green] after {escape(failed)}, bit for bit: {len(here)} values, among them {told}"
+        )
+    if differences:
+        raise OomDoctorError("the healed state is not that of a fresh run, " + "; ".join(differences))
+    return lines
+
+
+def _write(notebook: NotebookNode, output: Path) -> tuple[Path, Path]:
+    import nbformat
+
+    with warnings.catch_warnings():
+        # nbconvert and its dependencies warn about their own deprecations; the page is what counts here.
+        warnings.simplefilter("ignore")
+        from nbconvert import HTMLExporter
+
+        page, _ = HTMLExporter().from_notebook_node(notebook)
+    executed, html = output / _NOTEBOOK, output / Path(_NOTEBOOK).with_suffix(".html")
+    nbformat.write(notebook, executed)
+    html.write_text(page, encoding="utf-8")
+    return executed, html

@@ -1,0 +1,168 @@
+"""Runs a notebook in a kernel of this interpreter, cell by cell, and reads the kernel's state after each.
+
+nbclient does the running. What it is told here is which kernel to start: the one of ``sys.executable``, whatever
+kernels are installed under the name that the notebook asks for, and with none of the user's IPython configuration.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from oomdoctor.errors import OomDoctorError
+
+__all__ = ["CellEnd", "Reading", "run_notebook"]
+
+_CELL_TIMEOUT_S: Final = 600
+_SETTINGS: Final = {
+    # Threads that wait by spinning make a busy machine several times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Without it debugpy, which ipykernel loads, prints a warning about frozen modules.
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+_PROBE: Final = "__import__('oomdoctor.cli.demo_probe', fromlist=['read']).read(globals())"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the kernel told after a cell.
+
+    Attributes:
+        number: of the last failure, 0 where there was none; ``case``: its JSON form.
+        edits: ``(execution count, new source)`` of the cells that the fix in place changes.
+        digests: of each part of the state, bit for bit.
+    """
+
+    number: int
+    case: dict[str, Any] | None
+    edits: tuple[tuple[int, str], ...]
+    losses: tuple[float, ...]
+    digests: dict[str, str]
+
+    @property
+    def healed(self) -> bool:
+        """Whether the last failure was healed."""
+        return self.case is not None and self.case["outcome"]["kind"] == "healed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEnd:
+    """A code cell that was run. ``error`` is the exception's name and message, None where it answered ok."""
+
+    cell: NotebookNode
+    elapsed_s: float
+    error: str | None
+    reading: Reading
+
+
+class _ThisInterpreter(KernelSpecManager):
+    """Knows one kernel, whatever it is asked for: that of the interpreter that runs the command."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+        return KernelSpec(argv=argv, display_name=kernel_name, language="python")
+
+
+async def run_notebook(
+    notebook: NotebookNode,
+    *,
+    directory: Path,
+    on_start: Callable[[NotebookNode], None],
+    on_end: Callable[[CellEnd], None],
+) -> list[CellEnd]:
+    """Run the code cells of ``notebook`` in a fresh kernel and put their outputs into it.
+
+    Args:
+        notebook: changed in place, also when this raises, so that what was reached can be saved.
+        directory: the kernel's working directory.
+        on_start: called before each code cell.
+        on_end: called after it.
+
+    Raises:
+        OomDoctorError: a cell failed that is not tagged ``raises-exception``, or the kernel died.
+    """
+    replies: dict[str, dict[str, Any]] = {}
+
+    def keep_reply(cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        replies[cell.id] = execute_reply["content"]
+
+    manager = AsyncKernelManager(kernel_spec_manager=_ThisInterpreter())
+    options = {
+        "timeout": _CELL_TIMEOUT_S,
+        "shutdown_kernel": "immediate",
+        "allow_errors": True,
+        "on_cell_executed": keep_reply,
+    }
+    client = NotebookClient(notebook, km=manager, **options)
+    ends: list[CellEnd] = []
+    with tempfile.TemporaryDirectory(prefix="oomdoctor-demo-") as profile:
+        settings = {**_SETTINGS, **os.environ, "IPYTHONDIR": profile}
+        async with client.async_setup_kernel(cwd=str(directory), env=settings, cleanup_kc=True):
+            for index, cell in enumerate(notebook.cells):
+                if cell.cell_type == "code":
+                    on_start(cell)
+                    ends.append(await _run_cell(client, cell, index, replies))
+                    on_end(ends[-1])
+                    _refuse_unexpected(ends[-1])
+            client.set_widgets_metadata()
+    return ends
+
+
+async def _run_cell(
+    client: NotebookClient, cell: NotebookNode, index: int, replies: dict[str, dict[str, Any]]
+) -> CellEnd:
+    start = time.perf_counter()
+    try:
+        await client.async_execute_cell(cell, index)
+        elapsed_s = time.perf_counter() - start
+        reading = await _read(client)
+    except (CellTimeoutError, DeadKernelError) as failure:
+        raise OomDoctorError(f"the cell {cell.id!r} did not end: {_first_line(str(failure))}") from failure
+    reply = replies[cell.id]
+    error = f"{reply['ename']}: {_first_line(reply['evalue'])}" if reply["status"] == "error" else None
+    return CellEnd(cell=cell, elapsed_s=elapsed_s, error=error, reading=reading)
+
+
+def _refuse_unexpected(end: CellEnd) -> None:
+    if end.error is not None and "raises-exception" not in end.cell.metadata.get("tags", ()):
+        raise OomDoctorError(f"the cell {end.cell.id!r} failed: {end.error}")
+
+
+async def _read(client: NotebookClient) -> Reading:
+    """Read the kernel's state by an expression evaluated beside the cells: no cell is run and none is counted."""
+    if client.kc is None:
+        raise OomDoctorError("the kernel is gone")
+    message = client.kc.execute("", silent=True, store_history=False, user_expressions={"reading": _PROBE})
+    reply = await client.async_wait_for_reply(message)
+    if reply is None:
+        raise OomDoctorError("the kernel did not answer")
+    told = reply["content"]["user_expressions"]["reading"]
+    if told["status"] != "ok":
+        raise OomDoctorError(f"the kernel's state could not be read: {told['ename']}: {told['evalue']}")
+    values = json.loads(ast.literal_eval(told["data"]["text/plain"]))
+    return Reading(
+        number=values["number"],
+        case=values["case"],
+        edits=tuple((number, source) for number, source in values["edits"]),
+        losses=tuple(values["losses"]),
+        digests=values["digests"],
+    )
+
+
+def _first_line(text: str) -> str:
+    return textwrap.shorten(text.strip().partition("\n")[0], 100, placeholder=" …")

@@ -1,0 +1,103 @@
+"""``oomdoctor env``: the versions and limits that a report of a failure should carry.
+
+Importing torch is the point here: it says which devices torch sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from rich.console import Console
+
+from oomdoctor import __version__
+from oomdoctor.model.sizes import format_size
+
+__all__ = ["add_arguments", "run"]
+
+_PACKAGES: Final = ("torch", "ipython", "ipykernel", "ipywidgets", "numpy", "nvidia-ml-py")
+_COUNTS: Final = (
+    *("cgroup_version", "cgroup_oom_kills", "cgroup_ooms", "overcommit"),
+    *("files_open", "files_limit", "maps", "maps_limit"),
+)
+_SETTINGS: Final = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what this machine has."""
+    facts = {
+        "oomdoctor": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+        "devices": _devices(),
+        "host": _host(),
+    }
+    if args.json:
+        print(json.dumps({"schema": 1, **facts}, indent=2))
+    else:
+        _print(facts)
+    return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": f"cuda:{index}", "model": one.name, "total": one.total_memory} for index, one in enumerate(properties)
+    ]
+
+
+def _host() -> dict[str, Any]:
+    from oomdoctor.evidence.host import read
+    from oomdoctor.model import jsonable
+
+    facts: dict[str, Any] = jsonable.plain(read())
+    return facts
+
+
+def _print(facts: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for name in ("oomdoctor", "python", "platform"):
+        console.print(f"{name:<14}{facts[name]}")
+    for name, number in facts["packages"].items():
+        console.print(f"{name:<14}{number or 'not installed'}")
+    for name, value in facts["settings"].items():
+        console.print(f"{name}={value}")
+    for device in facts["devices"]:
+        console.print(f"{device['name']:<14}{device['model']}, {format_size(device['total'])}")
+    if not facts["devices"]:
+        console.print(f"{'devices':<14}torch sees no CUDA device")
+    for name, value in facts["host"].items():
+        if isinstance(value, int):
+            console.print(f"{'host ' + name:<26}{value if name in _COUNTS else format_size(value)}")
+        elif name.endswith("_why"):
+            console.print(f"{'host ' + name.removesuffix('_why'):<26}not known: {value}")

@@ -1,0 +1,154 @@
+"""``oomdoctor explain``: reads a log, a pasted traceback or a pipe, and says what failed and why.
+
+The text never leaves the machine, and no torch is imported. Of a long text the beginning and the end are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from oomdoctor.errors import UsageError
+from oomdoctor.incident import describe
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.finding import Finding
+    from oomdoctor.model.incident import Incident
+
+__all__ = ["add_arguments", "run"]
+
+_NUMBERS: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
+_NAMES: Final = {"process_used": "in use by this process"}
+_HALF: Final = 8 << 20
+"""Bytes that are read from the beginning of a text, and as many from its end."""
+_CHUNK: Final = 1 << 16
+_QUOTE: Final = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    parser.add_argument(
+        "file", nargs="?", default="-", metavar="FILE", help="a text file; - or nothing reads the input"
+    )
+    parser.add_argument("--json", action="store_true", help="print the incident and the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain the text; 0 where memory ran out, 1 where it did not."""
+    from oomdoctor.pipeline import explain
+
+    explanation = explain(_text(args.file))
+    if args.json:
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(*_lines(explanation), sep="\n")
+    return 0 if explanation.incident.is_oom else 1
+
+
+def _text(name: str) -> str:
+    try:
+        if name == "-":
+            if sys.stdin.isatty():
+                print("Paste the failure, then press Ctrl-D.", file=sys.stderr)
+            read = _ends(sys.stdin.buffer)
+        else:
+            with Path(name).open("rb") as file:
+                read = _ends(file)
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {name}: {reason}") from error
+    text = _decoded(read)
+    if not text.strip():
+        raise UsageError("there is no text: give a file, or pipe a log or a traceback into the command")
+    return text
+
+
+def _ends(file: IO[bytes]) -> bytes:
+    """Return the first and the last bytes of ``file``, without holding more than these."""
+    head = file.read(_HALF)
+    if len(head) < _HALF:
+        return head
+    if file.seekable():
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(_HALF, size - _HALF))
+        tail = file.read()
+    else:
+        chunks: deque[bytes] = deque(maxlen=_HALF // _CHUNK)
+        while chunk := file.read(_CHUNK):
+            chunks.append(chunk)
+        tail = b"".join(chunks)
+        size = _HALF + len(tail) + (len(chunks) == chunks.maxlen)
+    return head + (b"\n" if size > 2 * _HALF else b"") + tail
+
+
+def _decoded(read: bytes) -> str:
+    """Return the text; PowerShell writes UTF-16 where it redirects into a file."""
+    sample = read[:1000]
+    if 3 * sample.count(0) > len(sample):
+        return read.decode("utf-16" if sample[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-16-le", errors="replace")
+    return read.decode("utf-8", errors="replace")
+
+
+def _lines(explanation: Explanation) -> Iterator[Text]:
+    incident = explanation.incident
+    word, style = ("out of memory", "bold red") if incident.is_oom else ("not out of memory", "bold green")
+    yield Text.assemble((f"{word}: ", style), describe(incident))
+    yield from _facts(incident)
+    for finding in explanation.findings:
+        yield from _finding(finding)
+    if incident.is_oom and not explanation.findings:
+        yield Text(
+            "The text alone does not tell the cause. In a notebook, %load_ext oomdoctor looks at the memory itself."
+        )
+    for other in explanation.others:
+        yield Text(f"also: {describe(other)}{_sizes(other)}", style="dim")
+
+
+def _facts(incident: Incident) -> Iterator[Text]:
+    yield Text(f"  family     {incident.family.value}" + (f", format {incident.format}" if incident.format else ""))
+    if incident.exc_type:
+        yield Text(f"  class      {incident.exc_type}")
+    if incident.device:
+        yield Text(f"  device     {incident.device}")
+    if sizes := _sizes(incident):
+        yield Text(f"  memory     {sizes.strip(' ()')}")
+    if incident.cell:
+        yield Text(f"  cell       In[{incident.cell.number}] line {incident.cell.line}: {incident.cell.source_line}")
+    if incident.framework_frame:
+        yield Text(f"  frame      {incident.framework_frame}")
+    if not incident.is_oom and incident.message:
+        yield Text(f"  message    {incident.message.splitlines()[0][:_QUOTE]}")
+
+
+def _sizes(incident: Incident) -> str:
+    sizes = [
+        f"{_NAMES.get(name, name)} {format_size(size)}"
+        for name in _NUMBERS
+        if (size := getattr(incident, name)) is not None
+    ]
+    return f" ({', '.join(sizes)})" if sizes else ""
+
+
+def _finding(finding: Finding) -> Iterator[Text]:
+    from oomdoctor.fixes import catalogue
+
+    aside = f"  ({finding.cause.value}, confidence {finding.confidence:.2f}, rule {finding.rule})"
+    yield Text.assemble((finding.title, "bold"), (aside, "dim"))
+    for sentence in finding.because:
+        yield Text(f"  - {sentence}")
+    for number, fix in enumerate(finding.fixes):
+        known = catalogue().get(fix)
+        yield Text.assemble(
+            "  fix: " if number == 0 else "       ", known.title if known else fix, (f" ({fix})", "dim")
+        )

@@ -1,0 +1,183 @@
+"""``oomdoctor rules``: what the rule base knows, and whether a rule of one's own is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from oomdoctor import fixes
+from oomdoctor.errors import Fault
+from oomdoctor.rulebook import everything, load_sound, locate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from oomdoctor.rulebook.matching import Rule, RuleBook
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add(actions, "list", "name all rules, those of installed packages included")
+    _add(actions, "show", "print one rule with its reasons").add_argument("id", metavar="ID")
+    _add(actions, "check", "check rule files, their examples included").add_argument(
+        "paths",
+        metavar="PATH",
+        type=Path,
+        nargs="*",
+        help="files or folders; the shipped rules by default",
+    )
+
+
+def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked for; 1 where a checked rule has a fault."""
+    book = everything([], known_fixes=fixes.ids())
+    if args.action == "check":
+        return _check([path.expanduser() for path in args.paths] or [locate()], book, as_json=args.json)
+    if args.action == "show":
+        rule = book.get(args.id)
+        if args.json:
+            print(json.dumps({**rule.file.model_dump(mode="json"), "path": rule.path}, indent=2))
+        else:
+            Console(highlight=False, soft_wrap=True).print(_story(rule))
+    elif args.json:
+        print(json.dumps([_brief(rule) for rule in book.rules], indent=2))
+    else:
+        _list(book)
+    return 0
+
+
+def _family(rule: Rule) -> str:
+    return Path(rule.path).parent.name
+
+
+def _brief(rule: Rule) -> dict[str, object]:
+    file = rule.file
+    return {
+        "id": file.id,
+        "family": _family(rule),
+        "title": file.title,
+        "cause": file.cause.value,
+        "confidence": file.confidence,
+        "fixes": list(file.fixes),
+        "path": rule.path,
+    }
+
+
+def _list(book: RuleBook) -> None:
+    """Print the rules by family: as a table where there is a terminal, else one line each, for grep."""
+    console = Console(highlight=False)
+    rules = sorted(book.rules, key=lambda rule: (_family(rule), -rule.file.confidence, rule.file.id))
+    if not console.is_terminal:
+        for rule in rules:
+            print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {rule.file.title}")
+    else:
+        console.print(Group(*(_family_table(family, list(group)) for family, group in groupby(rules, key=_family))))
+        console.print(Text(f"{len(rules)} rules. `oomdoctor rules show ID` tells more of one.", "dim"))
+    for fault in book.faults:
+        console.print(Text(f"left out: {fault}", "red"), soft_wrap=True)
+
+
+def _family_table(family: str, rules: Sequence[Rule]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column(no_wrap=True, style="bold", width=36)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True, style="dim", width=20)
+    table.add_column(justify="right", style="dim")
+    for rule in rules:
+        cause = rule.file.cause.value.replace("_", " ")
+        table.add_row(Text(rule.file.id), Text(rule.file.title), cause, f"{rule.file.confidence:.0%}")
+    return Group(Text(f"{family} ({len(rules)})", "bold underline"), Padding(table, (0, 0, 1, 2)))
+
+
+def _story(rule: Rule) -> RenderableType:
+    file = rule.file
+    about = f"cause {file.cause.value}, confidence {file.confidence:.0%}, since {file.since}, {rule.path}"
+    parts = [Text.assemble((file.id, "bold"), f"  {file.title}"), Text(about, "dim")]
+    for name, text in _sections(rule):
+        parts.append(Text.assemble("\n", (name, "bold"), "\n", text.strip()))
+    return Group(*parts)
+
+
+def _sections(rule: Rule) -> Iterator[tuple[str, str]]:
+    file = rule.file
+    matches = [file.match] if isinstance(file.match, str) else file.match
+    yield "What it looks at", file.what
+    yield "Why it fills memory", file.why
+    yield "Fires when", "\nor ".join(match.strip() for match in matches)
+    yield "Says", "\n".join(file.because)
+    yield "May be wrong", file.false_positives
+    yield "Fixes", ", ".join(file.fixes) or "none that oomdoctor applies"
+    if file.see:
+        yield "See also", ", ".join(file.see)
+    yield "Fires on", "\n".join(map(_facts, file.examples.fires))
+    yield "Silent on", "\n".join(map(_facts, file.examples.silent))
+    yield "References", "\n".join(file.references) or "none"
+
+
+def _facts(example: dict[str, dict[str, object]]) -> str:
+    """Return an example as ``census.found 4GiB, code.reruns 1``."""
+    return ", ".join(
+        f"{group}.{name} {value if isinstance(value, str) and ' ' not in value else json.dumps(value)}"
+        for group, names in example.items()
+        for name, value in names.items()
+    )
+
+
+def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
+    places = [path.resolve() for path in paths]
+    others = {
+        rule.file.id
+        for rule in book.rules
+        if not any(Path(rule.path).resolve().is_relative_to(place) for place in places)
+    }
+    checked = load_sound(paths, fixes.ids(), others)
+    if as_json:
+        told = [{"path": fault.path, "line": fault.line, "message": fault.message} for fault in checked.faults]
+        print(json.dumps({"rules": len(checked.rules), "faults": told}, indent=2))
+    else:
+        _tell(checked)
+    return 1 if checked.faults else 0
+
+
+def _tell(checked: RuleBook) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for fault in checked.faults:
+        console.print(Text.assemble((f"{fault.path}:{fault.line}", "bold"), f": {fault.message}"))
+        if console.is_terminal and (line := _line(fault)):
+            console.print(Text(f"    {line}", "dim"))
+    sound = _count(len(checked.rules), "rule")
+    if not checked.faults:
+        console.print(f"{sound}, no faults")
+        return
+    files = _count(len({fault.path for fault in checked.faults}), "file")
+    console.print(f"{_count(len(checked.faults), 'fault')} in {files}; {sound} without")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _line(fault: Fault) -> str:
+    """Return the line that a fault is in, nothing where it cannot be had."""
+    try:
+        lines = Path(fault.path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return lines[fault.line - 1].strip() if fault.line <= len(lines) else ""

@@ -1,0 +1,94 @@
+"""Collectors: what the memory, the objects and the code are like at the moment of a failure or of a report.
+
+A collector never runs code of the user's and allocates nothing on a device. What it cannot tell is ``Unavailable``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from oomdoctor.evidence import census, devices, host
+from oomdoctor.evidence._earlier import earlier_errors
+from oomdoctor.evidence.code import facts
+from oomdoctor.evidence.frames import frames_of, running_frames
+from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
+from oomdoctor.model.names import bound_names, loop_targets
+from oomdoctor.model.session import Session
+
+__all__ = ["collect"]
+
+_CALL: Final = re.compile(r"(?P<head>(?P<name>\w+)[^()]*\()(?P<value>.*)\)", re.DOTALL)
+
+
+def collect(
+    session: Session, exc: BaseException | None, filenames: Mapping[str, int], *, line: int | None = None
+) -> Evidence:
+    """Collect all evidence of one moment.
+
+    Args:
+        exc: the failure at hand, its frames not yet released; None for a report.
+        filenames: number of the cell by the file name of its code.
+        line: line of the failing cell that was running.
+    """
+    with census.unobserved():
+        code = facts(session.cells, session.namespace, session.modules, session.optimizers, session.loaders, line=line)
+    accelerator = session.accelerator
+    others = [other for other in devices.in_use() if other.name != accelerator.name]
+    places = [accelerator, *others]
+    memories = [place.read() for place in places]
+    places_read = [(memory, place.holds) for memory, place in zip(memories, places, strict=True)]
+    counts = census.take(_program(session, exc, filenames, code), places_read)
+    return Evidence(
+        devices=(
+            *(_counted(memory, count.found) for memory, count in zip(memories, counts, strict=True)),
+            *devices.not_in_use(),
+        ),
+        host=host.read(),
+        censuses=counts,
+        code=code,
+    )
+
+
+def _program(
+    session: Session, exc: BaseException | None, filenames: Mapping[str, int], code: CodeFacts
+) -> census.Program:
+    namespace = session.namespace
+    frames = [*frames_of(exc, filenames, namespace), *running_frames(filenames, namespace)]
+    own = [frame for frame in frames if frame.is_program]
+    running = [frame.code_names for frame in own]
+    # The namespace may have the locals of a running function in it, where that asked for the report.
+    running += [frozenset(name for name, value in one.values.items() if namespace.get(name) is value) for one in own]
+    bound = bound_names(session.cells.failing.source) if exc is not None else frozenset()
+    earlier = earlier_errors(exc, filenames)
+    return census.Program(
+        borrowed=frozenset().union(*(loop_targets(cell.source) for cell in session.cells.history)),
+        passed_over=frozenset({id(namespace), id(namespace.get("_oh"))}),
+        names=[*user_names(namespace), *class_attributes(namespace)],
+        outputs=list(output_cache(namespace)),
+        frames=frames,
+        earlier=[frame for error in earlier for frame in frames_of(error, filenames, namespace)],
+        batch_names=frozenset(name for loop in code.loops for name in loop.batch),
+        in_step=exc is not None or any(frame.values for frame in own),
+        step_names=bound.union(*running),
+        appends=dict(_detached(source) for _, _, source in code.history_appends),
+    )
+
+
+def _detached(source: str) -> tuple[str, str]:
+    """Return the name of the list that a statement adds a tensor to, and the one that leaves its graph behind."""
+    call = _CALL.match(source)
+    if call is None:
+        return source.split("=")[0].split()[0].rstrip("+"), source
+    return call["name"], f"{call['head']}{call['value']}.detach())"
+
+
+def _counted(device: DeviceMemory, found: int) -> DeviceMemory:
+    """Fill in, for a device whose allocator keeps no count, what the census found there."""
+    if not isinstance(device.allocated, Unavailable):
+        return device
+    return replace(device, allocated=found, reserved=found)

@@ -1,0 +1,123 @@
+"""Attention that writes out its scores: batch x heads x length x length numbers, which fused kernels never hold.
+
+Told by what is done, not by names: a product, a softmax of it, and a product with that. A function that also calls the
+fused kernel is taken to choose it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from oomdoctor.evidence._ground import Ground
+from oomdoctor.evidence._program import Scope, call_name, own_nodes, place, target_names
+
+__all__ = ["eager_attention"]
+
+_PRODUCTS: Final = frozenset({"matmul", "bmm", "einsum", "baddbmm", "dot"})
+_FUSED: Final = frozenset({"scaled_dot_product_attention", "flash_attn_func", "memory_efficient_attention"})
+_SHAPES: Final = frozenset({"size", "dim", "shape", "sqrt"})
+
+
+def eager_attention(ground: Ground) -> str | None:
+    """Return the softmax of scores that are written out, or the call that asks a model for this."""
+    for scope in ground.reach:
+        names = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
+        if not names & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
+            return place(scope, softmax)
+    for scope in ground.basis:
+        for node in own_nodes(scope.body):
+            if isinstance(node, ast.Call) and _asks_for_it(node):
+                return place(scope, node)
+            if isinstance(node, ast.Assign) and _sets_it(node):
+                return place(scope, node)
+    return None
+
+
+def _asks_for_it(call: ast.Call) -> bool:
+    given = [k.value for k in call.keywords if k.arg in {"attn_implementation", "_attn_implementation"}]
+    if call_name(call).endswith("set_attn_implementation"):
+        given += call.args[:1]
+    return any(isinstance(value, ast.Constant) and value.value == "eager" for value in given)
+
+
+def _sets_it(node: ast.Assign) -> bool:
+    named = "_attn_implementation" in ast.unparse(node.targets[0])
+    return named and isinstance(node.value, ast.Constant) and node.value.value == "eager"
+
+
+def _softmax_of_scores(scope: Scope) -> ast.expr | None:
+    products = list(_nodes(scope, _is_product))
+    scores = _bound_to(scope, products)
+    softmaxes = [node for node in _nodes(scope, _is_softmax) if _mentions(_arguments(node), scores, products)]
+    weights = _bound_to(scope, softmaxes)
+    for product in products:
+        factors = list(_factors(product))
+        for softmax in softmaxes:
+            if _mentions(factors, weights, [softmax]):
+                return softmax
+    return None
+
+
+def _nodes(scope: Scope, holds: Callable[[ast.expr], bool]) -> Iterator[ast.expr]:
+    return (node for node in own_nodes(scope.body) if isinstance(node, ast.expr) and holds(node))
+
+
+def _is_product(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.MatMult)
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _PRODUCTS
+
+
+def _is_softmax(node: ast.expr) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    if isinstance(node.func, ast.Call):  # nn.Softmax(dim=-1)(scores)
+        return call_name(node.func).rpartition(".")[2] == "Softmax"
+    return name.rpartition(".")[2].lower() == "softmax" and not name.endswith("Softmax")
+
+
+def _arguments(node: ast.expr) -> list[ast.expr]:
+    assert isinstance(node, ast.Call)
+    own = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+    return [*own, *node.args]
+
+
+def _factors(product: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(product, ast.BinOp):
+        yield from (product.left, product.right)
+    elif isinstance(product, ast.Call):
+        yield from _arguments(product)
+
+
+def _bound_to(scope: Scope, made: list[ast.expr]) -> set[str]:
+    """Return the names that hold one of ``made``, scaled, masked or dropped out."""
+    names: set[str] = set()
+    while True:
+        more = {
+            name
+            for node in own_nodes(scope.body)
+            if isinstance(node, ast.Assign | ast.AugAssign) and _mentions([node.value], names, made, through=False)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            for name in target_names(target)
+        }
+        if more <= names:
+            return names
+        names |= more
+
+
+def _mentions(values: list[ast.expr], names: set[str], made: list[ast.expr], *, through: bool = True) -> bool:
+    """Whether one of ``values`` is made of ``names`` or of ``made``; with ``through`` off, not by another product."""
+    waiting: list[ast.AST] = list(values)
+    while waiting:
+        node = waiting.pop()
+        if any(node is one for one in made) or (isinstance(node, ast.Name) and node.id in names):
+            return True
+        if isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _SHAPES:
+            continue
+        if not through and isinstance(node, ast.expr) and (_is_product(node) or _is_softmax(node)):
+            continue
+        waiting += ast.iter_child_nodes(node)
+    return False

@@ -1,0 +1,59 @@
+"""Errors of before whose tracebacks are still alive: each keeps the frames that it passed through, and their locals.
+
+The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not freed:
+the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the garbage
+collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well, and no name
+leads from them to their frames. So at a failure all that the collector knows are looked through.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Container, Iterator
+from typing import Any, Final
+
+from oomdoctor.model.chain import chained
+
+__all__ = ["earlier_errors"]
+
+_traceback: Final = vars(BaseException)["__traceback__"].__get__
+
+
+def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
+    """Return the errors of before that went through a cell and are alive, that last shown first.
+
+    Args:
+        exc: the failure at hand, which is none of them; without one, only what was last shown is looked at.
+        filenames: of the code of cells.
+    """
+    own = {id(link) for link in chained(exc)}
+    found: dict[int, BaseException] = {}
+    last = getattr(sys, "last_value", None)
+    if isinstance(last, BaseException) and id(last) not in own:
+        found[id(last)] = last
+    for error in _alive() if exc is not None else ():
+        if id(error) not in own and _passed(error, filenames):
+            found.setdefault(id(error), error)
+    return tuple(found.values())
+
+
+def _alive() -> Iterator[BaseException]:
+    """Yield every exception that the garbage collector knows."""
+    known: dict[type, bool] = {}
+    for value in gc.get_objects():
+        kind = type(value)
+        is_error = known.get(kind)
+        if is_error is None:
+            is_error = known[kind] = BaseException in type.__dict__["__mro__"].__get__(kind)
+        if is_error:
+            yield value
+
+
+def _passed(error: BaseException, filenames: Container[str]) -> bool:
+    traceback: Any = _traceback(error)
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename in filenames:
+            return True
+        traceback = traceback.tb_next
+    return False

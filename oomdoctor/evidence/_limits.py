@@ -1,0 +1,62 @@
+"""What this process may have beside memory itself: its data segment, open files and memory mappings.
+
+An allocation fails as well when there is no mapping or descriptor left for it. Source: getrlimit(2), mmap(2).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+
+from oomdoctor.evidence import _proc
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import Measured
+
+__all__ = ["data_limit", "data_used", "files_limit", "files_open", "maps", "maps_limit"]
+
+
+def data_limit() -> Measured:
+    """Return ``RLIMIT_DATA``: private writable memory, of libraries and of anonymous mappings, in bytes."""
+    return _soft("RLIMIT_DATA")
+
+
+def data_used(root: Path = _proc.ROOT) -> Measured:
+    """Return what the kernel compares with ``RLIMIT_DATA``, in bytes."""
+    return _proc.table(root / "proc/self/status")["VmData"]
+
+
+def files_limit() -> Measured:
+    """Return how many descriptors this process may have open."""
+    return _soft("RLIMIT_NOFILE")
+
+
+def files_open() -> Measured:
+    """Return how many descriptors this process has open, the one that it looks with included."""
+    try:
+        return int(psutil.Process().num_fds())
+    except (AttributeError, OSError, psutil.Error):
+        return Unavailable("the system does not tell how many files are open")
+
+
+def maps(root: Path = _proc.ROOT) -> Measured:
+    """Return how many memory mappings this process has."""
+    try:
+        return (root / "proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return Unavailable("the system does not list the mappings of a process")
+
+
+def maps_limit(root: Path = _proc.ROOT) -> Measured:
+    """Return how many memory mappings a process may have."""
+    return _proc.number(root / "proc/sys/vm/max_map_count")
+
+
+def _soft(name: str) -> Measured:
+    if sys.platform == "win32":
+        return Unavailable(f"Windows has no {name}")
+    import resource
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return Unavailable(f"{name} is not set") if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,85 @@
+"""In which precision the program computes and keeps its weights, as its text and its parameters show."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from torch import Tensor
+
+from oomdoctor.evidence._ground import Ground
+from oomdoctor.evidence._models import parameters
+from oomdoctor.evidence._program import call_name, own_nodes, place
+
+__all__ = ["apex", "autocast", "half_weights"]
+
+_MIXED: Final = re.compile(r"16|mixed|true", re.IGNORECASE)
+_HALF: Final = re.compile(r"^(torch\.)?(float16|half|bfloat16)$")
+_TRAINERS: Final = re.compile(r"(Trainer|TrainingArguments|Fabric|Accelerator)$")
+
+
+def autocast(ground: Ground) -> bool:
+    """Whether some mixed precision is in force: ``autocast``, apex, or a trainer that was told so."""
+    running = any(
+        call_name(node).rpartition(".")[2] == "autocast" and _is_on(node)
+        for scope in ground.reach
+        for node in [*_calls(scope.body), *(scope.function.node.decorator_list if scope.function else ())]
+    )
+    return running or any(map(_tells_mixed, _all_calls(ground))) or apex(ground) is not None
+
+
+def _is_on(node: ast.AST) -> bool:
+    given = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+    enabled = given.get("enabled")
+    return not (isinstance(enabled, ast.Constant) and enabled.value is False)
+
+
+def _tells_mixed(call: ast.Call) -> bool:
+    if not _TRAINERS.search(call_name(call)):
+        return False
+    for keyword in call.keywords:
+        told = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        if keyword.arg in {"fp16", "bf16"} and told is True:
+            return True
+        if keyword.arg in {"precision", "mixed_precision"} and _MIXED.search(str(told)) and "true" not in str(told):
+            return True
+    return False
+
+
+def apex(ground: Ground) -> str | None:
+    """Return the call of apex's mixed precision, which PyTorch's own has replaced."""
+    for scope in ground.basis:
+        for call in _calls(scope.body):
+            if re.search(r"(^|\.)amp\.(initialize|scale_loss)$", call_name(call)):
+                return place(scope, call)
+    return None
+
+
+def half_weights(ground: Ground, modules: Iterable[tuple[str, Any]]) -> bool:
+    """Whether most of the weights take 2 bytes each; where no module is at hand, whether the cells make them so."""
+    sizes: dict[int, int] = {}
+    for parameter in parameters(module for _, module in modules):
+        each = Tensor.element_size(parameter)
+        sizes[each] = sizes.get(each, 0) + Tensor.numel(parameter)
+    if sizes:
+        return max(sizes, key=lambda each: sizes[each]) == 2
+    return any(map(_makes_half, _all_calls(ground)))
+
+
+def _makes_half(call: ast.Call) -> bool:
+    receiver, _, method = ast.unparse(call.func).rpartition(".")
+    if method in {"half", "bfloat16"} and re.search(r"model|net|unet|pipe|encoder|decoder", receiver, re.IGNORECASE):
+        return True
+    if method in {"from_pretrained", "from_config"}:
+        return any(k.arg in {"torch_dtype", "dtype"} and _HALF.match(ast.unparse(k.value)) for k in call.keywords)
+    return call_name(call).endswith("set_default_dtype") and any(_HALF.match(ast.unparse(arg)) for arg in call.args)
+
+
+def _calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
+    return (node for node in own_nodes(body) if isinstance(node, ast.Call))
+
+
+def _all_calls(ground: Ground) -> Iterator[ast.Call]:
+    return (call for scope in ground.basis for call in _calls(scope.body))

@@ -1,0 +1,222 @@
+"""Devices with a caching allocator of torch's: CUDA, ROCm, XPU, and backends that extend torch in the same form.
+
+Each function is taken from the backend's own module (``torch.cuda``), else from ``torch.accelerator`` (2.9), else what
+it would tell is ``Unavailable``. None is called unless the backend was initialised by the program itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oomdoctor.evidence import _torch_stats, driver
+from oomdoctor.evidence._sharing import shares
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import DeviceMemory, Measured
+
+__all__ = ["TorchAccelerator", "initialised", "unused"]
+
+
+class TorchAccelerator:
+    """A device that ``torch.<kind>.memory_stats`` tells of; AMD's are of the kind ``cuda`` too."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}:{index}"
+        self.measure = f"torch.{kind}.max_memory_allocated"
+
+    def read(self) -> DeviceMemory:
+        """Return the device's memory by its allocator and its driver."""
+        counts = _torch_stats.counters(self._call("memory_stats"), self._backend())
+        segments = self._snapshot()
+        free, total = self._totals()
+        card, label = self._card()
+        used = shares(card, counts["reserved"])
+        return DeviceMemory(
+            name=self.name,
+            tensor_device=self.name,
+            total=total,
+            free=free,
+            allocated=counts["allocated"],
+            reserved=counts["reserved"],
+            inactive_split=counts["inactive_split"],
+            peak_allocated=counts["peak_allocated"],
+            peak_reserved=counts["peak_reserved"],
+            retries=counts["retries"],
+            ooms=counts["ooms"],
+            largest_free_block=_torch_stats.largest_free_block(segments, self.index),
+            cap=self._cap(total),
+            context=used.context,
+            elsewhere=used.elsewhere,
+            processes=used.processes,
+            private_pools=_torch_stats.private_pools(segments, self.index),
+            card=label,
+            basis=self._basis(),
+        )
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether the memory of ``tensor`` is on this device."""
+        return str(tensor.device) == self.name
+
+    def reset_peak(self) -> None:
+        """Begin a new high-water mark, where the allocator keeps one."""
+        self._call("reset_peak_memory_stats")
+
+    def empty_cache(self) -> None:
+        """Return fully free segments to the driver."""
+        self._call("empty_cache", of_all=True)
+
+    def _call(self, name: str, *, also: str | None = None, of_all: bool = False) -> Any:
+        """Return what a function of the backend answers for this device, or why it does not.
+
+        Args:
+            also: the function's name in ``torch.accelerator`` where it is another.
+            of_all: the function is for all devices and takes none.
+        """
+        function = _function(self.kind, name, also or name)
+        if isinstance(function, Unavailable):
+            return function
+        return _answer(function, *(() if of_all else (self.index,)))
+
+    def _backend(self) -> str:
+        found = self._call("get_allocator_backend", of_all=True)
+        return found if isinstance(found, str) else "native"
+
+    def _snapshot(self) -> _torch_stats.Segments:
+        """Return every segment of the allocator; without the history of allocations, which may be long."""
+        function = _function(self.kind, "memory_snapshot", "memory_snapshot")
+        if isinstance(function, Unavailable):
+            return function
+        if self._backend() == "cudaMallocAsync":
+            return Unavailable("the cudaMallocAsync allocator keeps no list of blocks")
+        try:
+            found = _answer(function, include_traces=False)  # the argument came after torch 2.4
+        except TypeError:
+            found = _answer(function)
+        return found if isinstance(found, Unavailable) else list(found)
+
+    def _totals(self) -> tuple[Measured, Measured]:
+        """Return what is free and what there is."""
+        found = self._call("mem_get_info", also="get_memory_info")
+        if not isinstance(found, Unavailable):
+            return int(found[0]), int(found[1])
+        total = getattr(self._properties(), "total_memory", None)
+        return found, found if total is None else int(total)
+
+    def _cap(self, total: Measured) -> Measured:
+        fraction = self._call("get_per_process_memory_fraction")
+        if isinstance(fraction, Unavailable) or isinstance(total, Unavailable):
+            return Unavailable(f"whether a cap is set for this process cannot be told: {_why(fraction, total)}")
+        return int(total * fraction) if fraction < 1 else Unavailable("no cap is set for this process")
+
+    def _properties(self) -> Any:
+        return self._call("get_device_properties")
+
+    def _card(self) -> tuple[driver.Card | Unavailable, str | Unavailable]:
+        """Return what the driver tells of the card, and what the card calls itself."""
+        properties = self._properties()
+        if isinstance(properties, Unavailable):
+            return properties, properties
+        name = str(getattr(properties, "name", self.name))
+        if _hip() and self.kind == "cuda":
+            return Unavailable("other use of AMD cards is not read"), f"{name}, ROCm {_hip()}"
+        if self.kind != "cuda":
+            version = getattr(properties, "driver_version", None)
+            return Unavailable(f"other use of {self.kind} devices is not read"), (
+                f"{name}, driver {version}" if version else name
+            )
+        uuid = getattr(properties, "uuid", None)
+        if uuid is None:
+            return Unavailable("this version of torch does not tell the card's UUID"), name
+        card = driver.card(str(uuid))
+        label = card if isinstance(card, Unavailable) else card.label
+        return card, name if isinstance(label, Unavailable) else label
+
+    def _basis(self) -> str:
+        if self.kind == "cuda":
+            return "hipMemGetInfo" if _hip() else "cudaMemGetInfo"
+        return f"torch.{self.kind}.mem_get_info"
+
+
+def unused(index: int | None, card: driver.Card) -> DeviceMemory:
+    """Return the reading of a card that this process has not initialised: the driver's alone."""
+    untouched = Unavailable("this process has not used it")
+    used = shares(card, 0, in_use=False)
+    listed = () if isinstance(used.processes, Unavailable) else used.processes
+    name = f"cuda:{index}" if index is not None else card.uuid
+    name = "cuda:?" if isinstance(name, Unavailable) else name
+    return DeviceMemory(
+        name=name,
+        tensor_device=name,
+        total=card.total,
+        free=card.free,
+        allocated=0,
+        reserved=0,
+        inactive_split=untouched,
+        largest_free_block=untouched,
+        peak_allocated=untouched,
+        peak_reserved=untouched,
+        retries=untouched,
+        ooms=untouched,
+        cap=untouched,
+        context=used.context if any(process.is_own for process in listed) else untouched,
+        elsewhere=used.elsewhere,
+        processes=used.processes,
+        card=card.label,
+        basis="the NVIDIA driver (NVML)",
+    )
+
+
+def initialised(kind: str) -> tuple[int, ...]:
+    """Return the indices of the devices of a kind that this process has initialised; initialises none.
+
+    A CUDA device counts once it has a context: asking another for its memory would make one, which takes some hundred
+    MiB of it.
+    """
+    module = getattr(torch, kind, None)
+    begun = getattr(module, "is_initialized", None)
+    if begun is None or not begun():
+        return ()
+    indices = range(module.device_count())  # type: ignore[union-attr]
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None) if kind == "cuda" else None
+    if has_context is None:
+        return tuple(indices)
+    return tuple(index for index in indices if has_context(index) or _holds_segments(index))
+
+
+def _holds_segments(index: int) -> bool:
+    """Return whether torch's allocator holds memory of a CUDA device; to ask makes no context."""
+    reserved = _answer(torch.cuda.memory_reserved, index)
+    return isinstance(reserved, int) and reserved > 0
+
+
+def _function(kind: str, name: str, general: str) -> Callable[..., Any] | Unavailable:
+    """Return a function of a backend's own module, else of ``torch.accelerator`` where that is this backend."""
+    own = getattr(getattr(torch, kind, None), name, None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    accelerator = getattr(torch, "accelerator", None)  # since 2.6; its memory functions since 2.9
+    current = None if accelerator is None else accelerator.current_accelerator()
+    if current is not None and current.type == kind and hasattr(accelerator, general):
+        return getattr(accelerator, general)  # type: ignore[no-any-return]
+    return Unavailable(f"torch {torch.__version__} has no torch.{kind}.{name}")
+
+
+def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return a function's answer; a device that is lost, or an allocator that cannot tell, is ``Unavailable``."""
+    try:
+        return function(*args, **options)
+    except RuntimeError as error:
+        first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
+        return Unavailable(f"torch cannot tell it: {first}")
+
+
+def _why(*values: Any) -> str:
+    return next(value.reason for value in values if isinstance(value, Unavailable))
+
+
+def _hip() -> str | None:
+    return torch.version.hip

@@ -1,0 +1,359 @@
+"""Who holds the memory: every storage gets one owner, a role, and a path that the user can type.
+
+Owners are asked in a fixed order, so that a storage held twice goes to the holder that matters most: modules and
+their gradients, optimizers, names of the namespace and what hangs on them, ``Out``, frames that failed or run, earlier
+tracebacks, the autograd graphs of all of these, and last whatever else the garbage collector knows.
+
+No operation is dispatched, nothing is allocated on a device, and no code of the user's is run. What only C++ holds
+(buffers of a backward that is under way) has no Python owner: it is the difference to the allocator's own count.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import compress
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
+from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
+from oomdoctor.evidence.ledger import Ledger, Place
+from oomdoctor.evidence.storages import is_fake, storages_of, tensor_types
+from oomdoctor.evidence.walk import CACHE_NAMES, Found, Path, Root, Walk, member, tensors_in
+from oomdoctor.model.aside import without_apart
+from oomdoctor.model.evidence import Census, Role
+from oomdoctor.model.kinds import Kind, kind_of, plain_dict, submodules
+
+__all__ = ["Program", "take", "unobserved"]
+
+_GRAPH: Final = " → graph"
+_NAMELESS: Final = Path(Root(""), None, "(no name leads here)")
+_LONG_S: Final = 10.0
+_CHECKPOINT: Final = "torch.utils.checkpoint."
+
+_OWNERS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER})
+
+_grad: Final = vars(torch._C.TensorBase)["grad"].__get__
+_grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
+_is_leaf: Final = vars(torch._C.TensorBase)["is_leaf"].__get__
+_requires_grad: Final = vars(torch._C.TensorBase)["requires_grad"].__get__
+_retains_grad: Final = vars(torch._C.TensorBase)["retains_grad"].__get__
+
+
+class _Origin(Enum):
+    NAME = auto()
+    OUTPUT = auto()
+    FRAME = auto()
+    EARLIER = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What the census sets out from.
+
+    Attributes:
+        names: of the namespace, with their objects; ``outputs``: of the output cache.
+        borrowed: names that stand for a part of something else, if that has a name; loops bind them.
+        passed_over: objects by their ``id`` that are not looked into: the namespace itself, the output cache.
+        frames: that failed or that run; ``earlier``: of a failure before, which its traceback still holds.
+        batch_names: names that hold a batch.
+        in_step: whether code of the program's is running or has failed, so that what has no name is its temporaries.
+        step_names: names that the running or failing cell binds: what they hold belongs to the step under way.
+        appends: the statement that adds a tensor with its graph to a list, by the name of the list.
+    """
+
+    names: Sequence[tuple[str, Any]]
+    borrowed: frozenset[str] = frozenset()
+    passed_over: frozenset[int] = frozenset()
+    outputs: Sequence[tuple[str, Any]] = ()
+    frames: Sequence[Frame] = ()
+    earlier: Sequence[Frame] = ()
+    batch_names: frozenset[str] = frozenset()
+    in_step: bool = False
+    step_names: frozenset[str] = frozenset()
+    appends: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Run the body past tensor subclasses and everybody's function and dispatch modes."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
+    """Take the census of ``places``, one for each, in their order."""
+    with unobserved():
+        return _Count(program, places).run()
+
+
+@dataclass(slots=True)
+class _Held:
+    """Tensors met on the walk, and what the graph behind each of them holds, in their order."""
+
+    found: Found
+    origin: _Origin
+    saved: list[Saved | None] = field(default_factory=list)
+
+
+class _Count:
+    """One census while it is taken. Short-lived: it holds tensors and graph nodes."""
+
+    def __init__(self, program: Program, places: Sequence[Place]) -> None:
+        self._program = program
+        self._ledger = Ledger(places)
+        self._walk = Walk(program.passed_over)
+        self._graphs = Graphs()
+        self._inputs: set[int] = set()
+        self._fakes = 0
+        self._skips_graphs = in_backward_elsewhere()
+        self._may_pin = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def run(self) -> tuple[Census, ...]:
+        """Walk from all roots, then let the owners claim in their order."""
+        self._claim_all([_Held(found, origin) for origin, roots in self._roots() for found in self._walk.run(roots)])
+        tensors = _all_tensors()
+        if not self._ledger.owns(tensors):
+            self._claim_all([_Held(found, _Origin.NAME) for found in self._walk.resume()])
+            self._claim_rest(tensors)
+        self._claim_shared()
+        return self._ledger.censuses(tuple(self._notes()), self._walk.aliases)
+
+    def _claim_all(self, held: list[_Held]) -> None:
+        parameters = dict(self._claim_modules())
+        self._claim_optimizers(parameters)
+        for one in sorted(held, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
+            self._follow(one)
+        for one in held:
+            self._claim_held(one)
+        for one in held:
+            self._claim_saved(one)
+
+    def _roots(self) -> Iterator[tuple[_Origin, list[tuple[Root, Any]]]]:
+        program = self._program
+        names = [(Root(name, ident=id(value)), value) for name, value in program.names]
+        own = [(root, value) for root, value in names if root.name not in program.borrowed]
+        # First what the walk must not miss should it be stopped among data.
+        yield _Origin.NAME, [(root, value) for root, value in own if kind_of(type(value)) in _OWNERS]
+        yield _Origin.NAME, [(root, value) for root, value in own if kind_of(type(value)) not in _OWNERS]
+        yield _Origin.NAME, [(root, value) for root, value in names if root.name in program.borrowed]
+        yield _Origin.OUTPUT, [(Root(name), value) for name, value in program.outputs]
+        for origin, frames in ((_Origin.FRAME, program.frames), (_Origin.EARLIER, program.earlier)):
+            for frame in frames:
+                drives = frame.is_program and kind_of(type(frame.values.get("self"))) is not Kind.MODULE
+                yield origin, [(Root(name, frame.place, drives), value) for name, value in frame.values.items()]
+
+    def _claim_modules(self) -> Iterator[tuple[int, str]]:
+        """Claim parameters, gradients and buffers; yield the expression of every parameter by its ``id``."""
+        steps = self._stepped_by()
+        for path, module in self._walk.modules:
+            registers: Any = plain_dict(module) or {}
+            root = path.root.name
+            free = f"del {root}" if not path.root.place else None
+            for name, parameter in _tensors(registers.get("_parameters")):
+                at = path.child(member(module, name, "_parameters"))
+                self._claim((parameter,), Role.PARAMETER, at, frees=free)
+                self._claim_gradient(
+                    parameter, at, f"{steps.get(id(parameter), root)}.zero_grad(set_to_none=True)" if free else None
+                )
+                if not at.root.place:
+                    yield id(parameter), at.names()[1]
+            for name, buffer in _tensors(registers.get("_buffers")):
+                role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
+                self._claim((buffer,), role, path.child(member(module, name, "_buffers")), frees=free)
+
+    def _claim_shared(self) -> None:
+        """Have the ledger know of names that lead to a module which another name leads to as well."""
+        for path, module in self._walk.shared:
+            for _, part in submodules(module):
+                held: Any = plain_dict(part) or {}
+                tensors = [one for register in ("_parameters", "_buffers") for _, one in _tensors(held.get(register))]
+                self._claim(tensors, Role.PARAMETER, path)
+
+    def _stepped_by(self) -> dict[int, str]:
+        """Return the expression for the optimizer of every parameter, by the parameter's ``id``."""
+        found: dict[int, str] = {}
+        for path, optimizer in self._walk.optimizers:
+            if not path.root.place:
+                for group in (plain_dict(optimizer) or {}).get("param_groups") or ():
+                    found |= dict.fromkeys(map(id, group["params"]), path.names()[1])
+        return found
+
+    def _claim_optimizers(self, parameters: Mapping[int, str]) -> None:
+        for path, optimizer in self._walk.optimizers:
+            held: Any = plain_dict(optimizer) or {}
+            root = path.root.name
+            free = f"del {root}" if not path.root.place else None
+            for at, group in enumerate(held.get("param_groups") or ()):
+                for index, parameter in enumerate(group["params"]):
+                    here = path.child(f".param_groups[{at}]['params'][{index}]")
+                    self._claim((parameter,), Role.PARAMETER, here, frees=free)
+                    self._claim_gradient(parameter, here, f"{root}.zero_grad(set_to_none=True)" if free else None)
+            for parameter, state in list(dict.items(held.get("state") or {})):
+                key = parameters.get(id(parameter))
+                here = path.child(f".state[{key}]" if key else f" → state of a parameter of {root}")
+                for name, value in list(dict.items(state)) if kind_of(type(state)) is Kind.MAPPING else ():
+                    tensors = tuple(tensors_in(value))
+                    self._claim(tensors, Role.OPTIMIZER_STATE, here.child(f"[{name!r}]"), frees=free)
+
+    def _claim_gradient(self, tensor: Any, path: Path, frees: str | None) -> None:
+        if (_is_leaf(tensor) and _requires_grad(tensor)) or _retains_grad(tensor):
+            gradient = _grad(tensor)
+            if gradient is not None:
+                self._claim((gradient,), Role.GRADIENT, path.child(".grad"), frees=frees)
+
+    def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
+        if self._may_pin and role in (Role.ACTIVATION, Role.USER_TENSOR):
+            self._ledger.claim([one for one in tensors if _is_pinned(one)], Role.PINNED_HOST, path, **more)
+        self._ledger.claim(tensors, role, path, **more)
+
+    def _is_of_step(self, held: _Held) -> bool:
+        """Return whether tensors belong to the step under way, and are not what is left or kept of others."""
+        root = held.found.path.root
+        if root.name in self._program.appends:
+            return False
+        if held.origin is _Origin.FRAME:
+            return True
+        return held.origin is _Origin.NAME and root.name in self._program.step_names and not held.found.contained
+
+    def _follow(self, held: _Held) -> None:
+        tensors = held.found.tensors
+        if self._skips_graphs or not any(map(_grad_fn, tensors)):
+            return
+        held.saved = [self._graphs.behind(tensor) for tensor in tensors]
+        if self._is_of_step(held):
+            for saved in filter(None, held.saved):
+                given = [one for one in saved.tensors if type(one) is torch.Tensor and not _requires_grad(one)]
+                self._inputs.update(key for key, *_ in storages_of(given))
+
+    def _claim_held(self, held: _Held) -> None:
+        """Claim the tensors that a path leads to, and their gradients."""
+        found, frees = held.found, self._frees(held)
+        tensors = found.tensors
+        if not held.saved and len(tensors) > 1 and len(set(map(type, tensors))) == 1:
+            items = None if found.first is None else (found.first, found.first + len(tensors))
+            role = self._role_of(held, tensors[0], None)
+            self._claim(tensors, role, found.path, items=items, sliceable=found.sliceable, frees=frees)
+        else:
+            for index, tensor in enumerate(tensors):
+                role = self._role_of(held, tensor, held.saved[index] if held.saved else None)
+                items = found.item(index)
+                self._claim((tensor,), role, found.path, items=items, sliceable=found.sliceable, frees=frees)
+                self._fakes += is_fake(tensor)
+        for tensor in compress(tensors, map(_requires_grad, tensors)):
+            clear = f"{found.path.names()[1]}.grad = None" if held.origin is _Origin.NAME else None
+            self._claim_gradient(tensor, found.path, clear)
+
+    def _role_of(self, held: _Held, tensor: Any, saved: Saved | None) -> Role:
+        """Return what a tensor that a path leads to is there for."""
+        found, root = held.found, held.found.path.root
+        if held.origin is _Origin.OUTPUT:
+            return Role.OUTPUT_CACHE
+        if held.origin is _Origin.EARLIER:
+            return Role.TRACEBACK
+        if found.is_cache:
+            return Role.KV_CACHE
+        if root.is_program and root.name in self._program.batch_names:
+            return Role.BATCH
+        if type(tensor) is torch.nn.Parameter:
+            return Role.PARAMETER
+        if saved is None:
+            if root.is_program and not found.contained and self._is_input(tensor):
+                return Role.BATCH
+            return Role.USER_TENSOR if held.origin is _Origin.NAME else Role.ACTIVATION
+        return Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
+
+    def _is_input(self, tensor: Any) -> bool:
+        """Return whether the graph of the step saved a tensor that it did not make."""
+        keys = [key for key, *_ in storages_of((tensor,))]
+        return bool(keys) and self._inputs.issuperset(keys)
+
+    def _is_kept(self, held: _Held, saved: Saved) -> bool:
+        """Return whether a graph outlives its step: one in a container, or by a name that no running code binds."""
+        return not self._is_of_step(held) and (held.found.contained or saved.is_alive)
+
+    def _frees(self, held: _Held) -> str | None:
+        root = held.found.path.root.name
+        if held.origin is _Origin.OUTPUT:
+            return "%reset -f out"
+        if held.origin is _Origin.EARLIER:
+            return "%oomdoctor fix release_traceback"
+        if root in self._program.appends:
+            is_scalar = all(type(one) is torch.Tensor and not one.dim() for one in held.found.tensors)
+            return self._program.appends[root].replace(".detach()", ".item()" if is_scalar else ".detach()")
+        return f"del {root}" if held.origin is _Origin.NAME else None
+
+    def _claim_saved(self, held: _Held) -> None:
+        """Claim what the graphs behind the tensors of a path hold."""
+        found, frees = held.found, self._frees(held)
+        for index, saved in enumerate(held.saved):
+            if saved is None or not (saved.tensors or saved.leaves):
+                continue
+            role = {_Origin.OUTPUT: Role.OUTPUT_CACHE, _Origin.EARLIER: Role.TRACEBACK}.get(held.origin)
+            if role is None:
+                role = Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
+            where = {"items": found.item(index), "sliceable": found.sliceable, "suffix": _GRAPH, "frees": frees}
+            parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
+            self._claim(parameters, Role.PARAMETER, found.path, **where)
+            self._claim(saved.tensors, role, found.path, **where)
+            self._claim(saved.leaves, Role.USER_TENSOR, found.path, **where)
+            for leaf in saved.leaves:
+                self._claim_gradient(leaf, found.path.child(" → graph → leaf"), None)
+
+    def _claim_rest(self, tensors: list[Any]) -> None:
+        """Claim what no path leads to: temporaries of running code, locals of C++ callers, garbage in a cycle."""
+        role = Role.ACTIVATION if self._program.in_step else Role.UNEXPLAINED
+        self._claim(tensors, role, _NAMELESS)
+        for tensor in compress(tensors, map(_grad_fn, tensors)) if not self._skips_graphs else ():
+            saved = self._graphs.behind(tensor)
+            if saved is not None:
+                self._claim((*saved.tensors, *saved.leaves), role, _NAMELESS, suffix=_GRAPH)
+
+    def _notes(self) -> Iterator[str]:
+        packed = self._graphs.packed
+        recomputed = sum(count for kind, count in packed.items() if kind.startswith(_CHECKPOINT))
+        if recomputed:
+            yield (
+                f"{recomputed} saved tensors are left out by torch.utils.checkpoint and hold no memory: "
+                "backward computes them again"
+            )
+        for kind, count in packed.items():
+            if not kind.startswith(_CHECKPOINT):
+                yield f"{count} saved tensors are packed by a hook into {kind}, which shows no tensor"
+        if self._fakes:
+            yield f"{self._fakes} fake or meta tensors stand for memory that they do not have"
+        if self._graphs.is_cut:
+            yield f"graphs were followed {DEEPEST:,} nodes deep and no further: freeing them would overflow the stack"
+        if self._skips_graphs:
+            yield "another thread is in a backward, so what graphs hold was not looked at"
+        if self._walk.stopped:
+            yield "there are more objects than were looked at, so some holders have no name here"
+
+
+def _is_pinned(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_pinned()
+
+
+def _all_tensors() -> list[Any]:
+    """Return every tensor of the program that the garbage collector knows."""
+    types, pause = tensor_types(), sys.getswitchinterval()
+    # Among all objects are tuples that other threads are making: none may run on before the list of them is dropped.
+    sys.setswitchinterval(_LONG_S)
+    try:
+        return without_apart([one for one in gc.get_objects() if type(one) in types])
+    finally:
+        sys.setswitchinterval(pause)
+
+
+def _tensors(register: Any) -> Iterator[tuple[str, Any]]:
+    if kind_of(type(register)) is Kind.MAPPING:
+        for name, value in list(dict.items(register)):
+            if kind_of(type(value)) is Kind.TENSOR:
+                yield str(name), value

@@ -1,0 +1,210 @@
+"""NVIDIA cards as their driver tells them: the card, its memory, and every process on it.
+
+The driver sees what torch cannot: other processes, and what this one uses beside torch's segments. AMD's and Intel's
+cards are not told here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from oomdoctor.errors import NotAvailable
+from oomdoctor.evidence._nvml import ask, opened
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import DeviceProcess, Measured
+
+__all__ = ["Card", "card", "pids_agree", "visible_cards"]
+
+_LISTS: Final = (
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+    "nvmlDeviceGetMPSComputeRunningProcesses",
+)
+_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # Source: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One card, or one part of a card that is divided (MIG), in bytes.
+
+    Attributes:
+        uuid: ``GPU-…`` or ``MIG-…``.
+        label: its name with the version of the driver.
+        used: what all processes use; memory that the driver keeps for itself is left out where it tells it apart.
+        processes: the largest first; none is marked as this process's own.
+    """
+
+    uuid: str | Unavailable
+    label: str | Unavailable
+    total: Measured
+    free: Measured
+    used: Measured
+    processes: tuple[DeviceProcess, ...] | Unavailable
+
+
+def card(uuid: str) -> Card | Unavailable:
+    """Return the card of this UUID, given as torch prints it (without ``GPU-``), or why it cannot be told."""
+    try:
+        with opened() as nvml:
+            handle = _handle_of(nvml, uuid)
+            return handle if isinstance(handle, Unavailable) else _card(nvml, handle)
+    except NotAvailable as absence:
+        return Unavailable(str(absence))
+
+
+def visible_cards() -> tuple[tuple[int | None, Card], ...] | Unavailable:
+    """Return the cards that CUDA would show to this process, each with the index that CUDA would give it.
+
+    The index is None where it cannot be told without starting CUDA: unless ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``,
+    CUDA puts the fastest card first and says not how it ranks the others; of a divided card it takes one part.
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+    """
+    try:
+        with opened() as nvml:
+            return tuple((index, _card(nvml, handle)) for index, handle in _visible_handles(nvml))
+    except NotAvailable as absence:
+        return Unavailable(str(absence))
+
+
+def _handle_of(nvml: Any, uuid: str) -> Any:
+    """Return the handle of the card, or of the part of it that this process uses."""
+    part = ask(nvml, "nvmlDeviceGetHandleByUUID", f"MIG-{uuid}")
+    if not isinstance(part, Unavailable):
+        return part
+    whole = ask(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+    parts = [] if isinstance(whole, Unavailable) else _parts(nvml, whole)
+    if not parts:
+        return whole
+    # CUDA may give a part the UUID of the whole card; the environment then tells which part it is.
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if wanted.startswith("MIG-") and "," not in wanted:
+        parts = [part for part in parts if _is_named(nvml, part, wanted)] or [
+            ask(nvml, "nvmlDeviceGetHandleByUUID", wanted)
+        ]
+    if len(parts) == 1:
+        return parts[0]
+    return Unavailable("the card is divided (MIG), and which part this process uses cannot be told")
+
+
+def _visible_handles(nvml: Any) -> Iterator[tuple[int | None, Any]]:
+    """Yield the cards that ``CUDA_VISIBLE_DEVICES`` leaves, and for a divided one its parts."""
+    count = ask(nvml, "nvmlDeviceGetCount")
+    if isinstance(count, Unavailable):
+        raise NotAvailable(count.reason)
+    wholes = [ask(nvml, "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+    devices: list[tuple[int, Any]] = []
+    for index, whole in enumerate(wholes):
+        if not isinstance(whole, Unavailable):
+            devices += [(index, device) for device in _parts(nvml, whole) or [whole]]
+    in_order = len(devices) == count and _in_order(nvml, wholes)
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        yield from ((index if in_order else None, device) for index, device in devices)
+        return
+    for place, entry in enumerate(map(str.strip, wanted.split(","))):
+        found = [device for index, device in devices if entry == str(index) or _is_named(nvml, device, entry)]
+        if not found:  # CUDA goes no further than the first entry that it does not know
+            return
+        certain = len(found) == 1 and (in_order or not entry.isdigit())
+        yield from ((place if certain else None, device) for device in found)
+
+
+def _in_order(nvml: Any, handles: list[Any]) -> bool:
+    """Return whether CUDA counts the cards as the driver does, by their place on the bus."""
+    alike = len({ask(nvml, "nvmlDeviceGetName", handle) for handle in handles}) == 1
+    return alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+
+
+def _is_named(nvml: Any, handle: Any, entry: str) -> bool:
+    """Return whether an entry of ``CUDA_VISIBLE_DEVICES`` is the UUID of this device or begins it."""
+    uuid = ask(nvml, "nvmlDeviceGetUUID", handle)
+    return isinstance(uuid, str) and entry.startswith(("GPU-", "MIG-")) and uuid.startswith(entry)
+
+
+def _parts(nvml: Any, handle: Any) -> list[Any]:
+    """Return the handles of the parts of a card that is divided; none where it is whole."""
+    mode = ask(nvml, "nvmlDeviceGetMigMode", handle)
+    if isinstance(mode, Unavailable) or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+        return []
+    count = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
+    places = range(0 if isinstance(count, Unavailable) else count)
+    parts = [ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    return [part for part in parts if not isinstance(part, Unavailable)]
+
+
+def _card(nvml: Any, handle: Any) -> Card:
+    memory = _memory(nvml, handle)
+    name, version = ask(nvml, "nvmlDeviceGetName", handle), ask(nvml, "nvmlSystemGetDriverVersion")
+    told = isinstance(name, str) and isinstance(version, str)
+    unknown = isinstance(memory, Unavailable)
+    return Card(
+        uuid=ask(nvml, "nvmlDeviceGetUUID", handle),
+        label=f"{name}, driver {version}" if told else name,
+        total=memory if unknown else int(memory.total),
+        free=memory if unknown else int(memory.free),
+        used=memory if unknown else int(memory.used),
+        processes=_processes(nvml, handle),
+    )
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Return the totals; only the second version of the question (driver 510) leaves out the driver's own share."""
+    newer = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
+    return ask(nvml, "nvmlDeviceGetMemoryInfo", handle) if isinstance(newer, Unavailable) else newer
+
+
+def _processes(nvml: Any, handle: Any) -> tuple[DeviceProcess, ...] | Unavailable:
+    """Return who uses the card; a process that computes and draws stands in two lists and is told once."""
+    compute, *further = (ask(nvml, name, handle) for name in _LISTS)
+    if isinstance(compute, Unavailable):
+        return compute
+    sizes: dict[int, Measured] = {}
+    for entry in [*compute, *(entry for found in further if not isinstance(found, Unavailable) for entry in found)]:
+        seen, size = sizes.get(entry.pid), _size(entry.usedGpuMemory)
+        if not isinstance(seen, int) or (isinstance(size, int) and size > seen):
+            sizes[entry.pid] = size
+    found = [DeviceProcess(pid=pid, bytes=size, name=_program(nvml, pid)) for pid, size in sizes.items()]
+    return tuple(
+        sorted(found, key=lambda process: process.bytes if isinstance(process.bytes, int) else -1, reverse=True)
+    )
+
+
+def _size(used: int | None) -> Measured:
+    if used is None:
+        return Unavailable("the driver tells no memory per process here, as always under Windows and WSL")
+    if used == 0:  # seen in containers: https://github.com/Project-HAMi/HAMi-core/issues/112
+        return Unavailable("the driver counts no memory for this process, which cannot be, as it is on the card")
+    return used
+
+
+def _program(nvml: Any, pid: int) -> str | None:
+    """Return the name of a process's program; the system's own list serves where the driver tells none."""
+    name = ask(nvml, "nvmlSystemGetProcessName", pid)
+    if isinstance(name, Unavailable) or not name.strip():
+        if not pids_agree():
+            return None
+        try:
+            return psutil.Process(pid).name()
+        except psutil.Error:
+            return None
+    return re.split(r"[\\/]", name.strip())[-1]
+
+
+def pids_agree() -> bool:
+    """Return whether this process counts process ids as the driver does: it is in no PID namespace of its own.
+
+    Some drivers tell a container its own ids, some the host's: https://github.com/NVIDIA/nvidia-docker/issues/1483
+    """
+    if os.name == "nt":
+        return True
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False

@@ -1,0 +1,132 @@
+"""What the autograd graph keeps: tensors saved for backward, found by walking ``next_functions``.
+
+Saved tensors are read through ``_raw_saved_*``, never through ``_saved_*`` or ``saved_tensors``: those unpack, and
+on a checkpointed graph to unpack is to run the forward again. What a hook has packed is looked at as it lies there:
+a checkpoint's place holder holds no memory, ``save_on_cpu`` holds a host tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import GetSetDescriptorType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from oomdoctor.evidence.walk import tensors_in
+from oomdoctor.model.kinds import Kind, held_by, kind_of, plain_dict
+
+__all__ = ["DEEPEST", "Graphs", "Saved"]
+
+DEEPEST: Final = 10_000
+"""A node that Python has looked at is freed by recursion (torch 2.13; others by a loop): about 45,000 nodes in a row
+overflow a stack of 8 MiB, by experiment."""
+_RAW: Final = "_raw_saved_"
+_readers: dict[type, tuple[Any, ...]] = {}
+_grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+
+class Saved(NamedTuple):
+    """What the graph behind one tensor holds that no graph before it did.
+
+    Attributes:
+        tensors: saved for backward.
+        leaves: tensors that gradients accumulate into.
+        is_alive: whether it, or a graph that it shares nodes with, still holds saved tensors; a backward frees them.
+    """
+
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    is_alive: bool
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Walks graphs, each node once. Short-lived: it holds nodes, and those hold memory.
+
+    Attributes:
+        is_cut: whether a graph was deeper than it was followed.
+        packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
+    """
+
+    packed: Counter[str] = field(default_factory=Counter)
+    is_cut: bool = False
+    _met: dict[Any, int] = field(default_factory=dict)
+    _alive: list[bool] = field(default_factory=list)
+
+    def behind(self, tensor: Any) -> Saved | None:
+        """Return what the graph that made ``tensor`` holds, None for a tensor without one."""
+        root = _grad_fn(tensor)
+        if root is None:
+            return None
+        number = len(self._alive)
+        self._alive.append(False)
+        met, todo = self._met, [(root, 0)]
+        tensors: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = []
+        shares = False
+        while todo:
+            node, depth = todo.pop()
+            if node in met:
+                shares = shares or self._alive[met[node]]
+                continue
+            met[node] = number
+            cls = type(node)
+            for read in _readers.get(cls) or _readers_of(cls):
+                self._take(read, node, tensors)
+            if cls.__name__ == "AccumulateGrad":
+                leaves.append(node.variable)
+            elif (attributes := plain_dict(node)) is not None:  # a Function written in Python keeps what it likes
+                for value in attributes.values():
+                    tensors += tensors_in(value)
+            if depth < DEEPEST:
+                todo += [(following, depth + 1) for following, _ in node.next_functions if following is not None]
+            else:
+                self.is_cut = True
+        self._alive[number] = bool(tensors) or shares
+        return Saved(tensors, leaves, self._alive[number])
+
+    def _take(self, read: Any, node: Any, tensors: list[torch.Tensor]) -> None:
+        try:
+            saved = read(node)
+        except RuntimeError:  # a backward freed it
+            return
+        for one in saved if type(saved) is tuple else (saved,):
+            try:
+                held = one.data
+            except (AttributeError, RuntimeError):
+                continue
+            if kind_of(type(held)) is Kind.TENSOR:
+                tensors.append(held)
+            elif held is not None:
+                inside = list(tensors_in(held))
+                tensors += inside or _kept_for_recomputing(one)
+                if not inside:
+                    self.packed[f"{type(held).__module__}.{type(held).__qualname__}"] += 1
+
+
+def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
+    """Yield the inputs that a checkpoint keeps to run its forward again; they hang on the hook that would unpack.
+
+    Source: ``_checkpoint_hook`` and ``_CheckpointFrame.saved_args`` in torch/utils/checkpoint.py, torch 2.13.
+    """
+    hook = getattr(saved, "unpack_hook", None)
+    for _, held in held_by(hook) if hook is not None else ():
+        values: list[Any] = list((plain_dict(held) or {}).values())
+        for item in (item for value in values if type(value) in (list, tuple) for item in value):
+            kept = getattr(item, "data", None) if type(item) is torch._C._autograd.SavedTensor else None
+            if kind_of(type(kept)) is Kind.TENSOR:
+                yield kept
+
+
+def _readers_of(cls: type) -> tuple[Any, ...]:
+    """Return the getters of the raw saved tensors of a node's class; they are made in C."""
+    found = _readers[cls] = tuple(
+        value.__get__
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if name.startswith(_RAW) and type(value) is GetSetDescriptorType
+    )
+    return found

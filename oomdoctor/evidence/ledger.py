@@ -1,0 +1,234 @@
+"""The book of the census: which storages have an owner by now, in which role, by which path.
+
+The first to claim a storage owns it, so that each is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from oomdoctor.evidence.storages import PLAIN, plain_storages, storages_of
+from oomdoctor.evidence.walk import Path
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
+
+__all__ = ["Ledger", "Place"]
+
+Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]
+"""A device, and what tells whether the memory of a plain tensor is there."""
+
+_MANY: Final = 64
+_device: Final = attrgetter("device")
+_dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
+_MOST_HOLDINGS: Final = 10_000
+_FEW: Final = 3
+"""Up to so many tensors of one container are named one by one."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Bytes and number of some storages, and the tensor in the largest of them."""
+
+    bytes: int = 0
+    count: int = 0
+    most: int = 0
+    largest: Any = None
+
+    def add(self, nbytes: int, tensor: Any) -> None:
+        self.bytes += nbytes
+        self.count += 1
+        if nbytes > self.most:
+            self.most, self.largest = nbytes, tensor
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Storages that were claimed together.
+
+    Attributes:
+        items: which of the sequence at ``path``, None for ``path`` itself.
+        others: names beside the path's own that lead to one of them as well.
+    """
+
+    total: _Sum
+    role: Role
+    path: Path
+    items: tuple[int, int] | None
+    sliceable: bool
+    suffix: str
+    frees: str | None
+    others: dict[str, None] = field(default_factory=dict)
+
+
+class Ledger:
+    """Storages with their owners, while the census is taken. Short-lived: it holds tensors.
+
+    Args:
+        places: the devices that are searched.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._owned: dict[int, _Entry] = {}
+        self._entries: list[list[_Entry]] = [[] for _ in places]
+        self._by_device: dict[torch.device, list[tuple[int, bool]]] = {}
+
+    def claim(
+        self,
+        tensors: Sequence[torch.Tensor],
+        role: Role,
+        path: Path,
+        *,
+        items: tuple[int, int] | None = None,
+        sliceable: bool = True,
+        suffix: str = "",
+        frees: str | None = None,
+    ) -> None:
+        """Give the storages of ``tensors`` that have no owner yet to ``path``.
+
+        Args:
+            items: first and last index, exclusive, of their holders in the sequence at ``path``; None where the path
+                is their own.
+            sliceable: whether that sequence can be sliced.
+            suffix: written behind the path: that the graph of what stands there holds them.
+            frees: the line that lets go of them.
+        """
+        if len(tensors) > _MANY and self._take_together(tensors, role, path, items, sliceable, suffix, frees):
+            return
+        taken: dict[int, _Entry] = {}
+        for key, nbytes, device, tensor in storages_of(tensors):
+            owner = self._owned.get(key)
+            if owner is not None:
+                if owner.path.root is not path.root and not path.root.place:
+                    owner.others[path.root.name] = None
+            elif nbytes and (at := self._at(device, tensor)) is not None:
+                if at not in taken:
+                    taken[at] = self._enter(at, _Entry(_Sum(), role, path, items, sliceable, suffix, frees))
+                self._owned[key] = taken[at]
+                taken[at].total.add(nbytes, tensor)
+
+    def _enter(self, at: int, entry: _Entry) -> _Entry:
+        self._entries[at].append(entry)
+        return entry
+
+    def _take_together(self, tensors: Sequence[torch.Tensor], *how: Any) -> bool:
+        """Take many storages at once, if they are all of one place, all apart and none is owned yet; tell whether."""
+        columns = plain_storages(tensors)
+        if columns is None or len(devices := set(map(_device, tensors))) > 1:
+            return False
+        keys, sizes = columns
+        place = self._candidates(devices.pop())
+        together = place and not place[0][1] and len(set(keys)) == len(keys) and 0 not in sizes
+        if not together or not self._owned.keys().isdisjoint(keys):
+            return False
+        most = max(sizes)
+        total = _Sum(sum(sizes), len(sizes), most, tensors[sizes.index(most)])
+        self._owned.update(zip(keys, repeat(self._enter(place[0][0], _Entry(total, *how)))))
+        return True
+
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether all storages of ``tensors`` have an owner."""
+        columns = plain_storages(tensors)
+        keys = columns[0] if columns is not None else [key for key, *_ in storages_of(tensors)]
+        return all(map(self._owned.__contains__, keys))
+
+    def _at(self, device: torch.device, tensor: torch.Tensor) -> int | None:
+        """Return which place a storage is at. A simulated one shares its device's name and must be asked."""
+        for at, must_ask in self._candidates(device):
+            if not must_ask or self._places[at][1](tensor):
+                return at
+        return None
+
+    def _candidates(self, device: torch.device) -> list[tuple[int, bool]]:
+        known = self._by_device.get(device)
+        if known is None:
+            name = str(device)
+            known = self._by_device[device] = [
+                (at, memory.simulated) for at, (memory, _) in enumerate(self._places) if memory.tensor_device == name
+            ]
+        return known
+
+    def censuses(self, notes: tuple[str, ...], aliases: Mapping[int, Sequence[str]]) -> tuple[Census, ...]:
+        """Return one census for each place, in their order.
+
+        Args:
+            notes: sentences for each of them.
+            aliases: further names of an object that a root is bound to, by its ``id``.
+        """
+        for entry in (entry for entries in self._entries for entry in entries):
+            entry.others |= dict.fromkeys(aliases.get(entry.path.root.ident, ()))
+        pairs = zip(self._places, self._entries, strict=True)
+        return tuple(_census(memory, entries, notes) for (memory, _), entries in pairs)
+
+
+def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...]) -> Census:
+    holdings = [_holding(device.name, group) for group in _groups(entries)]
+    roles: dict[Role, int] = {}
+    for holding in holdings:
+        roles[holding.role] = roles.get(holding.role, 0) + holding.bytes
+    found = sum(roles.values())
+    if not isinstance(device.allocated, Unavailable) and device.allocated > found:
+        roles[Role.UNEXPLAINED] = roles.get(Role.UNEXPLAINED, 0) + device.allocated - found
+    return Census(
+        device=device.name,
+        found=found,
+        allocated=device.allocated,
+        roles=tuple(sorted(roles.items(), key=lambda item: -item[1])),
+        holdings=tuple(sorted(holdings, key=lambda holding: -holding.bytes)[:_MOST_HOLDINGS]),
+        notes=notes,
+    )
+
+
+def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
+    """Join what one path holds in one role, and the items of one sequence where there are more than a few."""
+    groups: dict[tuple[Any, ...], list[_Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.role, id(entry.path), entry.suffix, entry.items is None), []).append(entry)
+    joined: list[list[_Entry]] = []
+    for group in groups.values():
+        spans = {entry.items for entry in group}
+        if group[0].items is not None and len(spans) <= _FEW:
+            joined += [[entry for entry in group if entry.items == span] for span in spans]
+        else:
+            joined.append(group)
+    return joined
+
+
+def _holding(device: str, group: list[_Entry]) -> Holding:
+    bytes_held = sum(entry.total.bytes for entry in group)
+    largest = max((entry.total for entry in group), key=lambda total: total.most).largest
+    spans = [entry.items for entry in group if entry.items is not None]
+    items = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
+    text, expression = group[0].path.names(items, sliceable=group[0].sliceable)
+    return Holding(
+        bytes=bytes_held,
+        device=device,
+        role=group[0].role,
+        path=text + group[0].suffix,
+        expression=expression or None,
+        count=sum(entry.total.count for entry in group),
+        dtype=str(_dtype(largest)).removeprefix("torch."),
+        shape=_shape(largest),
+        frees=_frees(group),
+    )
+
+
+def _frees(group: list[_Entry]) -> str | None:
+    """Return the line that frees what a group holds: every name that leads to it must go."""
+    frees = group[0].frees
+    others = dict.fromkeys(name for entry in group for name in entry.others if name.isidentifier())
+    if frees is None or not frees.startswith("del ") or not others:
+        return frees
+    return ", ".join([frees, *others]) if len(others) <= _FEW else None
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    if type(tensor) not in PLAIN or tensor.is_nested:
+        return None  # a subclass may answer itself
+    return tuple(tensor.shape)

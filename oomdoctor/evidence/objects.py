@@ -1,0 +1,88 @@
+"""The user's modules, optimizers, schedulers and loaders, found by the names that they go by."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from oomdoctor.model.kinds import Kind, held_by, kind_of, pairs_of, plain_dict, submodules
+from oomdoctor.model.names import is_users
+
+__all__ = ["class_attributes", "find", "output_cache", "user_names"]
+
+_INSTALLED: Final = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+_DEPTH: Final = 3
+_MOST_ITEMS: Final = 64
+
+
+def user_names(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names that the user bound; those of IPython are left out."""
+    yield from ((name, value) for name, value in list(namespace.items()) if is_users(name))
+
+
+def class_attributes(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what classes that the notebook defines hold, and the globals of the user's own modules.
+
+    A module is the user's if it lies in no folder of Python's or of installed packages.
+    """
+    for name, value in user_names(namespace):
+        if type(value) is ModuleType:
+            home = vars(value).get("__file__")
+            if type(home) is str and not home.startswith(_INSTALLED) and "site-packages" not in home:
+                yield from ((f"{name}.{key}", item) for key, item in list(vars(value).items()) if key[:2] != "__")
+        elif type in type.__dict__["__mro__"].__get__(type(value)) and type.__dict__["__module__"].__get__(
+            value
+        ) == namespace.get("__name__"):
+            held = type.__dict__["__dict__"].__get__(value)
+            yield from ((f"{name}.{key}", item) for key, item in held.items() if key[:2] != "__")
+
+
+def output_cache(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the results of earlier cells that IPython keeps."""
+    outputs = namespace.get("_oh")
+    if type(outputs) is dict:
+        yield from ((f"Out[{number}]", value) for number, value in list(outputs.items()))
+    yield from ((name, namespace[name]) for name in ("_", "__", "___") if name in namespace)
+
+
+def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]]:
+    """Return ``(path, object)`` by kind for every root module, optimizer, scheduler and loader.
+
+    A module that another one holds is no root. Containers and plain objects are looked into a few levels deep.
+    """
+    found: dict[Kind, dict[int, tuple[str, Any]]] = {
+        kind: {} for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER)
+    }
+    seen: set[int] = set()
+    level = list(user_names(namespace))
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kind = kind_of(type(value))
+            if kind in found:
+                found[kind].setdefault(id(value), (path, value))
+            else:
+                below += _children(path, value, kind)
+        level = below
+    inner = {id(child) for _, module in found[Kind.MODULE].values() for _, child in list(submodules(module))[1:]}
+    found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
+    return {kind: tuple(items.values()) for kind, items in found.items()}
+
+
+def _children(path: str, value: Any, kind: Kind) -> list[tuple[str, Any]]:
+    if kind is Kind.MAPPING:
+        pairs = pairs_of(value, kind)[:_MOST_ITEMS]
+        return [(f"{path}[{key!r}]", item) for key, item in pairs if type(key) in (str, int)]
+    if kind in (Kind.SEQUENCE, Kind.TUPLE):
+        return [(f"{path}[{index}]", item) for index, item in pairs_of(value, kind)[:_MOST_ITEMS]]
+    if kind is Kind.CALLABLE:
+        return [(f"{path}{suffix}", item) for suffix, item in held_by(value)]
+    if kind is Kind.OBJECT:
+        return [(f"{path}.{name}", item) for name, item in list((plain_dict(value) or {}).items())[:_MOST_ITEMS]]
+    return []

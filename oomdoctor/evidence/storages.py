@@ -1,0 +1,126 @@
+"""Storages of tensors, read without dispatching an operation or running code of the user's.
+
+A storage is known by the address of its ``StorageImpl``: views, tied weights and detached copies share one. Plain
+tensors are read in bulk, since each attribute of each of 50,000 tensors would else cost a turn of the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from oomdoctor.evidence.walk import attributes
+from oomdoctor.model.kinds import Kind, kind_of
+
+__all__ = ["PLAIN", "Storage", "is_fake", "plain_storages", "storages_of", "tensor_types"]
+
+PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that answer for themselves, in C."""
+
+_untyped_storage: Final = torch.Tensor.untyped_storage
+_nbytes: Final = torch.UntypedStorage.nbytes
+_address: Final = attrgetter("_cdata")
+_device: Final = attrgetter("device")
+_is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+Storage: TypeAlias = tuple[int, int, torch.device, torch.Tensor]
+"""One storage: its identity while it lives, its bytes, where it is, and a tensor that lies in it."""
+
+
+def tensor_types() -> frozenset[type]:
+    """Return every tensor type that exists now, so that objects can be told by their exact type."""
+    found: set[type] = set()
+    todo: list[type] = [torch.Tensor]
+    while todo:
+        cls = todo.pop()
+        if cls not in found:
+            found.add(cls)
+            todo += type.__subclasses__(cls)
+    return frozenset(found)
+
+
+def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
+    """Return the storages that hold the contents of ``tensors``, in their order; one may come more than once.
+
+    None for fake and meta tensors, which have no memory.
+    """
+    columns = plain_storages(tensors)
+    if columns is not None:
+        return zip(*columns, map(_device, tensors), tensors, strict=True)
+    seen: set[int] = set()
+    return (storage for tensor in tensors for storage in _storages_in(tensor, seen))
+
+
+def plain_storages(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Return keys and bytes of the storages of plain tensors, in their order; None if one of them is not plain."""
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    try:
+        storages = list(map(_untyped_storage, tensors))
+    except (NotImplementedError, RuntimeError):  # a sparse one, one of ``vmap``, or another without a storage
+        return None
+    return list(map(_address, storages)), list(map(_nbytes, storages))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor stands for memory that it does not have: fake and meta tensors."""
+    if type(tensor) in PLAIN:
+        return tensor.is_meta
+    return type(tensor).__module__ == "torch._subclasses.fake_tensor"
+
+
+def _storages_in(tensor: Any, seen: set[int]) -> Iterator[Storage]:
+    """Yield the storages of one tensor: its own, or those of what it is made of.
+
+    Of a subclass, layout, device and sizes are not asked: it may answer such questions itself.
+    """
+    if id(tensor) in seen:
+        return
+    seen.add(id(tensor))
+    if _is_wrapped(tensor):
+        yield from _storages_in(torch._C._functorch.get_unwrapped(tensor), seen)
+    elif type(tensor) in PLAIN and tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        # Its memory is oneDNN's, without a storage; padding of its blocked layout is not counted.
+        yield tensor._cdata, tensor.numel() * tensor.element_size(), tensor.device, tensor
+    elif type(tensor) in PLAIN:
+        for part in _parts(tensor):
+            yield from _own(part)
+    else:
+        yield from _own(tensor)
+        for value in (held for _, held in attributes(tensor)):
+            if kind_of(type(value)) is Kind.TENSOR:
+                yield from _storages_in(value, seen)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a plain tensor is made of: itself, or those of a sparse one."""
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return (tensor,)
+
+
+def _own(tensor: torch.Tensor) -> Iterator[Storage]:
+    try:
+        storage = _untyped_storage(tensor)
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return
+    # A fake tensor says the device that it stands for; its storage tells. A wrapper's may have a size and no memory.
+    if storage.device.type != "meta" and _has_memory(storage):
+        yield storage._cdata, storage.nbytes(), storage.device, tensor
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,302 @@
+"""Calls of a model in the source rewritten to run over parts of the batch.
+
+``logits = model(x)`` becomes ``logits = torch.cat([checkpoint(model, part, use_reentrant=False) for part in
+x.chunk(4)])``. Rewritten are the calls of the failing step that take tensors of the batch by position and whose output
+is used as a tensor; of any other call the reason is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _imports
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["rewrite"]
+
+_KEEPING_ROWS: Final = frozenset(
+    {"to", "cuda", "cpu", "float", "half", "double", "bfloat16", "long", "int", "bool", "contiguous", "detach", "clone"}
+)
+"""Methods of a tensor whose result has the same rows."""
+
+_OF_A_TENSOR: Final = frozenset(
+    _KEEPING_ROWS
+    | {
+        "argmax",
+        "backward",
+        "data",
+        "dim",
+        "exp",
+        "flatten",
+        "item",
+        "log",
+        "log_softmax",
+        "max",
+        "mean",
+        "min",
+        "norm",
+    }
+    | {"permute", "relu", "reshape", "sigmoid", "shape", "size", "softmax", "squeeze", "std", "sum", "t", "tanh"}
+    | {"topk", "transpose", "unsqueeze", "view", "requires_grad", "device", "dtype", "ndim", "T", "abs", "clamp", "pow"}
+)
+_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What the new code calls things by. ``checkpoint`` is None where gradients are off."""
+
+    checkpoint: str | None
+    part: str
+    chunks: int
+
+
+def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
+    """Return the patch that splits the calls of the failing step into ``chunks``."""
+    loop = next((one for one in code.loops if one.in_failing_run), None)
+    number = loop.cell if loop else cells.failing.number
+    try:
+        cell = cells.get(number)
+    except KeyError:
+        return Refused(f"cell {number} is no longer in the history")
+    parsed = _cst.read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    models = set(loop.models) if loop else {model.path for model in code.models if model.parameter_bytes}
+    within = _cst.statement_at(parsed, loop.line) if loop else None
+    around: cst.CSTNode = within if within is not None else parsed.module
+    calls = _calls(parsed, around, models)
+    if not calls:
+        return Refused("the code calls no model that could be given parts of the batch")
+    names = _Names(
+        checkpoint=None
+        if code.grad_disabled
+        else _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute"),
+        part=_cst.fresh_name("part", cells),
+        chunks=chunks,
+    )
+    changed = _rewritten(parsed, around, calls, names, _batch_names(parsed, around, loop))
+    return changed if isinstance(changed, Refused) else _edited(cells, cell, parsed, changed, names)
+
+
+def _edited(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, names: _Names) -> Patch | Refused:
+    """Return the patch with the imports at the top of the cell, and before the function that a retry runs again."""
+    imports = [] if any(_IMPORTS_TORCH.search(one.source) for one in cells.history) else ["import torch"]
+    if names.checkpoint is not None:
+        imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
+    edit = _cst.edit(cells, cell, parsed, module)
+    after = _cst.write(parsed, _imports.insert_at_top(parsed, module, imports))
+    if isinstance(edit, Refused):
+        return edit
+    if isinstance(after, Refused):
+        return after
+    whole = cell.number == cells.failing.number
+    replay = after if whole else "\n".join([*imports, "", "", edit.replay]) if imports else edit.replay
+    return Patch(edits=(_with_text(edit, after, replay),))
+
+
+def _with_text(edit: Edit, after: str, replay: str) -> Edit:
+    return replace(edit, after=after, replay=replay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ModelCall:
+    """A call of a model, what it is an operand of, and what that is an operand of."""
+
+    call: cst.Call
+    parent: cst.CSTNode
+    grandparent: cst.CSTNode | None
+
+    @property
+    def field(self) -> str | None:
+        """What is read from the output that no tensor has, such as ``logits``; a method that is called is none."""
+        parent = self.parent
+        if not isinstance(parent, cst.Attribute) or parent.attr.value in _OF_A_TENSOR:
+            return None
+        is_method = isinstance(self.grandparent, cst.Call) and self.grandparent.func is parent
+        return None if is_method else parent.attr.value
+
+
+class _Finder(cst.CSTVisitor):
+    """Finds the calls of some names, each with the node that it is used by."""
+
+    def __init__(self, parsed: _cst.ParsedCell, models: set[str]) -> None:
+        super().__init__()
+        self._parsed, self._models = parsed, models
+        self.found: list[cst.Call] = []
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._stack: list[cst.CSTNode] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if self._stack:
+            self.parents[node] = self._stack[-1]
+        self._stack.append(node)
+        if isinstance(node, cst.Call) and self._parsed.code(node.func) in self._models:
+            self.found.append(node)
+        return True
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        self._stack.pop()
+
+
+def _calls(parsed: _cst.ParsedCell, around: cst.CSTNode, models: set[str]) -> list[_ModelCall]:
+    finder = _Finder(parsed, models)
+    around.visit(finder)
+    parents = finder.parents
+    return [
+        _ModelCall(call=call, parent=parents[call], grandparent=parents.get(parents[call])) for call in finder.found
+    ]
+
+
+def _rewritten(
+    parsed: _cst.ParsedCell, around: cst.CSTNode, calls: list[_ModelCall], names: _Names, batch: set[str]
+) -> cst.Module | Refused:
+    module: cst.CSTNode = parsed.module
+    unpacked, fields = _used_apart(around)
+    for one in calls:
+        text = parsed.code(one.call)
+        if (why := _refusal(parsed, one, batch)) is not None:
+            return Refused(why)
+        if one.call in unpacked:
+            return Refused(f"`{text}` returns more than one tensor")
+        if one.call in fields:
+            return Refused(f"`{text}` returns an object, of which `{fields[one.call]}` is used later")
+        new = cst.parse_expression(_split_call(parsed, one.call, names, one.field), parsed.module.config_for_parsing)
+        module = module.deep_replace(one.call if one.field is None else one.parent, new)
+    if not isinstance(module, cst.Module):
+        raise TypeError("a module cannot be replaced by something else")
+    return module
+
+
+def _refusal(parsed: _cst.ParsedCell, one: _ModelCall, batch: set[str]) -> str | None:
+    call, text = one.call, parsed.code(one.call)
+    if not call.args:
+        return f"`{text}` is called without a tensor to split"
+    if any(argument.keyword is not None or argument.star for argument in call.args):
+        return f"`{text}` is not called by position: what is to be split cannot be told from the code"
+    if isinstance(one.parent, cst.Subscript):
+        return f"of what `{text}` returns a part is used: that it is one tensor cannot be told from the code"
+    if any(isinstance(argument.value, cst.List | cst.Tuple | cst.Dict) for argument in call.args):
+        return f"`{text}` is called with a container, which has no parts of a batch"
+    if len(call.args) > 1:
+        for argument in call.args:
+            if not _has_rows(argument.value, batch):
+                return f"whether `{parsed.code(argument.value)}` goes with the batch cannot be told from the code"
+    return None
+
+
+def _split_call(parsed: _cst.ParsedCell, call: cst.Call, names: _Names, field: str | None) -> str:
+    model, arguments = parsed.code(call.func), [argument.value for argument in call.args]
+    pieces = [f"{_bracketed(parsed, argument)}.chunk({names.chunks})" for argument in arguments]
+    several = len(pieces) > 1
+    part = f"*{names.part}" if several else names.part
+    over = f"zip({', '.join(pieces)})" if several else pieces[0]
+    one = (
+        f"{model}({part})" if names.checkpoint is None else f"{names.checkpoint}({model}, {part}, use_reentrant=False)"
+    )
+    one += f".{field}" if field else ""
+    return f"torch.cat([{one} for {names.part} in {over}])"
+
+
+def _bracketed(parsed: _cst.ParsedCell, node: cst.BaseExpression) -> str:
+    plain = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(getattr(node, "lpar", ()))
+    return parsed.code(node) if plain else f"({parsed.code(node)})"
+
+
+def _used_apart(around: cst.CSTNode) -> tuple[set[cst.CSTNode], dict[cst.CSTNode, str]]:
+    """Return the calls whose results are unpacked, and those of which a field is read through their name later."""
+    uses = _Uses()
+    around.visit(uses)
+    fields = {call: uses.fields[name] for call, name in uses.named.items() if name in uses.fields}
+    return uses.unpacked, fields
+
+
+class _Uses(cst.CSTVisitor):
+    """How the results of calls are used: unpacked at once, or by fields of the name that they go by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpacked: set[cst.CSTNode] = set()
+        self.named: dict[cst.CSTNode, str] = {}
+        self.fields: dict[str, str] = {}
+
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        for target in node.targets:
+            if isinstance(target.target, cst.Tuple | cst.List):
+                self.unpacked.add(node.value)
+            elif isinstance(target.target, cst.Name):
+                self.named[node.value] = target.target.value
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
+        if isinstance(node.value, cst.Name) and node.attr.value not in _OF_A_TENSOR:
+            self.fields.setdefault(node.value.value, node.attr.value)
+
+    def visit_Subscript(self, node: cst.Subscript) -> None:  # noqa: N802
+        index = node.slice[0].slice
+        key = index.value if isinstance(index, cst.Index) else None
+        if isinstance(node.value, cst.Name) and isinstance(key, cst.SimpleString):
+            self.fields.setdefault(node.value.value, key.raw_value)
+
+
+def _batch_names(parsed: _cst.ParsedCell, around: cst.CSTNode, loop: TrainingLoop | None) -> set[str]:
+    """Return the names that hold tensors of the batch: those of the loop, and what is made of them row by row."""
+    names = set(loop.batch) if loop else set()
+    for node in _assignments(around):
+        pairs = _pairs(node)
+        for target, value in pairs:
+            if isinstance(target, cst.Name):
+                (names.add if _has_rows(value, names) else names.discard)(target.value)
+            elif isinstance(target, cst.Tuple | cst.List) and isinstance(value, cst.Name) and value.value in names:
+                names |= {one.value.value for one in target.elements if isinstance(one.value, cst.Name)}
+    return names
+
+
+def _pairs(node: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    out: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
+    for assigned in node.targets:
+        target = assigned.target
+        if isinstance(target, cst.Tuple) and isinstance(node.value, cst.Tuple):
+            out += [(one.value, two.value) for one, two in zip(target.elements, node.value.elements, strict=False)]
+        else:
+            out.append((target, node.value))
+    return out
+
+
+def _assignments(around: cst.CSTNode) -> Iterator[cst.Assign]:
+    todo: list[cst.CSTNode] = [around]
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, cst.Assign):
+            yield node
+        else:
+            todo[:0] = node.children
+
+
+def _has_rows(node: cst.BaseExpression, batch: set[str]) -> bool:
+    """Tell whether the value of ``node`` has the rows of the batch, as far as the code shows."""
+    if isinstance(node, cst.Name):
+        return node.value in batch
+    if isinstance(node, cst.Call):
+        function = node.func
+        if isinstance(function, cst.Attribute) and function.attr.value in _KEEPING_ROWS:
+            return _has_rows(function.value, batch)
+        if isinstance(function, cst.Attribute) and function.attr.value in ("randn_like", "rand_like", "zeros_like"):
+            return bool(node.args) and _has_rows(node.args[0].value, batch)
+        return False
+    if isinstance(node, cst.Subscript):
+        first = node.slice[0].slice
+        if isinstance(first, cst.Slice):
+            return first.lower is None and first.upper is None and first.step is None and _has_rows(node.value, batch)
+        is_field = isinstance(first, cst.Index) and isinstance(first.value, cst.SimpleString)
+        return is_field and isinstance(node.value, cst.Name) and node.value.value in batch
+    if isinstance(node, cst.BinaryOperation):
+        return _has_rows(node.left, batch) or _has_rows(node.right, batch)
+    return False

@@ -1,0 +1,80 @@
+"""Imports that a patch needs: under which name, and where in the cell they go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+
+if TYPE_CHECKING:
+    from oomdoctor.model.session import Cells
+
+__all__ = ["insert_at_top", "name_for", "source_of"]
+
+
+def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
+    """Return the name to import ``module.attribute`` by: its own, unless the cells mean something else by it.
+
+    Args:
+        module: where it is imported from.
+        attribute: what is imported.
+        cells: the cells that were run.
+        otherwise: what to call it then.
+    """
+    imports = re.compile(rf"^[ \t]*from {re.escape(module)} import [\w, ]*\b{attribute}\b(?! as)[^\n]*$", re.MULTILINE)
+    bound = re.compile(rf"^[ \t]*{attribute}\s*(,[\w, ]*)?=(?!=)|\bas {attribute}\b", re.MULTILINE)
+    used = re.compile(rf"\b{attribute}\b")
+    if any(imports.search(cell.source) for cell in cells.history):
+        return attribute if not any(bound.search(cell.source) for cell in cells.history) else _fresh(otherwise, cells)
+    return _fresh(otherwise, cells) if any(used.search(cell.source) for cell in cells.history) else attribute
+
+
+def _fresh(stem: str, cells: Cells) -> str:
+    return _cst.fresh_name(stem, cells)
+
+
+def source_of(module: str, attribute: str, name: str) -> str:
+    """Return the import statement."""
+    return f"from {module} import {attribute}" + ("" if name == attribute else f" as {name}")
+
+
+def insert_at_top(parsed: _cst.ParsedCell, module: cst.Module, imports: Sequence[str]) -> cst.Module:
+    """Return ``module``, a changed form of ``parsed.module``, with those of ``imports`` that it lacks.
+
+    They follow the imports that the cell begins with, else its magics; a blank line sets them off from other code.
+    """
+    present = {module.code_for_node(node).strip() for node in module.body}
+    missing = [text for text in imports if text not in present]
+    if not missing:
+        return module
+    at = _after_imports(parsed)
+    new = list(_cst.statements("\n".join(missing) + "\n", parsed))
+    body = list(module.body)
+    if at < len(body) and not _is_import(body[at]) and not _begins_with_blank(body[at]):
+        body[at] = body[at].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[at].leading_lines])
+    return module.with_changes(body=[*body[:at], *new, *body[at:]])
+
+
+def _after_imports(parsed: _cst.ParsedCell) -> int:
+    """Return where in the body the imports and magics end that the cell begins with."""
+    masked = {text for text, _ in parsed.masked.hidden}
+    at = 0
+    for index, node in enumerate(parsed.module.body):
+        if _is_import(node) or parsed.code(node) in masked:
+            at = index + 1
+        else:
+            break
+    return at
+
+
+def _is_import(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
+
+
+def _begins_with_blank(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
+    lines = list(getattr(node, "leading_lines", ()))
+    return bool(lines) and lines[0].comment is None

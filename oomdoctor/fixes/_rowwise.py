@@ -1,0 +1,294 @@
+"""Whether a model treats the samples of a batch one by one, found out by trying it on a few rows.
+
+What takes a batch in parts is right only then, and neither the source nor the type of a module proves it. So at a
+model's first call a few rows are run together and apart, without gradients, and have to agree. The modules run in the
+mode that they are in, since what couples samples or draws random numbers may do so in training alone; only layers
+whose dropout a proposal announces are put in evaluation mode.
+
+The trial runs in a forked child, which leaves no trace of it: not in globals, hooks or random numbers. Where one cannot
+fork, on a real accelerator for one, it runs in place: the random numbers are put back, and models with hooks inside are
+refused; what a forward writes outside of its module stays. In either case so does what it writes to files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _forward, _split
+from oomdoctor.model.kinds import submodules
+
+if TYPE_CHECKING:
+    from oomdoctor.fixes._split import Divided
+    from oomdoctor.model.session import Session
+
+__all__ = ["devices", "refuse_batch_norm", "refuse_coupled", "tried_out"]
+
+_LIMIT_S: Final = 60.0
+"""How long a trial may take: a few rows run in far less, so that one that does not end is stuck."""
+
+_LONGEST: Final = 2000
+"""Characters of a verdict that are kept."""
+
+_FINE: Final = "the rows agree"
+_END: Final = b"\0"
+"""Ends a verdict, as the end of the pipe need not come while another process has inherited it."""
+
+
+@contextmanager
+def tried_out(session: Session) -> Iterator[None]:
+    """Try every model of the session out at its first call while the body runs; models run as they are otherwise.
+
+    Raises:
+        OomDoctorError: from a model's call, where its samples depend on one another.
+    """
+    paths = {id(model): path for path, model in session.modules if any(True for _ in model.parameters())}
+    tried: WeakSet[Any] = WeakSet()
+    trying = False
+
+    def run(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal trying
+        # A model that another one calls in its trial is not tried in there: the fork would not remember it.
+        if module not in tried and not trying and not _forward.is_shadow_run():
+            path = paths.get(id(module), type(module).__name__)
+            call = _split.divide(path, args, kwargs)
+            if call.rows >= 2:
+                trying = True
+                try:
+                    refuse_coupled(path, module, forward, call)
+                finally:
+                    trying = False
+                tried.add(module)
+        return forward(*args, **kwargs)
+
+    with _forward.replaced([model for _, model in session.modules if id(model) in paths], run):
+        yield
+
+
+def devices(module: Any) -> tuple[torch.device, ...]:
+    return tuple({one.device for one in module.parameters() if one.device.type not in ("cpu", "meta")})
+
+
+def refuse_batch_norm(path: str, module: Any) -> None:
+    """Refuse a module with a layer that takes its statistics over the whole batch as it stands.
+
+    Raises:
+        OomDoctorError: there is such a layer.
+    """
+    for name, part in submodules(module, path):
+        couples = isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        if couples or (isinstance(part, _NormBase) and part.training and part.track_running_stats):
+            raise OomDoctorError(f"{name} takes its statistics over the whole batch: it is not split")
+
+
+def refuse_coupled(path: str, module: Any, forward: Any, call: Divided) -> None:
+    """Run a few rows together and in two halves, and refuse the module where that makes a difference.
+
+    Args:
+        path: the expression for ``module``.
+        module: in the mode that it is to be run in.
+        forward: how it is run.
+        call: with two rows or more.
+
+    Raises:
+        OomDoctorError: the samples depend on one another, random numbers are drawn, or the trial did not end well.
+    """
+    if _forward.is_shadow_run():
+        return
+    refuse_batch_norm(path, module)
+    verdict = _in_child(path, module, forward, call) if _can_fork(module, call) else None
+    if verdict is None:
+        _forward.refuse_inner_hooks(path, module)
+        with _random_numbers_kept(devices(module)):
+            verdict = _verdict(path, module, forward, call)
+    if verdict != _FINE:
+        raise OomDoctorError(verdict)
+
+
+def _verdict(path: str, module: Any, forward: Any, call: Divided) -> str:
+    """Return what the trial found.
+
+    Raises:
+        OomDoctorError: the output cannot be put together from parts.
+    """
+    half = 2 if call.rows >= 4 else 1
+    watch = _forward.StateWatch(path, module)
+    with torch.no_grad(), _announced_dropout_off(module):
+        marks = _forward.rng_marks(devices(module))
+        together = _run(forward, call, 0, 2 * half)
+        if marks != _forward.rng_marks(devices(module)):
+            return f"{path} is not split: its forward draws random numbers, others for each part"
+        apart = [_run(forward, call, 0, half), _run(forward, call, half, 2 * half)]
+    if (changed := watch.changed()) is not None:
+        return f"{path} is not split: its forward changes {changed}, which would happen for each part"
+    if not _close(_split.join(path, [together], [2 * half]), _split.join(path, apart, [half, half])):
+        return f"{path} is not split: the output for a sample depends on the others, or on chance"
+    return _FINE
+
+
+def _run(forward: Any, call: Divided, start: int, stop: int) -> Any:
+    # In copies: batches from workers lie in memory that a forked child shares, and a forward may write to its input.
+    copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
+    args, kwargs = dataclasses.replace(call, leaves=tuple(copied)).part(start, stop)
+    return forward(*args, **kwargs)
+
+
+@contextmanager
+def _announced_dropout_off(module: Any) -> Iterator[None]:
+    off = [part for part in module.modules() if part.training and _forward.drops(part)]
+    try:
+        for part in off:
+            part.training = False
+        yield
+    finally:
+        for part in off:
+            part.training = True
+
+
+@contextmanager
+def _random_numbers_kept(accelerators: tuple[torch.device, ...]) -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng([one.index for one in accelerators if one.type == "cuda"]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def _can_fork(module: Any, call: Divided) -> bool:
+    """Tell whether a forked child can run the module: drivers and Apple's libraries do not outlive a fork."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return False
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    tensors = (*module.parameters(), *module.buffers(), *call.leaves)
+    return all(one.device.type in ("cpu", "meta") for one in tensors if isinstance(one, torch.Tensor))
+
+
+def _in_child(path: str, module: Any, forward: Any, call: Divided) -> str | None:
+    """Return the verdict of a trial in a forked child, None where the system gives no further process."""
+    child: int | None = None
+    reading, writing = os.pipe()
+    ends = [reading, writing]
+    try:
+        # The child never sees an interrupt, which is for the parent to act on.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with warnings.catch_warnings():
+                # From Python 3.12 on: the threads of the kernel are not needed by what the child does.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+                if child == 0:
+                    _be_child(writing, path, module, forward, call)
+        except OSError:
+            return None
+        finally:
+            if child != 0:
+                signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        # With it held here, the end of a child that wrote nothing would not be seen.
+        os.close(ends.pop())
+        return _read(path, reading)
+    finally:
+        for end in ends:
+            os.close(end)
+        if child:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            # Where the program ignores SIGCHLD, the system reaps the child itself.
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided) -> NoReturn:
+    """Run the trial, write the verdict, and end the process with nothing of the parent's cleanup."""
+    try:
+        # Threads do not outlive a fork: what waits for them would wait forever.
+        torch.set_num_threads(1)
+        gc.disable()  # the parent's garbage is not finalised twice
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(_LIMIT_S) + 1)  # also where the parent is gone
+        _silence()
+        try:
+            with _disable_current_modes():
+                text = _verdict(path, module, forward, call)
+        except OomDoctorError as error:
+            text = str(error)
+        except BaseException as error:  # noqa: BLE001  (border to the user's forward, in a process that ends here)
+            text = f"{path} is not split: on a few rows its forward raised {type(error).__name__}: {error}"
+        os.write(writing, text[:_LONGEST].replace("\0", "").encode(errors="replace") + _END)
+    finally:
+        os._exit(0)
+
+
+def _silence() -> None:
+    nothing = Path(os.devnull).open("w")  # noqa: SIM115  (open until the process ends)
+    for stream in (1, 2):
+        os.dup2(nothing.fileno(), stream)
+    sys.stdout = sys.stderr = nothing
+    # Handlers hold the streams of before, which in a notebook reach the front end from a child as well.
+    logging.disable()
+
+
+def _read(path: str, reading: int) -> str:
+    """Return the verdict from the pipe, or why there is none."""
+    deadline, text, waiting = time.monotonic() + _LIMIT_S, b"", select.poll()
+    waiting.register(reading, select.POLLIN)
+    while not text.endswith(_END):
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return f"{path} is not split: trying it out on a few rows did not end within {_LIMIT_S:.0f} s"
+        if not (more := os.read(reading, 1 << 16)):
+            return f"{path} is not split: trying it out on a few rows ended without a verdict"
+        text += more
+    return text.removesuffix(_END).decode()
+
+
+def _close(left: Any, right: Any) -> bool:
+    """Tell whether two outputs of one form agree as far as their floating point type can."""
+    coarse = torch.is_autocast_enabled() or torch.get_float32_matmul_precision() != "highest"
+    pairs = zip(pytree.tree_leaves(_plain(left)), pytree.tree_leaves(_plain(right)), strict=True)
+    for one, other in pairs:
+        if not isinstance(one, torch.Tensor):
+            if one != other:
+                return False
+        elif not one.is_floating_point():
+            if not torch.equal(one, other):
+                return False
+        elif one.numel():
+            allowed = 5e-2 if coarse or one.dtype.itemsize < 4 else 1e-3
+            scale = float(one.float().nan_to_num().abs().max())
+            if not torch.allclose(one.float(), other.float(), rtol=allowed, atol=allowed * scale, equal_nan=True):
+                return False
+    return True
+
+
+def _plain(output: Any) -> Any:
+    """Return the output as dicts, lists and tensors."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [_plain(getattr(output, field.name)) for field in dataclasses.fields(output)]
+    if isinstance(output, Mapping):
+        return [_plain(value) for value in output.values()]
+    if isinstance(output, tuple | list):
+        return [_plain(value) for value in output]
+    return output

@@ -1,0 +1,461 @@
+"""Proves that a loss is a mean or a sum over the samples of a batch, by reading the expressions that make it.
+
+An abstract interpreter over the statements of one training step. Each value is what it is to the batch: plain (does
+not depend on it), a tensor with one row for each sample in dimension 0, the number of samples, or a scalar that is a
+mean or a sum over samples. What is on no list stops the proof with a reason: a step is only split when it is known to
+allow it. What happens inside of a model's ``forward`` is taken to be row by row; its modules are judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Final
+
+__all__ = ["LossForm", "NotProven", "Samples", "Shape", "Value", "called", "loss_made_by"]
+
+
+class NotProven(Exception):
+    """The proof stopped; the text is the reason in one sentence. Never leaves the fixes."""
+
+
+class Shape(Enum):
+    """What a value is to the batch."""
+
+    PLAIN = auto()
+    ROWS = auto()
+    BATCH = auto()
+    """The batch as the loader gave it: a dictionary or a list of rows."""
+    COUNT = auto()
+    MEAN = auto()
+    SUM = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """An abstract value.
+
+    Attributes:
+        counted: for a mean over the entries of a target alone that differ from a number: the target and the number.
+        model: the model that returned it.
+    """
+
+    shape: Shape
+    counted: tuple[str, int] | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossForm:
+    """How a loss of ``torch.nn`` reduces."""
+
+    name: str
+    reduction: str = "mean"
+    ignore_index: int | None = None
+    weighted: bool = False
+
+
+PLAIN: Final = Value(shape=Shape.PLAIN)
+ROWS: Final = Value(shape=Shape.ROWS)
+COUNT: Final = Value(shape=Shape.COUNT)
+
+_SAMPLE_LOSSES: Final = {
+    "cross_entropy": "CrossEntropyLoss",
+    "nll_loss": "NLLLoss",
+    "mse_loss": "MSELoss",
+    "l1_loss": "L1Loss",
+    "smooth_l1_loss": "SmoothL1Loss",
+    "huber_loss": "HuberLoss",
+    "binary_cross_entropy": "BCELoss",
+    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+    "kl_div": "KLDivLoss",
+    "poisson_nll_loss": "PoissonNLLLoss",
+    "gaussian_nll_loss": "GaussianNLLLoss",
+    "soft_margin_loss": "SoftMarginLoss",
+    "multi_margin_loss": "MultiMarginLoss",
+    "multilabel_margin_loss": "MultiLabelMarginLoss",
+    "multilabel_soft_margin_loss": "MultiLabelSoftMarginLoss",
+    "hinge_embedding_loss": "HingeEmbeddingLoss",
+    "margin_ranking_loss": "MarginRankingLoss",
+    "cosine_embedding_loss": "CosineEmbeddingLoss",
+    "triplet_margin_loss": "TripletMarginLoss",
+}
+_IGNORING: Final = frozenset({"CrossEntropyLoss", "NLLLoss"})
+
+_MOVES: Final = frozenset(
+    {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "long", "int", "bool", "type", "type_as", "detach"}
+    | {"contiguous", "clone", "requires_grad_"}
+)
+_ELEMENTWISE: Final = frozenset(
+    {"abs", "pow", "square", "sqrt", "exp", "log", "log1p", "sigmoid", "tanh", "relu", "clamp", "neg", "sin", "cos"}
+    | {"logsigmoid", "softplus", "gelu", "silu", "leaky_relu", "elu", "add", "sub", "mul", "div", "eq", "ne", "where"}
+    | {"rand_like", "randn_like", "zeros_like", "ones_like", "full_like", "dropout", "nan_to_num", "round", "sign"}
+    | {"normal", "bernoulli", "randint_like", "one_hot", "maximum", "minimum"}
+)
+_ALONG: Final = frozenset({"softmax", "log_softmax", "argmax", "sum", "mean", "amax", "amin", "norm", "normalize"})
+_FACTORIES: Final = frozenset({"rand", "randn", "randint", "zeros", "ones", "full", "empty", "arange"})
+_NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "functional"})
+_OUTPUTS: Final = frozenset({"logits", "last_hidden_state", "pooler_output"})
+_SHIFTED: Final = ("ForCausalLM", "LMHeadModel")
+_BY_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+
+
+def called(node: ast.AST) -> str:
+    """Return the dotted name that ``node`` is, empty where it is something else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := called(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def loss_made_by(node: ast.AST, imported: frozenset[str] = frozenset()) -> LossForm | None:
+    """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
+        node = node.func.value
+    name = called(node.func) if isinstance(node, ast.Call) else ""
+    base, _, kind = name.rpartition(".")
+    known = kind in _SAMPLE_LOSSES.values() and (base in {"nn", "torch.nn"} or (not base and kind in imported))
+    if not known or not isinstance(node, ast.Call):
+        return None
+    return _with_keywords(LossForm(name=kind), node, weighted=bool(node.args))
+
+
+def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) -> LossForm:
+    for keyword in call.keywords:
+        if keyword.arg in {"reduction", "ignore_index"}:
+            try:
+                form = replace(form, **{keyword.arg: ast.literal_eval(keyword.value)})
+            except ValueError:
+                raise NotProven(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
+        if keyword.arg in {"size_average", "reduce"} or keyword.arg is None:
+            raise NotProven(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
+        weighted = weighted or keyword.arg == "weight"
+    return replace(form, weighted=weighted and form.name in _IGNORING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Follows one step.
+
+    Attributes:
+        names: the values of names, filled while statements are followed.
+        models: class name of the model that each source text calls.
+        losses: the loss that each source text calls.
+        imported: names that the cells import from ``torch.nn`` and ``torch.nn.functional``.
+        masks_targets: whether -100 may stand in a target, which cross entropy passes over.
+    """
+
+    names: dict[str, Value]
+    models: Mapping[str, str]
+    losses: Mapping[str, LossForm]
+    masks_targets: bool = False
+    imported: frozenset[str] = frozenset()
+
+    def follow(self, node: ast.stmt) -> None:
+        """Take one statement of the step into account.
+
+        Raises:
+            NotProven: it does something to the samples that is not known to keep them apart.
+        """
+        if isinstance(node, ast.With):
+            for inner in node.body:
+                self.follow(inner)
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            self._assign(node.targets[0], node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assign(node.target, node.value)
+        elif isinstance(node, ast.Pass):
+            return
+        else:
+            raise NotProven(f"line {node.lineno}, `{_brief(node)}`, is more than an assignment")
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            found = [self.value(part) for part in value.elts]
+            for part, one in zip(target.elts, found, strict=True):
+                self._bind(part, one)
+            return
+        if isinstance(target, ast.Tuple) and self._is_size(value):
+            for part, one in zip(target.elts, [COUNT, *[PLAIN] * len(target.elts)], strict=False):
+                self._bind(part, one)
+            return
+        made = self.value(value)
+        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        if len(parts) > 1 and made.shape not in {Shape.ROWS, Shape.PLAIN}:
+            raise NotProven(f"`{_brief(value)}` is taken apart into several names")
+        if len(parts) > 1 and made.model is None and made.shape is Shape.ROWS:
+            raise NotProven(f"`{_brief(value)}` is taken apart along the batch")
+        for part in parts:
+            self._bind(part, made)
+
+    def _is_size(self, node: ast.expr) -> bool:
+        """Whether ``node`` is the shape of a value with a row for each sample."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+            return node.func.attr == "size" and self.value(node.func.value).shape is Shape.ROWS
+        return _is_shape(node) and isinstance(node, ast.Attribute) and self.value(node.value).shape is Shape.ROWS
+
+    def _bind(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Name):
+            self.names[target.id] = value
+        elif not (isinstance(target, ast.Subscript) and self.value(target.value).shape is Shape.BATCH):
+            raise NotProven(f"`{_brief(target)}` is changed in place within the step")
+
+    def value(self, node: ast.expr) -> Value:
+        """Return what ``node`` is to the batch."""
+        if not self._depends(node):
+            return PLAIN
+        match node:
+            case ast.Name():
+                return self.names[node.id]
+            case ast.Call():
+                return self._call(node)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.Subscript():
+                return self._subscript(node)
+            case ast.BinOp():
+                return self._binary(node)
+            case ast.UnaryOp():
+                return self.value(node.operand)
+            case ast.Compare():
+                return self._rows(node, [node.left, *node.comparators])
+            case ast.DictComp():
+                return self._each_of_batch(node)
+        raise NotProven(f"`{_brief(node)}` is not known to keep the samples apart")
+
+    def _depends(self, node: ast.AST) -> bool:
+        return any(
+            isinstance(part, ast.Name) and self.names.get(part.id, PLAIN) is not PLAIN for part in ast.walk(node)
+        )
+
+    def _rows(self, whole: ast.AST, parts: list[ast.expr]) -> Value:
+        if any(self.value(part).shape not in {Shape.ROWS, Shape.PLAIN} for part in parts):
+            raise NotProven(f"`{_brief(whole)}` mixes samples with something else")
+        return ROWS
+
+    def _call(self, node: ast.Call) -> Value:
+        name = called(node.func)
+        if name in self.models:
+            return self._model(node, name)
+        form = self.losses.get(name) or self._functional(node, name)
+        if form is None and isinstance(node.func, ast.Call):
+            form = loss_made_by(node.func, self.imported)
+        if form is not None:
+            return self._loss(node, form)
+        if name == "len" and self.value(node.args[0]).shape in {Shape.ROWS}:
+            return COUNT
+        base, _, method = name.rpartition(".")
+        if base in _NAMESPACES:
+            return self._torch(node, method)
+        if isinstance(node.func, ast.Attribute) and self._depends(node.func.value):
+            return self._method(node, node.func)
+        raise NotProven(
+            f"`{name or _brief(node.func)}` is not a loss or an operation that is known to keep samples apart"
+        )
+
+    def _model(self, node: ast.Call, name: str) -> Value:
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            shape = self.value(argument).shape
+            if shape not in {Shape.ROWS, Shape.BATCH} and not isinstance(argument, ast.Constant):
+                raise NotProven(f"`{_brief(argument)}`, passed to `{name}`, may be made for the whole batch")
+        return Value(shape=Shape.ROWS, model=name)
+
+    def _functional(self, node: ast.Call, name: str) -> LossForm | None:
+        base, _, function = name.rpartition(".")
+        if function not in _SAMPLE_LOSSES or not (base in _NAMESPACES or (not base and function in self.imported)):
+            return None
+        # Beyond input and target, positional arguments are weights and the like.
+        return _with_keywords(LossForm(name=_SAMPLE_LOSSES[function]), node, weighted=len(node.args) > 2)
+
+    def _loss(self, node: ast.Call, form: LossForm) -> Value:
+        arguments = [*node.args, *(k.value for k in node.keywords if k.arg in {"input", "target", "labels"})]
+        for argument in arguments:
+            if self.value(argument).shape is not Shape.ROWS:
+                raise NotProven(f"`{_brief(argument)}`, given to the loss, is not part of the batch")
+        if form.reduction == "none":
+            return ROWS
+        if form.reduction not in {"mean", "sum", "batchmean"}:
+            raise NotProven(f"the reduction {form.reduction!r} is not known")
+        if form.reduction == "sum":
+            return Value(shape=Shape.SUM)
+        if form.weighted:
+            raise NotProven("the loss has class weights, so its mean is not one over samples")
+        return Value(shape=Shape.MEAN, counted=self._counted(form, arguments[-1]))
+
+    def _counted(self, form: LossForm, target: ast.expr) -> tuple[str, int] | None:
+        if form.name not in _IGNORING:
+            return None
+        ignored = -100 if form.ignore_index is None else form.ignore_index
+        text = _unmoved(target)
+        if ignored == -100 and not self.masks_targets and "labels'" not in text:
+            return None
+        return text, ignored
+
+    def _torch(self, node: ast.Call, method: str) -> Value:
+        parts = [*node.args]
+        if method in _FACTORIES:
+            sizes = [part for argument in parts for part in getattr(argument, "elts", [argument])]
+            sizes = sizes[1:] if method == "full" and len(sizes) > 1 and sizes[0] is not parts[0] else sizes
+            if any(self._depends(size) and self.value(size).shape in {Shape.COUNT, Shape.PLAIN} for size in sizes):
+                return ROWS
+            if any(_is_shape(size) for size in sizes):
+                return ROWS
+        elif method == "one_hot" and len(parts) < 2 and not node.keywords:
+            raise NotProven(f"`{_brief(node)}` counts the classes of what it is given")
+        elif method in _ELEMENTWISE:
+            return self._rows(node, parts)
+        elif method in _ALONG and parts:
+            return self._along(node, method, self.value(parts[0]), parts[1:])
+        elif method in {"flatten"} and parts and _first(node, parts[1:], "start_dim") not in {None, 0}:
+            return self._rows(node, parts[:1])
+        raise NotProven(f"`{_brief(node)}` is not known to keep the samples apart")
+
+    def _method(self, node: ast.Call, function: ast.Attribute) -> Value:
+        of, method = self.value(function.value), function.attr
+        if method in _MOVES and of.shape in {Shape.ROWS, Shape.BATCH}:
+            return of
+        if of.shape is Shape.ROWS:
+            if method in {"view", "reshape"} and node.args and self._keeps_rows(node.args[0]):
+                return ROWS
+            if method == "size" and _first(node, node.args, "dim") == 0:
+                return COUNT
+            if method in _ELEMENTWISE:
+                return self._rows(node, [function.value, *node.args])
+            if method in _ALONG:
+                return self._along(node, method, of, list(node.args))
+            if method in {"unsqueeze", "squeeze", "flatten"} and _first(node, node.args, "dim") not in {None, 0}:
+                return ROWS
+            if method == "permute" and _first(node, node.args, "dims") == 0:
+                return ROWS
+            if method == "transpose" and 0 not in (axes := _constants(node.args)) and len(axes) == 2 and min(axes) > 0:
+                return ROWS
+        raise NotProven(f"`.{method}()` in `{_brief(node)}` is not known to keep the batch in dimension 0")
+
+    def _keeps_rows(self, first: ast.expr) -> bool:
+        return (isinstance(first, ast.UnaryOp) and ast.unparse(first) == "-1") or (
+            self._depends(first) and self.value(first).shape is Shape.COUNT
+        )
+
+    def _along(self, node: ast.Call, method: str, of: Value, axes: list[ast.expr]) -> Value:
+        """Follow a reduction or a softmax: over all of it, or along dimensions other than that of the batch."""
+        if of.shape is not Shape.ROWS:
+            raise NotProven(f"`{_brief(node)}` reduces a value that is not one of samples")
+        axes = axes + [keyword.value for keyword in node.keywords if keyword.arg in {"dim", "axis"}]
+        if not axes and method in {"sum", "mean"}:
+            return Value(shape=Shape.MEAN if method == "mean" else Shape.SUM)
+        numbers = [n for axis in axes for n in _constants(getattr(axis, "elts", [axis]))]
+        if numbers and (min(numbers) > 0 or (method in {"softmax", "log_softmax"} and numbers == [-1])):
+            return ROWS
+        raise NotProven(f"`{_brief(node)}` may reduce over the batch")
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        of = self.value(node.value)
+        if of.shape is Shape.ROWS and node.attr in {"device", "dtype"}:
+            return Value(shape=Shape.PLAIN, model="metadata")
+        if of.model in self.models and node.attr in _OUTPUTS:
+            return ROWS
+        if of.model in self.models and node.attr == "loss":
+            return self._own_loss(self.models[of.model or ""])
+        raise NotProven(f"`{_brief(node)}` is not known to be a value for each sample")
+
+    def _own_loss(self, type_name: str) -> Value:
+        """Return the loss that a model of the transformers library computes from the labels it was given."""
+        batch = next((name for name, value in self.names.items() if value.shape is Shape.BATCH), None)
+        if type_name.endswith("ForSequenceClassification"):
+            return Value(shape=Shape.MEAN)
+        if batch and type_name.endswith(_SHIFTED):
+            return Value(shape=Shape.MEAN, counted=(f"{batch}['labels'][:, 1:]", -100))
+        if batch and type_name.endswith(_BY_TOKEN):
+            return Value(shape=Shape.MEAN, counted=(f"{batch}['labels']", -100))
+        raise NotProven(f"how {type_name} reduces the loss that it returns is not known")
+
+    def _subscript(self, node: ast.Subscript) -> Value:
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and ast.unparse(node.slice) == "0":
+            return COUNT if self.value(node.value.value).shape is Shape.ROWS else PLAIN
+        of = self.value(node.value)
+        if of.shape is Shape.BATCH and isinstance(node.slice, ast.Constant):
+            return ROWS
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        whole = isinstance(index[0], ast.Slice) and ast.unparse(index[0]) == ":"
+        fixed = all(isinstance(i, ast.Slice | ast.Constant) or ast.unparse(i) == "-1" for i in index[1:])
+        if of.shape is Shape.ROWS and of.model is None and whole and fixed:
+            return ROWS
+        raise NotProven(f"`{_brief(node)}` does not show that the batch is in dimension 0")
+
+    def _binary(self, node: ast.BinOp) -> Value:
+        left, right = self.value(node.left), self.value(node.right)
+        shapes = {left.shape, right.shape}
+        if shapes <= {Shape.ROWS, Shape.PLAIN} and not (isinstance(node.op, ast.MatMult) and Shape.PLAIN not in shapes):
+            return ROWS
+        if isinstance(node.op, ast.Add | ast.Sub):
+            if shapes <= {Shape.MEAN, Shape.PLAIN} and (Shape.PLAIN in shapes or left.counted == right.counted):
+                return left if left.shape is Shape.MEAN else right
+            if shapes == {Shape.SUM}:
+                return left
+        elif isinstance(node.op, ast.Mult | ast.Div):
+            if right.shape is Shape.PLAIN or (left.shape is Shape.PLAIN and isinstance(node.op, ast.Mult)):
+                return left if right.shape is Shape.PLAIN else right
+            if left.shape is Shape.SUM and right.shape is Shape.COUNT and isinstance(node.op, ast.Div):
+                return Value(shape=Shape.MEAN)
+        raise NotProven(f"`{_brief(node)}` combines the samples in a way that is not known to be a mean or a sum")
+
+    def _each_of_batch(self, node: ast.DictComp) -> Value:
+        """Follow ``{key: value.to(device) for key, value in batch.items()}``."""
+        generator = node.generators[0]
+        source = generator.iter
+        if (
+            len(node.generators) == 1
+            and isinstance(source, ast.Call)
+            and isinstance(source.func, ast.Attribute)
+            and source.func.attr == "items"
+            and self.value(source.func.value).shape is Shape.BATCH
+            and isinstance(generator.target, ast.Tuple)
+            and isinstance(generator.target.elts[1], ast.Name)
+        ):
+            inner = replace(self, names={**self.names, generator.target.elts[1].id: ROWS})
+            if inner.value(node.value).shape is Shape.ROWS:
+                return self.value(source.func.value)
+        raise NotProven(f"`{_brief(node)}` is not known to keep the samples apart")
+
+
+def _unmoved(node: ast.expr) -> str:
+    """Return the text of ``node`` without the moves and reshapes at its end, which change no entry."""
+    while (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _MOVES | {"view", "reshape", "flatten", "squeeze"}
+    ):
+        node = node.func.value
+    return ast.unparse(node)
+
+
+def _is_shape(node: ast.AST) -> bool:
+    node = node.value if isinstance(node, ast.Starred) else node
+    return isinstance(node, ast.Attribute) and node.attr == "shape"
+
+
+def _first(node: ast.Call, positional: list[ast.expr], keyword: str) -> int | None:
+    """Return the first positional argument, or the one passed by name, where it is a number written out."""
+    named = [k.value for k in node.keywords if k.arg in {keyword, "dim", "start_dim"}]
+    numbers = _constants([*positional, *named][:1])
+    return numbers[0] if numbers else None
+
+
+def _constants(nodes: list[ast.expr]) -> list[int]:
+    out = []
+    for node in nodes:
+        try:
+            value = ast.literal_eval(node)
+        except ValueError:
+            continue
+        if isinstance(value, int):
+            out.append(value)
+    return out
+
+
+def _brief(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

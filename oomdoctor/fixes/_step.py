@@ -1,0 +1,410 @@
+"""Plans how the body of a training loop is taken apart: once before, for each part of the batch, once after.
+
+The statements up to ``backward`` are sorted by what they depend on. Those that lead from the batch to the loss are
+repeated for each part, and have to pass the proof of ``_samples``. Those that do not depend on the batch (zeroing
+gradients) go before them; those that use their results (accounting) go after, and get the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from oomdoctor.fixes._dataflow import ancestors, bound, exposed, own, reads
+from oomdoctor.fixes._samples import ROWS, LossForm, NotProven, Samples, Shape, Value, called
+
+__all__ = ["Split", "Step", "plan"]
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+_MOVES: Final = frozenset(
+    {
+        "to",
+        "cuda",
+        "cpu",
+        "float",
+        "double",
+        "half",
+        "long",
+        "int",
+        "view",
+        "reshape",
+        "flatten",
+        "unsqueeze",
+        "squeeze",
+    }
+)
+_DEVICE_MOVES: Final = frozenset({"to", "cuda"})
+_MAKES_TENSORS: Final = frozenset(
+    {"rand", "randn", "randint", "zeros", "ones", "full", "empty", "arange", "randperm", "tensor", "normal"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """What is known of the names and objects that the loop uses."""
+
+    batch: tuple[str, ...]
+    models: Mapping[str, str]
+    losses: Mapping[str, LossForm]
+    optimizers: tuple[str, ...]
+    masks_targets: bool = False
+    imported: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The plan. Numbers are places in the body of the loop.
+
+    Attributes:
+        names: what is split, in the order of the loop's target.
+        kind: ``tensors`` (each name is one), ``dict`` or ``list`` (one name holds several).
+        before, inner, after: statements up to ``backward``, which is the last of ``inner``.
+        loss: the name of the loss, None if ``backward`` is called on an expression.
+        form: its reduction: mean or sum, over all or over the counted entries of a target.
+        keeps_loss: the loss is used after the step.
+        gathered: names whose parts are joined again because they are used after the step.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    before: tuple[int, ...]
+    inner: tuple[int, ...]
+    after: tuple[int, ...]
+    loss: str | None
+    form: Value
+    keeps_loss: bool
+    gathered: tuple[str, ...]
+
+
+def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
+    """Return the plan for ``loop``, which stands in ``tree``.
+
+    Raises:
+        NotProven: the step cannot be taken apart with its meaning kept.
+    """
+    at, loss = _backward(loop)
+    region = list(loop.body[: at + 1])
+    _check_order(loop, at, split)
+    names, unpacked = _unpacked(region, split.batch)
+    if not names:
+        raise NotProven("no name in the loop is known to hold the batch")
+    _check_bound(region, split)
+    hoisted = set(unpacked)
+    while True:
+        before, inner, after = _sorted(region, names, hoisted, split.models)
+        more = _to_hoist(tree, loop, at, (before, inner, after), names, loss)
+        if not more:
+            break
+        hoisted |= more
+    _check_after(loop.body, after, split)
+    samples = Samples(
+        names={},
+        models=split.models,
+        losses=split.losses,
+        masks_targets=split.masks_targets,
+        imported=split.imported,
+    )
+    kind = _kind(loop.body, names, inner)
+    samples.names.update({name: ROWS if kind == "tensors" else Value(shape=Shape.BATCH) for name in names})
+    _check_carried(loop.body, inner, names)
+    form = _follow(loop.body, inner, samples, loss)
+    used = _used_after(tree, loop, at, (before, after))
+    gathered = _gathered(loop.body, inner, used, names, loss, samples)
+    name = loss.id if isinstance(loss, ast.Name) else None
+    top_level = not any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ancestors(tree, loop))
+    return Step(
+        names=tuple(n for n in names if any(n in reads(loop.body[i]) for i in inner)),
+        kind=kind,
+        before=before,
+        inner=inner,
+        after=after,
+        loss=name,
+        form=form,
+        keeps_loss=name is not None and (name in used or top_level),
+        gathered=gathered,
+    )
+
+
+def _backward(loop: Loop) -> tuple[int, ast.expr]:
+    """Return the place of the one ``backward`` and the expression that it is called on."""
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _method(node) == "backward"]
+    if any(isinstance(node, ast.FunctionDef) and any(c in ast.walk(node) for c in calls) for node in ast.walk(loop)):
+        raise NotProven("the step is a closure that the optimizer calls")
+    if len(calls) != 1:
+        raise NotProven(f"the loop calls backward {len(calls)} times, not once")
+    for at, node in enumerate(loop.body):
+        if isinstance(node, ast.Expr) and node.value is calls[0]:
+            return at, _loss_of(calls[0])
+    raise NotProven("backward is not called by a statement of the loop itself")
+
+
+def _loss_of(call: ast.Call) -> ast.expr:
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
+        return call.args[0]
+    if call.args or call.keywords:
+        raise NotProven("backward is called with arguments")
+    if _method(receiver) == "scale" and isinstance(receiver, ast.Call) and len(receiver.args) == 1:
+        return receiver.args[0]
+    return receiver
+
+
+def _method(node: ast.AST) -> str:
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+
+
+def _check_order(loop: Loop, at: int, split: Split) -> None:
+    if len(split.optimizers) > 1:
+        raise NotProven(f"the loop steps {len(split.optimizers)} optimizers ({', '.join(split.optimizers)})")
+    steps = [
+        place
+        for place, node in enumerate(loop.body)
+        for part in own(node)
+        if isinstance(part, ast.Call) and _steps(part, split.optimizers)
+    ]
+    if not steps:
+        raise NotProven("no optimizer is stepped in the loop")
+    if min(steps) < at:
+        raise NotProven("the optimizer is stepped before backward")
+    if any(isinstance(loop.body[place], ast.If | ast.For | ast.While) for place in steps):
+        raise NotProven("the optimizer is stepped under a condition")
+
+
+def _steps(call: ast.Call, optimizers: Sequence[str]) -> bool:
+    if _method(call) != "step" or not isinstance(call.func, ast.Attribute):
+        return False
+    of = called(call.args[0]) if call.args else called(call.func.value)
+    if called(call.func.value) in optimizers and call.args:
+        raise NotProven("the optimizer is stepped with a closure")
+    return of in optimizers
+
+
+def _unpacked(region: list[ast.stmt], batch: tuple[str, ...]) -> tuple[tuple[str, ...], set[int]]:
+    """Return the names that hold the tensors of the batch, and the statements that took them out of it."""
+    if len(batch) != 1:
+        return batch, set()
+    out: list[str] = []
+    places: set[int] = set()
+    others = [node for node in region if batch[0] in reads(node)]
+    for place, node in enumerate(region):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and _takes_out(node, batch[0]):
+            out += [name for name in _order(node.targets[0]) if name not in out]
+            places.add(place)
+    whole = places and len(places) == len(others) and batch[0] not in out
+    return (tuple(out), places) if whole else (batch, set())
+
+
+def _takes_out(node: ast.Assign, batch: str) -> bool:
+    target, value = node.targets[0], node.value
+    if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
+        return all(_is_item(_unmoved(part), batch) for part in value.elts)
+    if isinstance(target, ast.Tuple):
+        return isinstance(value, ast.Name) and value.id == batch
+    return isinstance(target, ast.Name) and _is_item(_unmoved(value), batch)
+
+
+def _is_item(node: ast.expr, batch: str) -> bool:
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == batch
+        and isinstance(node.slice, ast.Constant)
+    )
+
+
+def _unmoved(node: ast.expr, moves: frozenset[str] = _DEVICE_MOVES) -> ast.expr:
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in moves:
+        node = node.func.value
+    return node
+
+
+def _order(target: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+Parts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _sorted(region: list[ast.stmt], names: Sequence[str], hoisted: set[int], models: Iterable[str]) -> Parts:
+    """Return the places of ``before``, ``inner`` and ``after``."""
+    last = len(region) - 1
+    needed, slice_ = reads(region[last]), {last}
+    for place in range(last - 1, -1, -1):
+        if bound(region[place]) & needed:
+            slice_.add(place)
+            needed |= reads(region[place])
+    tainted, before, inner, after = set(names), list[int](), list[int](), list[int]()
+    for place, node in enumerate(region):
+        # What is made from the parameters (a penalty on weights) has a graph, which each backward needs anew.
+        again = place in slice_ and bool(_roots(models) & reads(node)) and not _is_moved_itself(node)
+        depends = (again or bool(reads(node) & tainted)) and place not in hoisted
+        late = {name for other in inner + after for name in reads(region[other])} & bound(node)
+        if depends:
+            tainted |= bound(node)
+            (inner if place in slice_ else after).append(place)
+        elif late and place not in hoisted and place not in slice_:
+            after.append(place)
+        elif late and place not in hoisted:
+            raise NotProven(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
+        else:
+            before.append(place)
+            if place in slice_ and place not in hoisted and not bound(node) & set(names):
+                _check_made_once(node)
+    return tuple(before), tuple(inner), tuple(after)
+
+
+def _roots(texts: Iterable[str]) -> set[str]:
+    return {text.partition(".")[0] for text in texts}
+
+
+def _is_moved_itself(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(_unmoved(node.value)) == ast.unparse(node.targets[0])
+
+
+def _check_bound(region: list[ast.stmt], split: Split) -> None:
+    """Check that what the step calls stays the same object throughout."""
+    for node in region:
+        changed = bound(node) & (_roots(split.models) | _roots(split.losses))
+        if changed and not _is_moved_itself(node):
+            raise NotProven(f"`{', '.join(sorted(changed))}` is bound anew in the step")
+
+
+def _check_after(body: list[ast.stmt], after: Sequence[int], split: Split) -> None:
+    for place in after:
+        node = body[place]
+        leaves = any(isinstance(part, ast.Continue | ast.Break | ast.Return | ast.Raise) for part in ast.walk(node))
+        if leaves or not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.If):
+            raise NotProven(f"line {node.lineno} decides between the batch and backward how the step goes on")
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call) and called(part.func) in split.models:
+                raise NotProven(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
+
+
+def _check_made_once(node: ast.stmt) -> None:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and called(part.func).rpartition(".")[2] in _MAKES_TENSORS:
+            raise NotProven(f"`{ast.unparse(node)}` makes a tensor for the whole batch")
+
+
+def _to_hoist(tree: ast.Module, loop: Loop, at: int, parts: Parts, names: Sequence[str], loss: ast.expr) -> set[int]:
+    """Return the inner statements that only move or reshape batch tensors which are used after the step."""
+    before, inner, after = parts
+    used = _used_after(tree, loop, at, (before, after)) & set(names)
+    more: set[int] = set()
+    for place in inner:
+        node = loop.body[place]
+        if not (bound(node) & used):
+            continue
+        if _moves_only(node, _DEVICE_MOVES) and all(_only_counted(loop, at, parts, n) for n in bound(node) & used):
+            continue
+        if not _moves_only(node, _MOVES):
+            raise NotProven(f"`{', '.join(sorted(bound(node) & used))}` is changed in the step and used after it")
+        more.add(place)
+    # What a hoisted statement reads has to be as it would have been there.
+    for place in [p for p in inner if p < max(more, default=-1)]:
+        if bound(loop.body[place]) & {name for hoisted in more for name in reads(loop.body[hoisted])}:
+            more.add(place)
+    return more
+
+
+def _only_counted(loop: Loop, at: int, parts: Parts, name: str) -> bool:
+    """Whether statements after the step ask ``name`` for its length alone, which a move to a device leaves as it is."""
+    for node in [loop.body[place] for place in parts[2]] + loop.body[at + 1 :]:
+        uses = sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
+        counts = sum(ast.unparse(part) in _counts(name) for part in ast.walk(node) if isinstance(part, ast.expr))
+        if uses != counts:
+            return False
+    return True
+
+
+def _counts(name: str) -> set[str]:
+    return {f"len({name})", f"{name}.size(0)", f"{name}.shape[0]"}
+
+
+def _moves_only(node: ast.stmt, moves: frozenset[str]) -> bool:
+    if not isinstance(node, ast.Assign):
+        return False
+    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+    return all(isinstance(_unmoved(value, moves), ast.Name) for value in values)
+
+
+def _used_after(tree: ast.Module, loop: Loop, at: int, parts: tuple[Sequence[int], Sequence[int]]) -> set[str]:
+    """Return the names that are read outside of the inner statements and not bound anew before."""
+    before, after = parts
+    used = exposed([loop.body[place] for place in before])
+    used |= exposed([loop.body[place] for place in after] + loop.body[at + 1 :])
+    path = ancestors(tree, loop)
+    start = max(
+        (i for i, node in enumerate(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)), default=0
+    )
+    for outer, inner in zip(path[start:], path[start + 1 :], strict=False):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(outer, field, [])
+            if isinstance(block, list) and inner in block:
+                place = block.index(inner)
+                used |= exposed(block[place + 1 :])
+                if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
+                    used |= exposed(block[:place])
+    return used
+
+
+def _kind(body: list[ast.stmt], names: Sequence[str], inner: Sequence[int]) -> str:
+    if len(names) != 1:
+        return "tensors"
+    for part in (part for place in inner for part in ast.walk(body[place])):
+        if isinstance(part, ast.Subscript) and called(part.value) == names[0] and isinstance(part.slice, ast.Constant):
+            return "dict" if isinstance(part.slice.value, str) else "list"
+        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == names[0]:
+            return "dict"
+        if isinstance(part, ast.Call) and called(part.func) == f"{names[0]}.items":
+            return "dict"
+    return "tensors"
+
+
+def _check_carried(body: list[ast.stmt], inner: Sequence[int], names: Sequence[str]) -> None:
+    written = {name for place in inner for name in bound(body[place])} - set(names)
+    carried = exposed([body[place] for place in inner]) & written
+    if carried:
+        raise NotProven(f"`{', '.join(sorted(carried))}` is carried from one batch to the next")
+
+
+def _follow(body: list[ast.stmt], inner: Sequence[int], samples: Samples, loss: ast.expr) -> Value:
+    for place in inner[:-1]:
+        samples.follow(body[place])
+    form = samples.value(loss)
+    if form.shape not in {Shape.MEAN, Shape.SUM}:
+        raise NotProven(f"`{ast.unparse(loss)}` is not known to be a mean or a sum over the samples of the batch")
+    return form
+
+
+def _gathered(
+    body: list[ast.stmt],
+    inner: Sequence[int],
+    used: set[str],
+    names: Sequence[str],
+    loss: ast.expr,
+    samples: Samples,
+) -> tuple[str, ...]:
+    """Return the results that are used after the step; each has to be a tensor, which being given to a loss shows."""
+    made = {name for place in inner[:-1] for name in bound(body[place])} - set(names)
+    wanted = (made & used) - ({loss.id} if isinstance(loss, ast.Name) else set())
+    tensors = {
+        argument.id
+        for place in inner
+        for call in ast.walk(body[place])
+        if isinstance(call, ast.Call)
+        and (called(call.func) in samples.losses or "loss" in called(call.func) or _is_entropy(call))
+        for argument in call.args[:1]
+        if isinstance(argument, ast.Name)
+    }
+    for name in sorted(wanted):
+        if name not in tensors or samples.names[name].shape is not Shape.ROWS:
+            raise NotProven(f"`{name}` is used after the step, and its parts are not known to be tensors to join")
+    return tuple(sorted(wanted))
+
+
+def _is_entropy(call: ast.Call) -> bool:
+    return "entropy" in called(call.func) or called(call.func).endswith("kl_div")

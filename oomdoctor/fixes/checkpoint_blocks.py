@@ -1,0 +1,299 @@
+"""Repeated blocks recomputed in the backward pass instead of kept: the classic trade of time for memory.
+
+Live, each block's ``forward`` runs under non-reentrant ``torch.utils.checkpoint``, which keeps the block's inputs and
+the state of torch's random number generators, so that dropout draws the same masks again. Running statistics of
+BatchNorm count each batch once. A block whose forward changes anything else of its own is refused when the first
+recomputation shows it. A model that brings a switch for it (``gradient_checkpointing_enable``) is switched.
+
+In the source, the same is a loop over the blocks that stands where the model is made: it puts a ``partial`` of the
+block's own bound ``forward`` on each. That was chosen over an edit of the class's ``forward``, which the instance that
+is there would not see, and over wrapper modules, which rename the keys of ``state_dict``. The loop leaves out blocks
+that have their ``partial``, so running it again changes nothing; ``deepcopy`` binds the copy's own ``forward``. Limits:
+blocks with BatchNorm are refused there, as plain ``checkpoint`` would count their batches twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, Final
+
+import libcst as cst
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _cst, _imports
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.kinds import child_path
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cell, Cells, Session
+
+__all__ = ["FIX", "apply", "patch", "propose"]
+
+_EVERY: Final = (2, 1)
+"""Every other block, then all."""
+
+_KEPT_RATIO: Final = 2 / 34
+"""What a recomputed transformer block keeps of its activations. Source: Korthikanti et al., arXiv:2205.05198, table 2:
+2sbh bytes of inputs out of 34sbh and more."""
+
+_FORWARD_SHARE: Final = 1 / 3
+"""A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
+
+_SWITCH: Final = "gradient_checkpointing_enable"
+_RECOMPUTES: Final = re.compile(rf"torch\.utils\.checkpoint|\b{_SWITCH}\b|\bset_grad_checkpointing\b")
+_MISSING: Final = object()
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose every other block, then all, where a model has repeated blocks and gradients are on."""
+    code = evidence.code
+    if code.grad_disabled:
+        return Refused("gradients are off: nothing is kept for a backward pass")
+    if not any(model.blocks for model in code.models):
+        return Refused("no model with repeated blocks was found")
+    activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
+    if not activations:
+        return Refused("no activations were found that recomputing could save")
+    return tuple(
+        Proposal(
+            dose=Dose.of(every=every),
+            effect=Effect.EXACT,
+            saves=int(activations * (1 - _KEPT_RATIO) / every),
+            slowdown=1 + _FORWARD_SHARE / every,
+            basis=f"estimate: {'every block' if every == 1 else 'every other block'} keeps its inputs only, "
+            f"of {format_size(activations)} of activations",
+        )
+        for every in _EVERY
+    )
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Recompute every ``every``-th repeated block of the session's models; undone on exit.
+
+    Raises:
+        OomDoctorError: no model has blocks that can be recomputed, or one of them cannot be without a trace.
+    """
+    from oomdoctor.fixes import _forward
+
+    chosen: dict[int, tuple[str, Any]] = {}
+    with ExitStack() as stack:
+        switched = [stack.enter_context(_switched(model)) for _, model in session.modules if _has_switch(model)]
+        for path, model in session.modules:
+            blocks = [] if _has_switch(model) else list(_blocks(path, model))
+            if blocks:
+                _forward.refuse_unless_plain(path, model)
+            for name, block in blocks[:: dose.number("every")]:
+                _forward.refuse_inner_hooks(name, block)
+                chosen.setdefault(id(block), (name, block))
+        if not chosen and not switched:
+            raise OomDoctorError("no repeated blocks were found that are not recomputed already")
+        names = {key: name for key, (name, _) in chosen.items()}
+        stack.enter_context(_forward.replaced([block for _, block in chosen.values()], _recompute(names)))
+        yield
+
+
+def _recompute(names: dict[int, str]) -> Any:
+    import torch
+
+    from oomdoctor.fixes import _forward
+
+    def run(block: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return _forward.recomputed(names.get(id(block), type(block).__name__), block, forward, args, kwargs)
+
+    return run
+
+
+def _blocks(path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the repeated blocks of ``module``: two children or more of one class in the outermost containers."""
+    import torch
+
+    children = [(child_path(path, name), child) for name, child in module.named_children()]
+    is_container = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    if is_container and len(children) > 1 and len({type(child) for _, child in children}) == 1:
+        # A partial is what the patch of this fix has put there.
+        yield from (item for item in children if not isinstance(vars(item[1]).get("forward"), partial))
+        return
+    for name, child in children:
+        yield from _blocks(name, child)
+
+
+def _has_switch(model: Any) -> bool:
+    """Tell whether the model recomputes its own layers when it is told to, as those of transformers do."""
+    switch = inspect.getattr_static(type(model), _SWITCH, None)
+    return inspect.isfunction(switch) and "gradient_checkpointing_kwargs" in inspect.signature(switch).parameters
+
+
+@contextmanager
+def _switched(model: Any) -> Iterator[None]:
+    """Turn the model's own switch on, and put back on exit just what that has changed."""
+    parts = [vars(part) for part in model.modules()]
+    before = [dict(held) for held in parts]
+    hooks = [(held["_forward_hooks"], set(held["_forward_hooks"])) for held in parts]
+    getattr(model, _SWITCH)(gradient_checkpointing_kwargs={"use_reentrant": False})
+    changed = [
+        (held, name, old.get(name, _MISSING), value)
+        for held, old in zip(parts, before, strict=True)
+        for name, value in held.items()
+        if old.get(name, _MISSING) is not value
+    ]
+    added = [(found, key) for found, known in hooks for key in found.keys() - known]
+    try:
+        yield
+    finally:
+        for held, name, old, value in reversed(changed):
+            if held.get(name, _MISSING) is value:
+                if old is _MISSING:
+                    del held[name]
+                else:
+                    held[name] = old
+        for found, key in added:
+            found.pop(key, None)
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Put a loop over the blocks behind the line that makes the model."""
+    if any(_RECOMPUTES.search(cell.source) for cell in cells.history):
+        return Refused("the code recomputes activations already")
+    models = [model for model in evidence.code.models if model.blocks]
+    if not models:
+        return Refused("no model with repeated blocks was found")
+    if len(models) > 1:
+        return Refused("several models have repeated blocks: which of them to recompute is for the user to say")
+    return _looped(cells, models[0], dose.number("every"))
+
+
+def _looped(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
+    containers = _outermost(model.blocks)
+    for path in model.batch_norm if model.training else ():
+        if any(_stands_in(path, container) for container in containers):
+            return Refused(f"plain checkpoint would count each batch twice in the running statistics of {path}")
+    checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
+    partial_name = _imports.name_for("functools", "partial", cells, "bind")
+    block = _cst.fresh_name("block", cells)
+    paths = [reduce(child_path, filter(None, container.split(".")), model.path) for container in containers]
+    blocks = paths[0] if len(paths) == 1 else f"[{', '.join(f'*{path}' for path in paths)}]"
+    loop = (
+        f"for {block} in {blocks}{'' if every == 1 else f'[::{every}]'}:\n"
+        f"    if not isinstance({block}.forward, {partial_name}):  # once is enough when this cell is run again\n"
+        f"        {block}.forward = {partial_name}({checkpoint}, {block}.forward, use_reentrant=False)\n"
+    )
+    imports = (
+        _imports.source_of("functools", "partial", partial_name),
+        _imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint),
+    )
+    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], loop, imports)
+
+
+def _outermost(containers: tuple[str, ...]) -> list[str]:
+    """Return the containers that stand in no other one."""
+    kept: list[str] = []
+    for path in containers:
+        if not any(_stands_in(path, outer) for outer in kept):
+            kept.append(path)
+    return kept
+
+
+def _stands_in(path: str, container: str) -> bool:
+    return not container or path.startswith(f"{container}.")
+
+
+def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...]) -> Patch | Refused:
+    """Return the patch that runs ``loop`` right after ``root`` is bound, or first in the failing cell."""
+    for cell in reversed(cells.history):
+        parsed = _cst.read(cell.source)
+        if isinstance(parsed, Refused):
+            if cell is cells.failing:
+                return parsed
+            continue
+        made = _binding(parsed, root)
+        if made is None and cell is not cells.failing:
+            continue
+        if made is not None:
+            return _written(cells, cell, parsed, made, loop, imports)
+    parsed = _cst.read(cells.failing.source)
+    return parsed if isinstance(parsed, Refused) else _written(cells, cells.failing, parsed, None, loop, imports)
+
+
+def _written(
+    cells: Cells,
+    cell: Cell,
+    parsed: _cst.ParsedCell,
+    made: _cst.Statement | None,
+    loop: str,
+    imports: tuple[str, ...],
+) -> Patch | Refused:
+    if made is None:
+        module = _imports.insert_at_top(parsed, parsed.module, [*imports, loop])
+    else:
+        changed = _cst.replace(parsed.module, made, [made, *_cst.statements(loop, parsed)])
+        module = _imports.insert_at_top(parsed, changed, imports)
+    after = _cst.write(parsed, module)
+    if isinstance(after, Refused):
+        return after
+    replay = after if cell is cells.failing else "\n".join(imports) + "\n\n" + loop
+    return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
+
+
+def _binding(parsed: _cst.ParsedCell, root: str) -> _cst.Statement | None:
+    """Return the last statement outside of functions that binds ``root``."""
+    found = _Bindings(root)
+    parsed.module.visit(found)
+    return found.last
+
+
+class _Bindings(cst.CSTVisitor):
+    """Finds the last assignment to a name at the level of the cell."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.last: _cst.Statement | None = None
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
+        return False
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802
+        return False
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
+        if any(self._name in _targets(small) for small in node.body):
+            self.last = node
+        return False
+
+
+def _targets(small: cst.BaseSmallStatement) -> set[str]:
+    targets: list[cst.BaseExpression] = []
+    if isinstance(small, cst.Assign):
+        targets = [target.target for target in small.targets]
+    elif isinstance(small, cst.AnnAssign) and small.value is not None:
+        targets = [small.target]
+    names: set[str] = set()
+    while targets:
+        target = targets.pop()
+        if isinstance(target, cst.Name):
+            names.add(target.value)
+        elif isinstance(target, cst.Tuple | cst.List):
+            targets += [element.value for element in target.elements]
+    return names
+
+
+FIX: Final = Fix(
+    id="checkpoint_blocks",
+    title="Recompute repeated blocks in the backward pass instead of keeping their activations",
+    effect=Effect.EXACT,
+    cost="one more forward of each recomputed block",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+)

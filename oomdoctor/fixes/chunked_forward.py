@@ -1,0 +1,194 @@
+"""The forward of a model run over parts of the batch, each recomputed in the backward pass.
+
+The loss and its one backward stay as they are, so what couples the samples in the loss is kept: only the activations of
+one part exist at a time. Without gradients the forward is split and nothing is recomputed.
+
+The promise of equal results holds where a sample's output does not depend on the others, and that is not taken on
+trust: at a model's first call a few rows are run together and apart, in the mode that it is in, and have to agree. A
+forward that draws random numbers without dropout that was announced, changes state of its own, or returns what is not
+made of rows for the samples (a loss) is refused as well. BatchNorm in training mode is refused before.
+
+In the source, the call is rewritten where it stands, and the models of the session are tried out in the same way while
+it runs; one that the failing cell makes itself is not. The first argument is taken for batch-first and the output
+for one tensor; calls that plainly are not so are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._chunked_calls import rewrite
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.kinds import child_path
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.fixes._split import Divided
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+
+TOLERANCE: Final = 1e-5
+"""Relative difference of losses and parameters in float32: sums over the batch are taken in another order."""
+
+_CHUNKS: Final = (2, 4, 8, 16)
+
+_FORWARD_SHARE: Final = 1 / 3
+"""A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
+
+_DATA_PARALLEL: Final = {"DistributedDataParallel": "its gradients are exchanged once for each forward"}
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose 2 to 16 parts, no more than the batch has samples where that is known."""
+    code = evidence.code
+    models = [model for model in code.models if model.parameter_bytes]
+    if not models:
+        return Refused("no model was found among the names of the notebook")
+    for model in models:
+        if (why := _couples(model)) is not None:
+            return Refused(why)
+    activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
+    if not activations:
+        return Refused("no activations were found that splitting the batch could save")
+    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
+    doses = [chunks for chunks in _CHUNKS if chunks <= max(batches, default=_CHUNKS[-1])]
+    if not doses:
+        return Refused("the batch has one sample: there is nothing to split")
+    dropout = next((name for model in models if model.training for name in model.dropout), None)
+    return tuple(
+        Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
+            saves=activations * (chunks - 1) // chunks,
+            slowdown=1.0 if code.grad_disabled else 1 + _FORWARD_SHARE,
+            basis=f"estimate: 1/{chunks} of {format_size(activations)} of activations at a time",
+            caveat=dropout and f"{dropout} draws other random numbers for parts of a batch than for the whole",
+        )
+        for chunks in doses
+    )
+
+
+def _couples(model: ModelFacts) -> str | None:
+    """Return why the samples of a batch cannot be run apart, None where nothing is known against it."""
+    if model.training and model.batch_norm:
+        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
+    if model.sequence_first:
+        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
+    return None
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Split the forward of every model of the session; undone on exit.
+
+    Raises:
+        OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
+            it does to them cannot be split.
+    """
+    from oomdoctor.fixes import _forward
+
+    models = [(path, model) for path, model in session.modules if any(True for _ in model.parameters())]
+    if not models:
+        raise OomDoctorError("no model was found among the names of the notebook")
+    for path, model in models:
+        _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
+        _forward.refuse_inner_hooks(path, model)
+    chunked = _Chunked({id(model): path for path, model in models}, dose.number("chunks"))
+    with _forward.replaced([model for _, model in models], chunked.run):
+        yield
+
+
+class _Chunked:
+    """Runs forwards in parts, and remembers which models were seen to treat their samples one by one."""
+
+    def __init__(self, paths: dict[int, str], chunks: int) -> None:
+        self._paths, self._chunks = paths, chunks
+        self._checked: WeakSet[Any] = WeakSet()
+        self._inside = False
+
+    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward: whole where it is part of another one already split, or where there is one sample."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        from oomdoctor.fixes import _rowwise, _split
+
+        path = self._paths.get(id(module), type(module).__name__)
+        call = _split.divide(path, args, kwargs)
+        if call.rows < 2:
+            return forward(*args, **kwargs)
+        if module not in self._checked:
+            _rowwise.refuse_coupled(path, module, self._whole(forward), call)
+            self._checked.add(module)
+        return _in_parts(path, module, self._whole(forward), call, self._chunks)
+
+    def _whole(self, forward: Any) -> Any:
+        """Return ``forward`` with nothing split below it, in the backward pass as well."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outside, self._inside = self._inside, True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = outside
+
+        return run
+
+
+def _in_parts(path: str, module: Any, forward: Any, call: Divided, chunks: int) -> Any:
+    import torch
+
+    from oomdoctor.fixes import _forward, _rowwise, _split
+
+    _rowwise.refuse_batch_norm(path, module)
+    devices = _rowwise.devices(module)
+    watch, marks, parts = _forward.StateWatch(path, module), _forward.rng_marks(devices), []
+    calls = call.chunks(chunks)
+    for args, kwargs in calls:
+        if torch.is_grad_enabled():
+            parts.append(_forward.recomputed(path, module, forward, args, kwargs))
+        else:
+            parts.append(forward(*args, **kwargs))
+    if (changed := watch.changed()) is not None:
+        raise OomDoctorError(f"{path} is not split: its forward changes {changed}, which would happen for each part")
+    if not _forward.active_dropout(module) and marks != _forward.rng_marks(devices):
+        raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
+    first = -(-call.rows // chunks)
+    rows = [min(first, call.rows - first * index) for index in range(len(calls))]
+    return _split.join(path, parts, rows)
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Rewrite the model's calls in the failing step."""
+    for model in evidence.code.models:
+        if (why := _couples(model)) is not None:
+            return Refused(why)
+    return rewrite(cells, evidence.code, dose.number("chunks"))
+
+
+def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Try each model out at its first call in the patched cell, as the live form does."""
+    from oomdoctor.fixes import _rowwise
+
+    del dose
+    return _rowwise.tried_out(session)
+
+
+FIX: Final = Fix(
+    id="chunked_forward",
+    title="Run the forward over parts of the batch, recomputed in the backward pass",
+    effect=Effect.EQUIVALENT,
+    tolerance=TOLERANCE,
+    cost="one more forward",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+    guard=guard,
+)

@@ -1,0 +1,163 @@
+"""Keeps the numbers of a history without the autograd graphs behind them.
+
+A list of losses, or a sum of them, keeps every activation of every step alive if its tensors carry their graph. What
+evidence names as such a place is detached where it is kept. ``detach`` and not ``item``: the values and their types
+stay bit for bit what they were, so that later code that stacks or averages them finds the same. Only lists and sums of
+which the cells show that no gradient is taken through them are among those places, and they are proposed only where the
+census saw them hold graphs.
+
+On live objects, the tensors that the named lists and sums hold already are detached where they stand. That frees memory
+and is not taken back on exit; what a running cell goes on to append is changed by the patch alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, MutableSequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "apply", "patch", "propose"]
+
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_NO_PLACE: Final = (
+    "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
+    "is taken through them"
+)
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose the one dose: every place at once."""
+    places = evidence.code.history_appends
+    if not places:
+        return Refused(_NO_PLACE)
+    names = dict.fromkeys(match[0] for *_, text in places if (match := _NAME.match(text)))
+    kept = sum(holding.bytes for holding in evidence.census.holdings if any(_keeps(holding, name) for name in names))
+    if not kept:
+        return Refused(f"the census found no graph that {_listed(names)} keeps alive")
+    return (
+        Proposal(
+            dose=Dose.of(names=", ".join(names)),
+            effect=Effect.EXACT,
+            saves=kept,
+            slowdown=1.0,
+            basis=f"the census found {format_size(kept)} of graphs that {_listed(names)} keeps alive",
+        ),
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
+
+
+def _keeps(holding: Holding, name: str) -> bool:
+    """Whether the census found graphs that hang on ``name``, a global or a local one."""
+    path = holding.path.removeprefix("local `")
+    if not path.startswith(name) or path[len(name) :][:1] not in {"", "[", "`", " "}:
+        return False
+    # What the failing cell or its frames bound themselves counts as of the step at hand, also a sum over many steps.
+    return holding.role is Role.GRAPH_KEPT_ALIVE or (holding.role is Role.ACTIVATION and path.endswith("→ graph"))
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the places with what they keep detached."""
+    places = evidence.code.history_appends
+    if not places:
+        return Refused(_NO_PLACE)
+    numbers = dict.fromkeys(number for number, *_ in places)
+    return _cst.join(cells, [_cell(cells, number, [p[1] for p in places if p[0] == number]) for number in numbers])
+
+
+def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
+    cell = cells.get(number)
+    parsed = _cst.read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    changes: dict[cst.CSTNode, list[_cst.Statement]] = {}
+    for line in lines:
+        old = _cst.statement_at(parsed, line)
+        new = _detached(parsed, old) if isinstance(old, cst.SimpleStatementLine) else None
+        if old is None or new is None:
+            return Refused(f"line {line} of cell {number} keeps more than one value: detach each of its tensors there")
+        changes[old] = [new]
+    return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+
+
+def _detached(parsed: _cst.ParsedCell, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
+    """Return ``line`` with what it keeps detached, None where that is not one tensor."""
+    kept = _kept(line)
+    if kept is None or isinstance(kept, cst.Tuple | cst.List | cst.Dict | cst.DictComp | cst.ListComp | cst.Set):
+        return None
+    text = cst.Module([]).code_for_node(kept)
+    bare = isinstance(kept, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(kept.lpar)
+    new = cst.parse_expression(f"{text if bare else f'({text})'}.detach()")
+    return cst.ensure_type(line.deep_replace(kept, new), cst.SimpleStatementLine)
+
+
+def _kept(line: cst.SimpleStatementLine) -> cst.BaseExpression | None:
+    """Return what the statement puts into a container or adds to a sum."""
+    if len(line.body) != 1:
+        return None
+    (node,) = line.body
+    match node:
+        case cst.Expr(value=cst.Call(args=[cst.Arg(value=value)])):
+            return value
+        case cst.AugAssign(operator=cst.AddAssign(), value=value):
+            return value
+        case cst.Assign(value=cst.BinaryOperation(operator=cst.Add(), right=value)):
+            return value
+    return None
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Detach the tensors that the named lists and sums hold. It frees memory, and is not undone on exit."""
+    for name in str(dose["names"]).split(", "):
+        if name in session.namespace:
+            session.namespace[name] = _without_graph(session.namespace[name])
+    yield
+
+
+def _without_graph(value: Any) -> Any:
+    """Return ``value`` without graphs: a tensor detached, a list itself with its items exchanged."""
+    if isinstance(value, MutableSequence):
+        for index, item in enumerate(value):
+            if (new := _item_without_graph(item)) is not item:
+                value[index] = new
+        return value
+    return _item_without_graph(value)
+
+
+def _item_without_graph(item: Any) -> Any:
+    """Return a tensor, or a tuple of them, without graphs. A list or dict may have other holders: it is left alone."""
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        return item.detach() if item.grad_fn is not None else item
+    if type(item) is tuple:
+        items = tuple(map(_item_without_graph, item))
+        return items if any(new is not old for new, old in zip(items, item, strict=True)) else item
+    return item
+
+
+FIX: Final = Fix(
+    id="detach_history",
+    title="Keep the values of a history without their autograd graphs",
+    effect=Effect.EXACT,
+    cost="nothing",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+)

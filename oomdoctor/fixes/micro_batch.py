@@ -1,0 +1,123 @@
+"""Gradient accumulation within one batch: the same effective batch, the activations of a part of it at a time.
+
+In the source, the step from the first use of the batch to ``backward`` becomes an inner loop over parts; everything
+else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. A step is rewritten only where reading
+it proves that its loss is a mean or a sum over the samples: each part's loss is then weighted by its share of the
+batch, and the gradients are those of the whole batch up to rounding. Models are taken to treat each sample alike,
+apart from the layers that are known not to.
+
+On live objects, for loops without source, loaders of the session give parts of their batches and the rest is held
+back until the last part. The body of the user's loop then runs once for each part: what it prints or appends is of
+parts, and counters count them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.fixes._micro_source import layer, model_facts, rewrite, why_not
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+
+TOLERANCE: Final = 1e-5
+"""Relative difference of parameters in float32: sums over the batch are taken in another order."""
+
+_PARTS: Final = (2, 4, 8, 16, 32)
+
+_DIFFERS: Final = "draws other random numbers for parts of a batch than for the whole"
+
+_OVERHEAD: Final = 0.02
+"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose 2 to 32 parts, no more than the batch has samples where that is known."""
+    code = evidence.code
+    loops = [loop for loop in code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused("no training loop was found in what the failing cell runs")
+    for loop in loops:
+        if (why := why_not(code, loop)) is not None:
+            return Refused(why)
+    activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
+    splittable = activations + (incident.requested or 0)
+    if not splittable:
+        return Refused("no activations were found that splitting the batch could save")
+    sizes = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
+    doses = [parts for parts in _PARTS if parts <= max(sizes, default=_PARTS[-1])]
+    if not doses:
+        return Refused("the batch has one sample: there is nothing to split")
+    caveat = _draws(code, loops)
+    return tuple(
+        Proposal(
+            dose=Dose.of(parts=parts),
+            effect=Effect.CHANGES_RESULT if caveat else Effect.EQUIVALENT,
+            saves=splittable * (parts - 1) // parts,
+            slowdown=1 + _OVERHEAD * parts,
+            basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
+            caveat=caveat,
+        )
+        for parts in doses
+    )
+
+
+def _draws(code: CodeFacts, loops: list[TrainingLoop]) -> str | None:
+    """Return why random numbers fall differently in parts, None where none are drawn."""
+    for loop in loops:
+        if loop.draws:
+            return f"`{loop.draws[0]}` {_DIFFERS}"
+        for text in loop.models:
+            model = model_facts(code, loop, text)
+            if model is None:
+                return f"`{text}` is not among the notebook's objects: if it has dropout, its draws will differ"
+            if model.training and model.dropout:
+                return f"{layer(model, model.dropout[0])} {_DIFFERS}"
+    return None
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the loops that the failing cell runs with an inner loop over ``dose["parts"]`` parts of each batch."""
+    return rewrite(cells, evidence.code, dose.number("parts"))
+
+
+def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Give out the batches of the session's loaders in parts, and step once per batch.
+
+    Raises:
+        OomDoctorError: on entering, where the meaning cannot be kept; in the loop, where a loss turns out to be neither
+            a mean nor a sum over samples.
+    """
+    from oomdoctor.fixes._micro_live import in_parts
+
+    return in_parts(session, dose.number("parts"))
+
+
+def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Try each model out at its first call in the patched cell: its samples must not depend on one another."""
+    from oomdoctor.fixes import _rowwise
+
+    del dose
+    return _rowwise.tried_out(session)
+
+
+FIX: Final = Fix(
+    id="micro_batch",
+    title="Take each batch in parts and accumulate their gradients",
+    effect=Effect.EQUIVALENT,
+    tolerance=TOLERANCE,
+    cost="the same arithmetic in smaller pieces",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+    guard=guard,
+    live_caveat="counters and lists of the loop count parts of batches",
+)

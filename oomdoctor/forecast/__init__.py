@@ -1,0 +1,8 @@
+"""Forecasts what a cell needs before it is run, by running it on fake tensors in a forked copy of the process."""
+
+from __future__ import annotations
+
+from oomdoctor.forecast.search import Choice, mildest
+from oomdoctor.forecast.shadow import Pricer, price
+
+__all__ = ["Choice", "Pricer", "mildest", "price"]

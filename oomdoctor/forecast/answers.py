@@ -1,0 +1,141 @@
+"""What a fake tensor says when the program asks for a value that only a real one has.
+
+The policy aims at the upper bound of memory and at the way through the cell that trains: masks select everything,
+``nonzero`` finds everything, losses are finite, a bool is True. A bool that is asked for again and again at one place
+stands in a loop that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["ANSWERS", "Scalars"]
+
+_aten = torch.ops.aten
+_FLIP_EVERY: Final = 32
+_INNER_MODULES: Final = ("torch._", "torch.utils._", "torch.overrides", "oomdoctor.forecast")
+
+_HINT: Final = "_oomdoctor_hint"
+"""Attribute of a fake bool tensor whose answer is known: ``isnan`` is False, ``isfinite`` is True."""
+
+
+class Scalars:
+    """Answers for ``item()``, ``float()``, ``int()`` and ``bool()`` of tensors."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[object] = Counter()
+
+    def answer(self, tensor: torch.Tensor) -> Any:
+        """Return the value of a scalar that nobody knows."""
+        if tensor.dtype is torch.bool:
+            return self._bool(getattr(tensor, _HINT, True))
+        if tensor.dtype.is_complex:
+            return complex(1.0)
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _bool(self, answer: bool) -> bool:
+        place = _place()
+        self._asked[place] += 1
+        return answer if self._asked[place] % _FLIP_EVERY else not answer
+
+
+def _place() -> object:
+    """Return the place in the user's or a library's code that asks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INNER_MODULES):
+        frame = frame.f_back
+    return (frame.f_code, frame.f_lineno) if frame is not None else None
+
+
+def _new(shape: list[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _nonzero(_func: Any, args: Any, _kwargs: Any) -> Any:
+    return _new([args[0].numel(), args[0].dim()], args[0], torch.int64)
+
+
+def _masked_select(_func: Any, args: Any, _kwargs: Any) -> Any:
+    shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return _new([shape.numel()], args[0], args[0].dtype)
+
+
+def _unique(_func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    along = kwargs.get("dim", args[1] if len(args) > 1 and type(args[1]) is int else None)
+    count = tensor.numel() if along is None else tensor.shape[along]
+    shape = [tensor.numel()] if along is None else list(tensor.shape)
+    return (
+        _new(shape, tensor, tensor.dtype),
+        _new(list(tensor.shape) if along is None else [count], tensor, torch.int64),
+        _new([count], tensor, torch.int64),
+    )
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, indices, *rest = args
+    chosen: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            chosen += [_new([index.numel()], index, torch.int64) for _ in range(index.dim())]
+        else:
+            chosen.append(index)
+    return func(tensor, chosen, *rest, **kwargs)
+
+
+def _repeat_interleave(_func: Any, args: Any, kwargs: Any) -> Any:
+    return _new([kwargs.get("output_size") or args[0].numel()], args[0], torch.int64)
+
+
+def _bincount(_func: Any, args: Any, kwargs: Any) -> Any:
+    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+    return _new([max(least, 1)], args[0], torch.int64 if weights is None else torch.float64)
+
+
+def _equal(_func: Any, _args: Any, _kwargs: Any) -> Any:
+    return True
+
+
+def _hinted(value: bool) -> Callable[[Any, Any, Any], Any]:
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        setattr(out, _HINT, value)
+        return out
+
+    return handler
+
+
+def _keeps_hint(func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
+    hint = getattr(args[0], _HINT, None)
+    if hint is not None and isinstance(out, FakeTensor):
+        setattr(out, _HINT, hint)
+    return out
+
+
+ANSWERS: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten._unique2.default: _unique,
+    _aten.unique_dim.default: _unique,
+    _aten.unique_consecutive.default: _unique,
+    _aten.index.Tensor: _index,
+    _aten.repeat_interleave.Tensor: _repeat_interleave,
+    _aten.bincount.default: _bincount,
+    _aten.equal.default: _equal,
+    _aten.isnan.default: _hinted(False),
+    _aten.isinf.default: _hinted(False),
+    _aten.isfinite.default: _hinted(True),
+    _aten.any.default: _keeps_hint,
+    _aten.all.default: _keeps_hint,
+    _aten.logical_or.default: _keeps_hint,
+    _aten.bitwise_or.Tensor: _keeps_hint,
+}
+"""Operations whose output depends on values, and the upper bound that is answered: ``(func, args, kwargs)``."""

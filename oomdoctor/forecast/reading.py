@@ -1,0 +1,54 @@
+"""What a shadow run reports to the process that asked for it.
+
+It stands alone, without torch, because the asking process must be able to read an answer that it could never make
+itself: one that runs under a memory limit does not even load the modules of the shadow.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+__all__ = ["Reading", "one_sentence"]
+
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The outcome of one shadow run: its numbers, or why there are none.
+
+    Attributes:
+        peak: highest sum of live tensors in bytes; on the virtual accelerator of the blocks that hold them.
+        reserved: what the caching allocator would hold at most, None where there is no caching allocator.
+        peak_line: line of the cell at which the peak stood.
+        cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
+        error_ratio: calibrated margin for the operations that were seen.
+        why: why there are no numbers.
+    """
+
+    peak: int = 0
+    reserved: int | None = None
+    peak_line: int | None = None
+    cost: float = 0.0
+    error_ratio: float = 0.0
+    why: str | None = None
+
+    def to_json(self) -> str:
+        """Return the reading on one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Reading:
+        """Return the reading that ``to_json`` wrote."""
+        return cls(**json.loads(text))
+
+
+def one_sentence(error: BaseException) -> str:
+    """Return the type of ``error`` and the first line of its message, without running more of the user's code."""
+    try:
+        message = str(error).strip()
+    except Exception:  # noqa: BLE001  an exception of the user's whose __str__ fails still has a type
+        message = ""
+    text = type(error).__name__ + (f": {message.splitlines()[0]}" if message else "")
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

@@ -1,0 +1,238 @@
+"""What the shadow process does instead: the functions of torch and Python that would not work, or would do something.
+
+Everything here is done to a process that was forked to be thrown away; nothing is ever put back.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import io
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomdoctor.forecast.loaders import replace_loaders
+from oomdoctor.forecast.tracker import raw_data
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.tracker import Tracker
+
+__all__ = ["replace_all"]
+
+# The modules as things whose attributes may be assigned.
+_torch: Any = torch
+_builtins: Any = builtins
+_io: Any = io
+_time: Any = time
+
+
+def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
+    """Put every stand-in into place in this process."""
+    replace_loaders(tracker, pace)
+    _follow_training(pace)
+    _read_values(tracker)
+    _repoint_data(tracker)
+    _move_modules()
+    _copy_deeply()
+    _hide_fakes()
+    _leave_threads_alone()
+    _write_nothing()
+    _say_nothing(shell)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Do nothing."""
+
+
+def _follow_training(pace: Pace) -> None:
+    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: pace.stepped(optimizer))
+    init, backward = Optimizer.__init__, torch.autograd.backward
+
+    def counted_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        pace.optimizers += 1
+        init(self, *args, **kwargs)
+
+    def counted_backward(*args: Any, **kwargs: Any) -> None:
+        pace.backward_begins()
+        try:
+            backward(*args, **kwargs)
+        finally:
+            pace.backward_ended()
+
+    cls: Any = Optimizer
+    cls.__init__ = counted_init
+    _torch.autograd.backward = counted_backward
+
+
+def _read_values(tracker: Tracker) -> None:
+    """Let whole tensors be read: the true values where there are any, otherwise ones in the shape they would have."""
+    read_numpy, read_list = torch.Tensor.numpy, torch.Tensor.tolist
+
+    def as_numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        import numpy as np
+
+        with _disable_current_modes():
+            values = tracker.values_of(tensor)
+            if values is not None:
+                return read_numpy(values, **kwargs)
+            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        return np.ones(tuple(tensor.shape), dtype=dtype)
+
+    def as_list(tensor: torch.Tensor) -> Any:
+        values = tracker.values_of(tensor)
+        if values is not None:
+            with _disable_current_modes():
+                return read_list(values)
+        value = True if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+        return _nested(tuple(tensor.shape), value)
+
+    def formatted(tensor: torch.Tensor, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.dim() == 0 else "tensor(…)"
+
+    classes: tuple[Any, ...] = (torch.Tensor, FakeTensor)
+    for cls in classes:
+        cls.numpy, cls.tolist, cls.__format__ = as_numpy, as_list, formatted
+        cls.__repr__ = lambda self, **_kwargs: f"tensor(…, size={tuple(self.shape)})"
+        cls.pin_memory = lambda self, *_args, **_kwargs: self
+
+
+def _nested(shape: tuple[int, ...], value: Any) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _repoint_data(tracker: Tracker) -> None:
+    """Let ``.data`` of a real tensor be assigned a fake one."""
+
+    def assign(tensor: Any, value: Any) -> None:
+        if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+            tracker.repoint(tensor, value)
+        else:
+            raw_data.__set__(tensor, value)
+
+    cls: Any = torch.Tensor
+    cls.data = property(tracker.data_of, assign)
+
+
+def _move_modules() -> None:
+    """Convert parameters through ``.data`` alone: ``Module._apply`` makes new ones of what is fake."""
+
+    def apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    parameter.data = fn(parameter)
+                    if parameter.grad is not None:
+                        parameter.grad = fn(parameter.grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    cls: Any = torch.nn.Module
+    cls._apply = apply
+
+
+def _copy_deeply() -> None:
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if not tensor.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        with torch.no_grad():
+            twin = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, tensor.requires_grad)
+        else:
+            twin.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = twin
+        if tensor.grad is not None:
+            twin.grad = copy.deepcopy(tensor.grad, memo)
+        return twin
+
+    classes: tuple[Any, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    for cls in classes:
+        cls.__deepcopy__ = deepcopy
+
+
+def _hide_fakes() -> None:
+    """Keep libraries from taking the way that they take under export when they see fake tensors.
+
+    transformers' ``is_tracing`` looks for this name; it would materialise attention masks.
+    """
+    _torch._subclasses.FakeTensor = type("FakeTensor", (), {})
+    _torch.compile = _uncompiled
+    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+        torch.compiler.set_stance("force_eager")
+
+
+def _uncompiled(model: Any = None, **_kwargs: Any) -> Any:
+    return model if model is not None else (lambda function: function)
+
+
+def _leave_threads_alone() -> None:
+    """Refuse more threads: the pool of OpenMP did not survive the fork, and waiting for it would never end."""
+    _torch.set_num_threads = _torch.set_num_interop_threads = _nothing
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is not None:  # its lock is shared with the parent, which would wait for it for ever
+        tqdm.tqdm.set_lock(threading.RLock())
+        tqdm.tqdm.monitor_interval = 0
+
+
+_FILE_CALLS: Final = ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "symlink")
+_TREE_CALLS: Final = ("copy", "copy2", "copyfile", "copytree", "move", "rmtree")
+
+
+def _write_nothing() -> None:
+    """Turn writes into none, so that a cell which saves its model is followed to its end."""
+    opened = builtins.open
+
+    def read_only(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wax+"):
+            return opened(file, mode, *args, **kwargs)
+        kwargs.pop("opener", None)
+        return opened(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+
+    _builtins.open = _io.open = read_only
+    for name in _FILE_CALLS:
+        setattr(os, name, _nothing)
+    for name in _TREE_CALLS:
+        setattr(shutil, name, _nothing)
+    _torch.save = _time.sleep = _nothing
+
+
+def _say_nothing(shell: Any) -> None:
+    """Keep output, questions and windows from the user."""
+
+    def ask(*_args: Any) -> str:
+        raise EOFError("the cell asks for input")
+
+    _builtins.input = ask
+    sys.displayhook = _nothing
+    for name, function in (("matplotlib.pyplot", "show"), ("jupyter_client.session", "Session.send")):
+        owner = sys.modules.get(name)
+        *path, last = function.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        if owner is not None:
+            setattr(owner, last, _nothing)
+    if shell is not None:
+        for name in ("system", "getoutput", "run_line_magic", "run_cell_magic"):
+            object.__setattr__(shell, name, _nothing)
+        publisher = getattr(shell, "display_pub", None)
+        if publisher is not None:
+            object.__setattr__(publisher, "publish", _nothing)
+            object.__setattr__(publisher, "clear_output", _nothing)

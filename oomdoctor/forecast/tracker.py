@@ -1,0 +1,175 @@
+"""The dispatch mode of the shadow: real tensors become fake twins on the fly, and every storage goes into the ledger.
+
+It stands on top of a ``FakeTensorMode``. Nothing of the user's is converted beforehand: modules, optimizers, closures
+and graphs of earlier cells keep their real tensors, autograd works on those, and below autograd each is swapped for
+a twin without data. An operation in place returns the real tensor that went in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from oomdoctor.forecast.answers import ANSWERS, Scalars
+from oomdoctor.forecast.cost import Meter
+from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.workspaces import WORKSPACES
+
+__all__ = ["Tracker", "raw_data"]
+
+_aten = torch.ops.aten
+_HANDLERS = {**ANSWERS, **WORKSPACES}
+_DEVICE = torch.ops.prim.device.default
+_LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
+
+raw_data: Any = torch._C.TensorBase.data
+"""The descriptor behind ``Tensor.data``, which the shadow run replaces (see ``stand_ins``)."""
+
+
+_FOLLOWED_ELEMENTS: Final = 1024
+"""Literals and index tensors of up to so many elements are computed with for real beside their twins."""
+
+# The limit for what the fake mode computes by itself. It is 1 there: enough for a compiler, not for lists of lengths.
+fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on twins and accounts for what they allocate.
+
+    Attributes:
+        fake_mode: the mode that the twins belong to; to be entered before this one.
+        meter: what the operations cost.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Fallback kernels would run for real, on zeros of full size.
+        self.fake_mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.ledger, self.meter, self.scalars = ledger, Meter(), Scalars()
+        self._repointed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._twins: Any = WeakIdKeyDictionary()
+        self._written: Any = WeakIdKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a shadow, and the wrapper that this spares costs as much as the rest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # autograd asks this of every fake tensor; it is no operation
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        self.ledger.clock += 1
+        if func is _aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+            return self._account(func(*args, **kwargs))  # the fake mode keeps the value of a literal
+        originals: dict[int, torch.Tensor] = {}
+        fake_args = self._swapped(args, originals)
+        fake_kwargs = {name: self._swapped(value, originals) for name, value in kwargs.items()}
+        out = self._run(func, fake_args, fake_kwargs)
+        self.meter.count(func, fake_args, fake_kwargs, out)
+        self._account(out)
+        if originals and func._schema.is_mutable:
+            self._mark_written(args, kwargs)
+        return originals.get(id(out), out) if isinstance(out, torch.Tensor) else out
+
+    def _swapped(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
+        """Return an argument with twins in the place of real tensors. By hand: this runs for every operation."""
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor):
+                return value
+            twin = self.twin(value)
+            originals[id(twin)] = value
+            return twin
+        if type(value) in (list, tuple):
+            return type(value)([self._swapped(item, originals) for item in value])
+        return value
+
+    def twin(self, real: torch.Tensor) -> torch.Tensor:
+        """Return the fake tensor that stands for ``real`` and shares its storage's entry in the ledger."""
+        moved = self._repointed.get(id(real))
+        if moved is not None:
+            return moved[1]
+        twin: torch.Tensor | None = self._twins.get(real)
+        if twin is None:
+            with no_dispatch():
+                plain = raw_data.__get__(real)  # without its graph, which is above this and has nothing to say here
+            converter = self.fake_mode.fake_tensor_converter
+            twin = converter.from_real_tensor(self.fake_mode, plain, make_constant=_is_small_index(plain))
+            self._twins[real] = twin
+            if real.layout is torch.strided:
+                self.ledger.twin(real.untyped_storage(), twin.untyped_storage())
+        return twin
+
+    def repoint(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """Assign ``fake`` to ``real.data``: its storage goes, its shape and dtype become those of ``fake``."""
+        with _disable_current_modes():
+            place_holder = torch.empty((), dtype=fake.dtype).expand(fake.shape)
+        raw_data.__set__(real, place_holder)
+        self._twins.pop(real, None)
+        self._repointed[id(real)] = (real, fake.detach())
+
+    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what ``tensor.data`` is."""
+        moved = self._repointed.get(id(tensor))
+        found: torch.Tensor = raw_data.__get__(tensor) if moved is None else moved[1].detach()
+        return found
+
+    def hold_real(self, real: torch.Tensor) -> None:
+        """Count a real tensor that came to be outside of the modes."""
+        if real.layout is torch.strided:
+            self.ledger.hold(real.untyped_storage())
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a real tensor with the values that ``tensor`` would have in a real run; None if they are not known."""
+        if isinstance(tensor, FakeTensor):
+            return tensor.constant
+        if tensor in self._written or id(tensor) in self._repointed:
+            return getattr(self.twin(tensor), "constant", None)
+        return tensor
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = _HANDLERS.get(func)
+        try:
+            return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+        except (NotImplementedError, fake_tensor.UnsupportedOperatorException):
+            schema = func._schema
+            if schema.is_mutable and all(result.alias_info is not None for result in schema.returns):
+                return args[0] if schema.returns else None  # in place without a meta kernel: allocates nothing
+            raise
+
+    def _account(self, out: Any) -> Any:
+        if isinstance(out, FakeTensor):
+            if out.layout is torch.strided and out.fake_device.type == "cpu":
+                self.ledger.hold(out.untyped_storage())
+        elif isinstance(out, (tuple, list)):
+            for part in out:
+                self._account(part)
+        return out
+
+    def _mark_written(self, args: Any, kwargs: Any) -> None:
+        """Remember real tensors that an operation wrote to: what they hold is no longer what the cell would see."""
+        for leaf in tree_iter((args[:1], kwargs.get("out"))):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+                self._written[leaf] = True
+
+    def _scalar(self, tensor: torch.Tensor) -> Any:
+        values = self.values_of(tensor)
+        if values is None:
+            return self.scalars.answer(tensor)
+        with _disable_current_modes():
+            return values.item()
+
+
+def _is_small_index(tensor: torch.Tensor) -> bool:
+    """Whether the values of a real tensor may steer the program and are cheap to follow: lengths, labels, counters."""
+    if tensor.dtype.is_floating_point or tensor.numel() > _FOLLOWED_ELEMENTS:
+        return False
+    return not tensor.untyped_storage().is_shared()  # which other processes would see being written

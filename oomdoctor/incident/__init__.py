@@ -1,0 +1,8 @@
+"""What happened: a failure read out of an exception or out of text, by a table of message formats."""
+
+from __future__ import annotations
+
+from oomdoctor.incident.recognise import all_from_exception, find_oom, from_exception
+from oomdoctor.incident.text import describe, from_text
+
+__all__ = ["all_from_exception", "describe", "find_oom", "from_exception", "from_text"]

@@ -1,0 +1,138 @@
+"""Makes plain lines out of what a terminal, a notebook or a log collector made of a message.
+
+Limits: a prefix that no tool in the table prints stays, unless the lines beside it have the same one; and a line that
+was cut in the middle of a number is put together again only where the words around the number tell so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
+
+from oomdoctor.incident.thin import thin
+
+__all__ = ["LIMIT", "clean", "clean_lines"]
+
+LIMIT: Final = 16 << 20
+"""Characters that are read; of a longer text the first and the last half of this."""
+
+_ANSI: Final = re.compile(r"\x1b(?:\[[0-9;:?<=>]{0,64}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_WRITTEN_ANSI: Final = re.compile(
+    r"(?:\^\[|\\x1b|\\u001b|\\033|\\e|�|␛)\[(?:\d{1,3}(?:;\d{1,3}){0,5})?m|\[(?:(?:[0-4]|7|2[2-7]|[349][0-9]|10[0-7]|[34]8;[25])(?:;\d{1,3}){0,4})m(?!s\b)",
+    re.IGNORECASE,
+)
+"""Colours whose escape character was written out or lost on the way."""
+
+_CHARACTERS: Final = (
+    dict.fromkeys((*range(9472, 9632), 9, 160, *range(8192, 8203), 8239, 8287, 12288), " ")  # frames and spaces
+    | dict.fromkeys((173, *range(8203, 8208), *range(8234, 8239), 8288, 65279, 0))  # of no width
+    | dict.fromkeys((*range(8216, 8220), 8249, 8250, 96, 180), "'")
+    | dict.fromkeys((*range(8220, 8224), 171, 187, 12300, 12301), '"')
+    | {13: "\n", 8208: "-", 8209: "-", 8210: "-", 8211: "-", 8212: "-", 8722: "-"}
+    | {65306: ":", 65292: ",", 65288: "(", 65289: ")", 65307: ";"}
+)
+_ENTITIES: Final = {"&gt;": ">", "&lt;": "<", "&quot;": '"', "&#39;": "'", "&nbsp;": " ", "&amp;": "&"}
+_TAG: Final = re.compile(r"</?(?:br|b|i|p|pre|code|span|div)\b[^<>\n]{0,100}>", re.IGNORECASE)
+_SPACES: Final = re.compile(r" {2,}")
+_WRITTEN_LINE_END: Final = re.compile(r"(?:\\r)?\\n(?=[A-Z\s\"'\\]|$)")
+"""A line's end inside a quoted string. In front of a small letter it is a folder of Windows as well."""
+
+_DAY: Final = r"(?:\d{4}[-/.]\d\d[-/.]\d\d|\d\d/\d\d/(?:\d{4}|\d\d)|\d\d-\d\d)"
+_CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,:]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
+_LEVEL: Final = r"(?:ERROR|INFO|WARNING|WARN|CRITICAL|FATAL|DEBUG|TRACE|ERR|error|info|warning|fatal)"
+_PREFIX: Final = re.compile(
+    r"(?:[>#|]{1,3} "
+    r"|E {1,4}(?=\S)"
+    r"|\[(?:rank|default|trainer|node|worker)[ _-]?\d{1,5}\]:? ?"
+    r"|\[\d{1,4},\d{1,6}\]<std(?:err|out)>:? ?"
+    r"|\((?:\w{1,40}(?: \w{1,40})? )?(?:pid|rank|ip)=[^)\n]{1,80}\) ?"
+    r"|\((?:raylet|autoscaler[^)\n]{0,40})\) ?"
+    rf"|[\[(](?:\w{{1,10}} )?(?:{_DAY}[T_ -]{{1,2}})?{_CLOCK}(?: [^\]\)\n]{{0,60}})?[\])]:? ?"
+    r"|\[ {0,6}\d{1,8}\.\d{3,9}\] ?"
+    rf"|{_DAY}[T_ ]{_CLOCK}:? "
+    rf"|{_CLOCK}:? (?:-+ )?"
+    rf"|- [\w.-]{{1,60}} - (?={_LEVEL})"
+    rf"|[EWIF]\d{{4}} {_CLOCK} {{1,6}}\d{{1,9}} [\w./-]{{1,80}}:\d{{1,6}}\] "
+    r"|<\d{1,2}>(?=\[)"
+    rf"|[A-Z][a-z]{{2}} {{1,2}}\d{{1,2}} {_CLOCK} [\w.-]{{1,60}} [\w./-]{{1,40}}(?:\[\d{{1,9}}\])?: "
+    rf"|\[ ?{_LEVEL}(?::[\w.]{{1,60}})? ?\]:? ?"
+    rf"|{_LEVEL}:[\w.]{{1,80}}: ?"
+    rf"|{_LEVEL} {{0,4}}(?:\||-{{1,2}}) "
+    rf"|{_LEVEL} {_DAY} {_CLOCK} "
+    r"|\[[\w./-]{1,80}:\d{1,6}\] ?"
+    r"|[\w.-]{1,60} {0,20}\| "
+    r"|\d{1,4}: (?=\D)"
+    r"|\{\"(?:log|message|msg|text)\": ?\""
+    r"){1,6}"
+)
+_BOUNDARY: Final = re.compile(r"(?:[:>|\])*+-]|^[^\s\w]{1,8}) (?!.*[:>|\])*+-] )")
+"""Where a prefix ends that neighbouring lines share."""
+_NO_PREFIX: Final = re.compile(
+    r"(?<![\[(|<])(?:error|exception|warning|fail)|File|Process|alloc|request|memory|limit|free", re.IGNORECASE
+)
+"""Words of a message, unless they stand in brackets."""
+_LONGEST: Final = 100
+
+
+def clean(text: str) -> str:
+    """Return ``text`` in lines without colours, frames, log prefixes and runs of spaces."""
+    return "\n".join(line.strip() for line in clean_lines(text))
+
+
+def clean_lines(text: str) -> list[str]:
+    """Return the clean lines of ``text``, each with the single space that a wrap may have left at either end.
+
+    Of a text of megabytes, lines that repeat one shape are left out (see ``thin``).
+    """
+    if len(text) > LIMIT:
+        text = f"{text[: LIMIT // 2]}\n{text[-(LIMIT // 2) :]}"
+    text = thin(text)
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    if "m" in text and "[" in text:
+        text = _WRITTEN_ANSI.sub("", text)
+    text = text.replace("\r\n", "\n")
+    if not text.isascii() or any(letter in text for letter in "\t\r\0`"):
+        text = text.translate(_CHARACTERS)
+    if "\\n" in text:
+        text = _WRITTEN_LINE_END.sub("\n", text)
+    if "<" in text:
+        text = _TAG.sub(lambda tag: "\n" if tag[0][1:3].lower() == "br" else "", text)
+    if "&" in text:
+        for entity, letter in _ENTITIES.items():
+            text = text.replace(entity, letter)
+    lines = [_line(line) for line in text.split("\n")]
+    if 2 * sum(line[:1] == " " for line in lines) > len(lines):  # an indentation, and not what a wrap left
+        lines = [line[line[:1] == " " :] for line in lines]
+    return list(_without_shared(lines))
+
+
+def _line(line: str) -> str:
+    bare = _SPACES.sub(" ", line.strip()) if "  " in line else line.strip()
+    if bare[:2] == "| " and bare[-2:] == " |":
+        bare = bare[2:-2].strip()
+    found = _PREFIX.match(bare)
+    if found:
+        bare = bare[found.end() :].lstrip()
+    before = " " if line[:1] == " " != line[1:2] and not found else ""
+    after = " " if line[-1:] == " " and line[-2:-1] not in " |" else ""
+    return f"{before}{bare}{after}" if before or after else bare
+
+
+def _without_shared(lines: list[str]) -> Iterator[str]:
+    """Yield the lines without the prefix that a line has in common with the one before or after it."""
+    shared = [_shared(one, two) for one, two in pairwise(lines)]
+    for line, before, after in zip(lines, [0, *shared], [*shared, 0], strict=True):
+        yield line[max(before, after) :]
+
+
+def _shared(one: str, two: str) -> int:
+    """Return the length of the prefix that two lines share."""
+    if one[:2] != two[:2] or len(one) < 3:
+        return 0
+    length = min(len(one), len(two), _LONGEST)
+    same = one[: next((at for at in range(length) if one[at] != two[at]), length)]
+    found = _BOUNDARY.search(same) if one != two else None
+    return found.end() if found and not _NO_PREFIX.search(same) else 0

@@ -1,0 +1,214 @@
+"""Reads a failure out of an exception: which of a chain ran out of memory, and which line of the user's it was.
+
+It asks torch nothing: a class of torch is known only where torch was imported already. Exceptions are the user's
+objects. They are read past their own ``__getattr__``, and by ``type`` in place of ``isinstance``, which would ask
+them; the one piece of their code that runs is ``__str__``, behind a guard. No frame and no local variable leaves this
+module, because a frame would keep the tensors alive that are to be freed.
+
+Limits: an exception that was raised while another was being handled is taken to be a consequence of it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from inspect import getattr_static
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any, Final
+
+from oomdoctor.incident.clean import clean
+from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
+from oomdoctor.incident.scan import same, scan
+from oomdoctor.model.incident import CellLine, Family, Incident
+
+__all__ = ["all_from_exception", "find_oom", "from_exception"]
+
+_CHAIN: Final = 1_000
+"""Exceptions of one chain that are looked at; a retry loop without an end makes long ones."""
+_TEXT: Final = 20_000
+_FRAMES: Final = 4
+"""Innermost frames that are shown to the message table: some wordings mean a thing only below ``pin_memory``."""
+_GROUP: Final = BaseExceptionGroup.__dict__["exceptions"]
+_OWN_FILES: Final = str(Path(__file__).parents[1] / "allocator")
+_STOPS: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def find_oom(exc: BaseException) -> BaseException | None:
+    """Return the exception that ran out of memory: ``exc`` or one that led to it, the root; None if there is none.
+
+    Never raises. An interrupt is none, whatever it interrupted.
+    """
+    found = _root(exc)
+    return None if found is None else found[0][0]
+
+
+def from_exception(exc: BaseException, cells: Mapping[str, int]) -> Incident:
+    """Return what ``exc`` was.
+
+    Args:
+        exc: the exception that ended the cell.
+        cells: execution numbers by the file names that the cells' code objects carry.
+
+    The cell line and the inner line are the outermost and the innermost frame that stand in a cell, in the root failure
+    or, where that was caught before it reached the cell, in the nearest of the exceptions that it led to.
+    """
+    found = _root(exc)
+    path, incident = found if found is not None else ([exc], _read(exc))
+    return _placed(path, incident, cells)
+
+
+def all_from_exception(exc: BaseException) -> tuple[Incident, ...]:
+    """Return what ``exc`` was, the root first, and the other, distinct failures for want of memory that it holds."""
+    first = from_exception(exc, {})
+    if not first.is_oom:
+        return (first,)
+    others: dict[Incident, Incident] = {}
+    for path in _earliest_first(exc):
+        incident = _read(path[0])
+        if incident.is_oom and not any(same(one, incident) for one in (first, *others)):
+            others[incident] = _placed(path, incident, {})
+    return (first, *others.values())
+
+
+def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, int]) -> Incident:
+    """Return ``incident`` with its class, its message and its place, by the exceptions that it led to."""
+    root = path[0]
+    name = _class_name(type(root))
+    cell, inner = next((lines for one in path if (lines := _cell_lines(one, cells))[0] is not None), (None, None))
+    return replace(
+        incident,
+        exc_type=incident.exc_type if is_carrier(name) and incident.exc_type else name,
+        message=_words(root)[:_TEXT],
+        cell=cell or incident.cell,
+        inner=inner,
+        framework_frame=_innermost(root) or incident.framework_frame,
+    )
+
+
+def _root(exc: BaseException) -> tuple[list[BaseException], Incident] | None:
+    """Return the earliest failure for want of memory with those that it led to, up to ``exc``, and what it says."""
+    if issubclass(type(exc), _STOPS):
+        return None
+    for path in _earliest_first(exc):
+        incident = _read(path[0])
+        if incident.is_oom:
+            return path, incident
+    return None
+
+
+def _earliest_first(exc: BaseException) -> Iterator[list[BaseException]]:
+    """Yield each exception that ``exc`` comes from, then itself, each with what it led to; no exception twice."""
+    seen = {id(exc)}
+    stack = [(exc, iter(_origins(exc)))]
+    while stack:
+        current, origins = stack[-1]
+        for origin in origins:
+            if id(origin) not in seen and len(seen) < _CHAIN:
+                seen.add(id(origin))
+                stack.append((origin, iter(_origins(origin))))
+                break
+        else:
+            yield [one for one, _ in reversed(stack)]
+            stack.pop()
+            del current
+
+
+def _origins(exc: BaseException) -> tuple[BaseException, ...]:
+    """Return the cause, the context, the members of a group and what is carried, read past overridden attributes."""
+    chained = [BaseException.__dict__[name].__get__(exc) for name in ("__cause__", "__context__")]
+    members = _GROUP.__get__(exc) if issubclass(type(exc), BaseExceptionGroup) else ()
+    every = (*chained, *members, carried_exception(exc))
+    return tuple(one for one in every if issubclass(type(one), BaseException))
+
+
+def _read(exc: BaseException) -> Incident:
+    """Return what one exception says of itself, its notes and its remote origin included."""
+    name = _class_name(type(exc))
+    said = _words(exc) if is_carrier(name) else f"{name}: {_words(exc)}".rstrip(": ")
+    text = "\n".join([*_frames(exc), *carried_texts(exc), said, *_notes(exc)])
+    found = scan(clean(text))
+    if found and found[0].is_oom:
+        return found[0]
+    known = _known_class(type(exc))
+    if known is not None:
+        return Incident(is_oom=True, family=known, device="cpu" if known is Family.HOST else None)
+    return found[0] if found else Incident(is_oom=False, family=Family.NOT_OOM)
+
+
+def _known_class(kind: type[BaseException]) -> Family | None:
+    """Return the family that the class alone tells of."""
+    if issubclass(kind, MemoryError):
+        return Family.HOST
+    torch: Any = sys.modules.get("torch")
+    out_of_memory = getattr_static(torch, "OutOfMemoryError", None) if torch is not None else None
+    if isinstance(out_of_memory, type) and issubclass(kind, out_of_memory):
+        return Family.CUDA
+    return None
+
+
+def _class_name(kind: type[BaseException]) -> str:
+    module = type.__dict__["__module__"].__get__(kind)
+    name = str(type.__dict__["__qualname__"].__get__(kind))
+    return name if module in ("builtins", "__main__") or not isinstance(module, str) else f"{module}.{name}"
+
+
+def _words(exc: BaseException) -> str:
+    """Return the message of ``exc``, or nothing where its own code fails to tell it."""
+    try:
+        words = str(exc)
+        # KeyError shows its argument as its repr, and that of torch's loaders is a subclass of str.
+        return str.__str__(words)[:_TEXT] if issubclass(type(words), str) else ""
+    except BaseException:  # noqa: BLE001  the user's code: whatever it raises must not hide the failure
+        return ""
+
+
+def _notes(exc: BaseException) -> list[str]:
+    notes = own(exc, "__notes__")
+    return [note[:_TEXT] for note in notes if type(note) is str] if type(notes) is list else []
+
+
+def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and function of the traceback, outermost first; those of the virtual accelerator are ours."""
+    step: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(exc)
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not code.co_filename.startswith(_OWN_FILES):
+            yield code.co_filename, step.tb_lineno, code.co_name
+        step = step.tb_next
+
+
+def _cell_lines(exc: BaseException, cells: Mapping[str, int]) -> tuple[CellLine | None, CellLine | None]:
+    """Return the outermost line in a cell and, where it is another one, the innermost."""
+    inside = [place for place in _steps(exc) if place[0] in cells]
+    if not inside:
+        return None, None
+    inner = _cell_line(inside[-1], cells) if inside[-1] != inside[0] else None
+    return _cell_line(inside[0], cells), inner
+
+
+def _cell_line(place: tuple[str, int, str], cells: Mapping[str, int]) -> CellLine:
+    filename, line, function = place
+    source = linecache.getline(filename, line).strip()
+    return CellLine(number=cells[filename], line=line, source_line=source, function=function)
+
+
+def _frames(exc: BaseException) -> list[str]:
+    places = list(_steps(exc))[-_FRAMES:]
+    return [f"{function}({PurePath(filename).name})" for filename, _, function in places]
+
+
+def _innermost(exc: BaseException) -> str | None:
+    places = list(_steps(exc))
+    if not places:
+        return None
+    filename, line, function = places[-1]
+    return f"{_short(filename)}:{line} {function}"
+
+
+def _short(filename: str) -> str:
+    """Return a library's file from its package on, any other file as it is."""
+    return re.split(r"(?:site|dist)-packages[/\\]", filename)[-1]

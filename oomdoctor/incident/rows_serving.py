@@ -1,0 +1,138 @@
+"""Rows of what runs models without training them: llama.cpp, ONNX Runtime, TensorRT, vLLM and the like."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from oomdoctor.incident.formats import Format, compiled
+from oomdoctor.model.incident import Family
+
+__all__ = ["ROWS"]
+
+ROWS: Final = (
+    Format(
+        name="ggml_hip",
+        family=Family.HIP,
+        title="llama.cpp could not get device memory.",
+        versions="llama.cpp for ROCm",
+        needles=("cudamalloc failed", "rocm0 buffer"),
+        pattern=compiled(
+            r"(?:allocating {requested} on device {device#}: )?cudaMalloc failed: out of memory"
+            r"|allocate ROCm\d{1,2} buffer"
+        ),
+        clauses=(compiled(r"failed to allocate \S{1,20} buffer of size {requested#}"),),
+        context=compiled(r"ROCm\d"),
+        device="cuda:{}",
+        reach=600,
+        sample=(
+            "alloc_buffer: allocating 900.00 MiB on device 1: cudaMalloc failed: out of memory\n"
+            "reserve: failed to allocate ROCm1 buffer of size 943718400"
+        ),
+    ),
+    Format(
+        name="ggml",
+        family=Family.CUDA,
+        title="A library that calls cudaMalloc itself ran out of device memory.",
+        versions="llama.cpp, MXNet",
+        needles=("cudamalloc", "unable to allocate cuda"),
+        pattern=compiled(
+            r"(?:allocating {requested} on device {device#}: )?cudaMalloc(?: retry)? failed: out of memory"
+            r"|cudaMalloc[^\n]{0,40}out of memory"
+            r"|unable to allocate CUDA\d{1,2} buffer"
+        ),
+        clauses=(compiled(r"failed to allocate \S{1,20} buffer of size {requested#}"),),
+        device="cuda:{}",
+        reach=600,
+        sample="alloc_buffer: allocating 256.00 MiB on device 2: cudaMalloc failed: out of memory",
+    ),
+    Format(
+        name="ggml_pinned",
+        family=Family.PINNED,
+        title="llama.cpp could not pin host memory.",
+        versions="llama.cpp",
+        needles=("of pinned memory",),
+        pattern=compiled(r"failed to allocate {requested} of pinned memory"),
+        device="cpu",
+        sample="host_malloc: failed to allocate 750,00 MiB of pinned memory: out of memory",
+    ),
+    Format(
+        name="bitsandbytes_dispatch",
+        family=Family.CUDA,
+        title="The quantized model does not fit on the device, so that part of it would have to stay on the host.",
+        versions="Transformers 4 on with bitsandbytes",
+        needles=("to fit the quantized model", "not enough gpu ram to fit"),
+        pattern=compiled(r"enough GPU RAM to fit"),
+        device="cuda:{}",
+        sample=(
+            "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit "
+            "the quantized model."
+        ),
+    ),
+    Format(
+        name="tensorrt",
+        family=Family.CUDA,
+        title="TensorRT could not get device memory.",
+        versions="TensorRT 8 on, ONNX Runtime",
+        needles=(
+            "cuda runtime (out of memory)",
+            "amount of gpu memory",
+            "cuda failure 2: out of memory",
+            "bfcarena",
+            "2 (out of memory)",
+            "error code 2: outofmemory",
+        ),
+        pattern=compiled(
+            r"Cuda Runtime \(out of memory\)|Requested amount of GPU memory \({requested#} bytes\)"
+            r"|CUDA failure 2: out of memory|BFCArena::AllocateRawInternal[^\n]{0,160}Failed to allocate"
+            r"|Cuda Error in [\w:]{1,120}: 2 \(out of memory\)|Error Code 2: OutOfMemory"
+        ),
+        clauses=(compiled(r"requested buffer of size {requested#}"),),
+        device="cuda:{}",
+        sample="[E] Requested amount of GPU memory (2147483648 bytes) could not be allocated.",
+    ),
+    Format(
+        name="vllm_free",
+        family=Family.VLLM_KV,
+        title="The server found less free device memory than it was told to take.",
+        versions="vLLM 0.7 on",
+        needles=("free memory on device",),
+        pattern=compiled(r"Free memory on device(?: \S{1,12})? \({free@}/{total}\)"),
+        clauses=(compiled(r"utilization \([\d.]{1,8}, {requested}\)"),),
+        device="cuda:{}",
+        sample=(
+            "ValueError: Free memory on device (3.50/23.60 GiB) on startup is less than desired GPU memory utilization "
+            "(0.9, 21.24 GiB)."
+        ),
+    ),
+    Format(
+        name="vllm_kv",
+        family=Family.VLLM_KV,
+        title="The cache for keys and values of one request is larger than what the model leaves free.",
+        versions="vLLM, SGLang, text-generation-inference",
+        needles=("kv cache", "cache blocks", "mem-fraction-static", "mem_fraction_static", "prefill tokens"),
+        pattern=compiled(
+            r"No available memory for the cache blocks|tokens that can be stored in (?:the )?KV cache"
+            r"|larger than the (?:available|maximum)[^\n]{0,60}KV cache|KV cache is needed"
+            r"|Not enough memory\. Please try to increase --mem|No available memory for the KV cache"
+            r"|Not enough memory to handle \d{1,9} prefill tokens"
+        ),
+        clauses=(compiled(r"{requested} KV cache is needed"), compiled(r"KV cache memory \({free}\)")),
+        device="cuda:{}",
+        sample="ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
+    ),
+    Format(
+        name="vulkan",
+        family=Family.CUDA,
+        title="A Vulkan device could not give the memory that was asked for.",
+        versions="llama.cpp and whisper.cpp with Vulkan",
+        needles=("device memory allocation of size", "erroroutofdevicememory", "vk_error_out_of_device_memory"),
+        pattern=compiled(
+            r"Device memory allocation of size {requested#} failed|ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY"
+        ),
+        device="cuda:{}",
+        sample=(
+            "ggml_vulkan: Device memory allocation of size 268435456 failed.\n"
+            "ggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory"
+        ),
+    ),
+)

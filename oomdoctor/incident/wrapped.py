@@ -1,0 +1,86 @@
+"""Reads lines that may have been wrapped in the middle of words.
+
+The text is scanned as it is and once more with its lines joined. A word that was cut at a line's end is whole in the
+second; what the first finds at the beginnings and ends of lines is not in it. Where the two tell different things of
+one place, the one that says more is believed, by the order of the table.
+
+Limits: a long text is not joined. Where a wrap swallowed the space between two words, a pattern that is also cut
+within a word is found by neither.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from oomdoctor.incident.scan import FORMATS, Found, find, numbers, ranked, without_doubtful
+from oomdoctor.model.incident import Incident
+
+__all__ = ["scan_lines"]
+
+_LONG: Final = 1 << 18
+_NEAR: Final = 120
+"""Characters between a match and the words that speak against it."""
+_BESIDE: Final = 400
+"""Characters beside a failure in which the joined lines say nothing vague of their own."""
+
+
+def scan_lines(lines: Sequence[str]) -> tuple[Incident, ...]:
+    """Return the failures in ``lines``: those for want of memory first, each in the order of the text, none twice.
+
+    Args:
+        lines: clean lines, each with the single space that it began or ended with.
+    """
+    text = "\n".join(line.strip() for line in lines)
+    found = find(text)
+    if len(lines) > 1 and len(text) <= _LONG:
+        found = _merged(found, _joined(lines))
+    return ranked(found, text)
+
+
+def _joined(lines: Sequence[str]) -> list[Found]:
+    """Return what the joined lines tell, at the places that it has in the lines."""
+    ends = list(accumulate(map(len, lines)))
+    starts = list(accumulate((len(line.strip()) + 1 for line in lines), initial=0))
+
+    def place(at: int) -> int:
+        line = min(bisect_left(ends, at), len(lines) - 1)
+        return starts[line] + max(0, at - (ends[line - 1] if line else 0) - (lines[line][:1] == " "))
+
+    return [
+        replace(one, start=place(one.start), end=place(one.end), low=place(one.low), high=place(one.high))
+        for one in find("".join(lines))
+    ]
+
+
+def _merged(found: list[Found], joined: list[Found]) -> list[Found]:
+    kept = [_fuller(one, joined) for one in found if not any(_refutes(other, one, joined) for other in joined)]
+    certain = any(one.incident.is_oom and not one.vague for one in (*kept, *joined))
+    kept += [
+        one
+        for one in joined
+        if not any(_overlap(one, other, _BESIDE if one.vague else 0) for other in kept) and not (one.vague and certain)
+    ]
+    return without_doubtful(kept)
+
+
+def _fuller(one: Found, joined: list[Found]) -> Found:
+    """Return whichever of the two readings of one failure has more numbers."""
+    twins = (other for other in joined if other.row == one.row and _overlap(other, one))
+    return max((one, *twins), key=lambda other: sum(number is not None for number in numbers(other.incident)))
+
+
+def _refutes(other: Found, one: Found, joined: list[Found]) -> bool:
+    """Whether ``other`` of the joined lines says more of the place of ``one``, which they do not confirm."""
+    if other.vague or any(_overlap(same, one) and same.row == one.row for same in joined):
+        return False
+    if other.incident.is_oom or not one.incident.is_oom:
+        return _overlap(other, one) and (one.vague or other.row < one.row)
+    return (one.vague or FORMATS[one.row].unless is not None) and _overlap(other, one, _NEAR)
+
+
+def _overlap(one: Found, other: Found, near: int = 0) -> bool:
+    return one.low < other.high + near and other.low < one.high + near

@@ -1,0 +1,75 @@
+"""The whole story of one failure, and its JSON form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.model import jsonable
+
+if TYPE_CHECKING:
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.finding import Finding
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.plan import Plan
+
+__all__ = ["Case", "Outcome", "OutcomeKind", "State"]
+
+
+class OutcomeKind(StrEnum):
+    """How it ended."""
+
+    OFFERED = "offered"
+    HEALED = "healed"
+    REFUSED = "refused"
+    ROLLED_BACK = "rolled_back"
+    FAILED = "failed"
+
+
+class State(StrEnum):
+    """What the user's program is left with.
+
+    ``clean``: as if the changed cell had run first. ``restored``: as before the cell. ``unverified``: something may
+    differ, and the outcome says what.
+    """
+
+    CLEAN = "clean"
+    RESTORED = "restored"
+    UNVERIFIED = "unverified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a case ended, or that it is still open.
+
+    Attributes:
+        fixes: labels of the fixes in place for the last attempt.
+        peak: measured high-water mark of the last attempt in bytes, by the means that ``measure`` names.
+        why: one sentence; for a refusal, what could not be brought back.
+    """
+
+    kind: OutcomeKind = OutcomeKind.OFFERED
+    fixes: tuple[str, ...] = ()
+    attempts: int = 0
+    state: State = State.UNVERIFIED
+    peak: int | None = None
+    measure: str = ""
+    elapsed_s: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One failure from its message to its outcome. ``number`` counts the failures of this process."""
+
+    number: int
+    incident: Incident
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    plan: Plan
+    outcome: Outcome = Outcome()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the case in the JSON shape of schema 1: bytes as ints, absent values null with their ``_why``."""
+        return jsonable.case(self)

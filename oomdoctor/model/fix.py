@@ -1,0 +1,134 @@
+"""What can be changed: fixes, their doses and patches, and what they cost."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from oomdoctor.model.absence import Refused
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["Dose", "Edit", "Effect", "Fix", "Patch", "Proposal", "Value"]
+
+Value: TypeAlias = int | float | str | bool
+
+
+class Effect(StrEnum):
+    """What a fix does to the results; a promise that a test proves for each fix."""
+
+    EXACT = "exact"
+    """Bit-identical results."""
+    EQUIVALENT = "equivalent"
+    """Equal up to rounding; the fix states the tolerance."""
+    CHANGES_RESULT = "changes_result"
+    """Other results, applied only when the user asks for it."""
+    ADVICE = "advice"
+    """Shown, never applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dose:
+    """How strong: ``Dose.of(chunks=4)``."""
+
+    values: tuple[tuple[str, Value], ...] = ()
+
+    @classmethod
+    def of(cls, **values: Value) -> Dose:
+        """Make a dose of named values."""
+        return cls(tuple(values.items()))
+
+    def __getitem__(self, name: str) -> Value:
+        return dict(self.values)[name]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.values)
+
+    def number(self, name: str) -> int:
+        """Return the whole number called ``name``."""
+        return int(self[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A dose worth pricing.
+
+    Attributes:
+        effect: what this dose does to these models' results; a fix may promise less for some models than for others.
+        saves: estimate of the bytes that it takes off the peak, from the census; ``basis`` says how.
+        slowdown: estimate of time with it over time without it.
+        caveat: what the user should know before taking it.
+    """
+
+    dose: Dose
+    effect: Effect
+    saves: int
+    slowdown: float
+    basis: str
+    caveat: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """A change of one cell.
+
+    Attributes:
+        replay: what to run so that the live namespace becomes as if the changed cell had run: the whole text for
+            the failing cell, the redefined function for an earlier one.
+    """
+
+    cell: int
+    before: str
+    after: str
+    replay: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A change of the user's source, over one or more cells; the failing cell's edit, if any, comes last."""
+
+    edits: tuple[Edit, ...]
+
+    def diff(self) -> str:
+        """Return the change as one unified diff, a file per cell."""
+        return "".join(line for edit in self.edits for line in _unified(edit))
+
+
+def _unified(edit: Edit) -> list[str]:
+    before, after = (text.removesuffix("\n").splitlines() for text in (edit.before, edit.after))
+    name = f"In[{edit.cell}]"
+    return [line + "\n" for line in difflib.unified_diff(before, after, name, f"{name} fixed", lineterm="")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """One way to need less memory. Each lives in a module of its own, whose stem is the ``id``.
+
+    Attributes:
+        effect: the strongest promise; a proposal may weaken it for a model at hand.
+        tolerance: for EQUIVALENT, the relative difference of the results that its test allows.
+        cost: what it costs, in a few words.
+        propose: the doses worth pricing, mildest first, or why there is none. Pure.
+        apply: changes the live objects for as long as the context lasts, and undoes it on exit.
+        patch: the same change in the user's source, or why it cannot be written there. Pure.
+        guard: watches the live objects while the patched source runs; raises ``OomDoctorError`` where they show that
+            the change would not keep its promise.
+        live_caveat: what ``apply`` cannot keep as the changed source would, None where it is the same.
+    """
+
+    id: str
+    title: str
+    effect: Effect
+    cost: str
+    propose: Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]
+    apply: Callable[[Session, Dose], AbstractContextManager[None]] | None
+    patch: Callable[[Cells, Evidence, Dose], Patch | Refused]
+    guard: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
+    live_caveat: str | None = None
+    tolerance: float | None = None

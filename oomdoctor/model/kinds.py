@@ -1,0 +1,173 @@
+"""What kind of object a type makes, told from the names in its MRO: nothing is imported and no user code is run.
+
+With one exception: types are keys of dictionaries here, so a metaclass's own ``__hash__`` and ``__eq__`` are asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from functools import partial
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+__all__ = ["Kind", "child_path", "held_by", "items_of", "kind_of", "pairs_of", "plain_dict", "submodules"]
+
+
+class Kind(Enum):
+    """The kinds that the census and the snapshot treat each in its own way."""
+
+    ATOM = auto()
+    """Immutable, or code: holds no memory worth a look and no state of the run."""
+    TENSOR = auto()
+    MODULE = auto()
+    OPTIMIZER = auto()
+    SCHEDULER = auto()
+    LOADER = auto()
+    GENERATOR_STATE = auto()
+    """A random number generator: ``torch.Generator``, ``numpy.random.Generator``, ``random.Random``."""
+    ARRAY = auto()
+    MAPPING = auto()
+    SEQUENCE = auto()
+    SET = auto()
+    TUPLE = auto()
+    CALLABLE = auto()
+    """A function, a bound method or a partial: what it holds is in its closure, its defaults and its arguments."""
+    ITERATOR = auto()
+    """Advances when it is used and cannot be wound back: generators, iterators, open files."""
+    OBJECT = auto()
+    """Anything else; what it holds is looked for in its ``__dict__``."""
+
+
+_BY_NAME: Final = {
+    ("torch", "Tensor"): Kind.TENSOR,
+    ("torch._tensor", "Tensor"): Kind.TENSOR,
+    ("torch.nn.modules.module", "Module"): Kind.MODULE,
+    ("torch.optim.optimizer", "Optimizer"): Kind.OPTIMIZER,
+    ("torch.optim.lr_scheduler", "LRScheduler"): Kind.SCHEDULER,
+    ("torch.optim.lr_scheduler", "_LRScheduler"): Kind.SCHEDULER,
+    ("torch.optim.lr_scheduler", "ReduceLROnPlateau"): Kind.SCHEDULER,
+    ("torch.utils.data.dataloader", "DataLoader"): Kind.LOADER,
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter"): Kind.ITERATOR,
+    ("torch._C", "Generator"): Kind.GENERATOR_STATE,
+    ("numpy.random._generator", "Generator"): Kind.GENERATOR_STATE,
+    ("random", "Random"): Kind.GENERATOR_STATE,
+    ("numpy.random.mtrand", "RandomState"): Kind.GENERATOR_STATE,
+    ("numpy", "ndarray"): Kind.ARRAY,
+    ("builtins", "dict"): Kind.MAPPING,
+    ("builtins", "list"): Kind.SEQUENCE,
+    ("collections", "deque"): Kind.SEQUENCE,
+    ("builtins", "set"): Kind.SET,
+    ("builtins", "tuple"): Kind.TUPLE,
+    ("builtins", "coroutine"): Kind.ITERATOR,
+    ("_io", "_IOBase"): Kind.ITERATOR,
+    ("builtins", "function"): Kind.CALLABLE,
+    ("builtins", "method"): Kind.CALLABLE,
+    ("functools", "partial"): Kind.CALLABLE,
+    **{
+        ("builtins", name): Kind.ATOM
+        for name in (
+            *("int", "float", "complex", "bool", "str", "bytes", "NoneType", "ellipsis", "range", "slice", "type"),
+            *("builtin_function_or_method", "module", "code", "frozenset", "property"),
+        )
+    },
+}
+
+
+# Weak, so that a class which a re-run cell has defined anew is not kept.
+_known: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
+
+
+def kind_of(cls: type) -> Kind:
+    """Return what kind of object ``cls`` makes."""
+    known = _known.get(cls)
+    if known is None:
+        known = _known[cls] = _classify(cls)
+    return known
+
+
+def _classify(cls: type) -> Kind:
+    mro = type.__dict__["__mro__"].__get__(cls)
+    for base in mro:
+        names = type.__dict__["__module__"].__get__(base), type.__dict__["__name__"].__get__(base)
+        if (kind := _BY_NAME.get(names)) is not None:
+            return kind
+    advances = any("__next__" in type.__dict__["__dict__"].__get__(base) for base in mro)
+    return Kind.ITERATOR if advances else Kind.OBJECT
+
+
+def plain_dict(value: object) -> dict[str, Any] | None:
+    """Return the instance ``__dict__`` of ``value`` without running a property, None where it has none."""
+    for base in type.__dict__["__mro__"].__get__(type(value)):
+        slot = type.__dict__["__dict__"].__get__(base).get("__dict__")
+        # Made in C; a class of the user's may have a property of this name.
+        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
+            found = slot.__get__(value)
+            return found if type(found) is dict else None
+    return None
+
+
+def pairs_of(container: Any, kind: Kind) -> list[tuple[Any, Any]]:
+    """Return ``(key, value)`` of a mapping, ``(index, item)`` of a sequence or a set.
+
+    Read by the methods of the builtin base: a subclass may answer itself.
+    """
+    if kind is Kind.MAPPING:
+        return list(dict.items(container))
+    return list(enumerate(items_of(container, kind)))
+
+
+def items_of(container: Any, kind: Kind) -> Sequence[Any]:
+    """Return what a container holds, of a mapping its values, read by the methods of its builtin base."""
+    if kind is Kind.TUPLE:
+        return tuple.__getitem__(container, slice(None))
+    if kind is Kind.MAPPING:
+        return list(dict.values(container))
+    if kind is Kind.SET:
+        return list(set.__iter__(container))
+    if issubclass(type(container), list):
+        return list.__getitem__(container, slice(None))
+    return list(deque.__iter__(container))
+
+
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function, a bound method or a partial holds beside its globals, with the part of a path for it."""
+    if type(function) is MethodType:
+        yield ".__self__", function.__self__
+        function = function.__func__
+    if type(function) is FunctionType:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            with suppress(ValueError):  # an empty cell
+                yield f" → {name}", cell.cell_contents
+        yield from ((".__defaults__", value) for value in function.__defaults__ or ())
+        yield from ((".__kwdefaults__", value) for value in (function.__kwdefaults__ or {}).values())
+    elif type(function) is partial:
+        yield ".func", function.func
+        yield from ((".args", value) for value in function.args)
+        yield from ((".keywords", value) for value in function.keywords.values())
+
+
+def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``module`` and every module below it once, parents first, with the expression for each.
+
+    Numbered children are written as an index, ``model.layers[3]``, as a user would.
+    """
+    seen: set[int] = set()
+    todo = [(path, module)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = (plain_dict(module) or {}).get("_modules")
+        if isinstance(children, dict):
+            todo += [(child_path(path, name), child) for name, child in reversed(children.items()) if child is not None]
+
+
+def child_path(path: str, name: str) -> str:
+    """Return the expression for the child ``name`` of the module at ``path``."""
+    return f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"

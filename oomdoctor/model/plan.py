@@ -1,0 +1,92 @@
+"""What is worth trying: fixes with their price, best first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Dose, Effect, Patch
+
+__all__ = ["Candidate", "Forecast", "Plan", "Verdict"]
+
+
+class Verdict(StrEnum):
+    """Whether a forecast peak fits into the budget."""
+
+    FITS = "fits"
+    BORDERLINE = "borderline"
+    TOO_LARGE = "too large"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a cell would need, in bytes.
+
+    Attributes:
+        peak: highest sum of live tensors; ``reserved``: what the caching allocator would hold at most.
+        budget: what there is for it.
+        slowdown: time with the change over time without it, None where it is not known.
+        basis: how it was found out: a shadow run, an analytic estimate.
+        error_ratio: how far off such forecasts may be, as a share of the peak.
+        peak_line: line of the failing cell at which the peak stands, None where it was not seen.
+        refused: why there is no number, where there is none.
+    """
+
+    basis: str
+    budget: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    slowdown: float | None = None
+    error_ratio: float = 0.0
+    peak_line: int | None = None
+    refused: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, by the larger of peak and reserved and the error that such forecasts have."""
+        if self.peak is None or self.budget is None:
+            return Verdict.UNKNOWN
+        need = max(self.peak, self.reserved or 0)
+        if need > self.budget:
+            return Verdict.TOO_LARGE
+        return Verdict.FITS if need * (1 + self.error_ratio) <= self.budget else Verdict.BORDERLINE
+
+    @property
+    def fits(self) -> bool | None:
+        """True, False, or None where it is not known or too close to say."""
+        return {Verdict.FITS: True, Verdict.TOO_LARGE: False}.get(self.verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One fix in one dose, priced.
+
+    Attributes:
+        patch: the change in the user's source; where it is refused, the live change alone is offered.
+        applies_live: whether the fix can change the live objects.
+    """
+
+    fix: str
+    title: str
+    dose: Dose
+    effect: Effect
+    forecast: Forecast
+    patch: Patch | Refused
+    applies_live: bool
+    caveat: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The id with its dose, ``micro_batch(micro_batch=8)``."""
+        return f"{self.fix}({self.dose})" if self.dose.values else self.fix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The candidates, best first, what the cell needs unchanged, and what was considered and refused."""
+
+    unchanged: Forecast
+    candidates: tuple[Candidate, ...] = ()
+    refusals: tuple[tuple[str, str], ...] = field(default=())

@@ -1,0 +1,103 @@
+"""The live side: the user's namespace and objects. Only fixes, forecast and retry are handed one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from oomdoctor.model.evidence import DeviceMemory
+
+__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Session"]
+
+
+class Accelerator(Protocol):
+    """A memory that fills: it can be read, its peak marked, its cache given back.
+
+    ``measure`` says in words how ``peak_allocated`` of its readings comes about.
+    """
+
+    name: str
+    measure: str
+
+    def read(self) -> DeviceMemory:
+        """Return the memory as it stands, allocating nothing there."""
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether the memory of a plain tensor is on this device."""
+
+    def reset_peak(self) -> None:
+        """Begin a new high-water mark."""
+
+    def empty_cache(self) -> None:
+        """Return cached, unused segments to the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell that was run. ``source`` is the user's text, magics and all."""
+
+    number: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """The cells that were run, oldest first; the last is the one that failed."""
+
+    history: tuple[Cell, ...]
+
+    @property
+    def failing(self) -> Cell:
+        """The cell that ran out of memory."""
+        return self.history[-1]
+
+    def get(self, number: int) -> Cell:
+        """Return the cell with this execution count.
+
+        Raises:
+            KeyError: no such cell was run.
+        """
+        for cell in self.history:
+            if cell.number == number:
+                return cell
+        raise KeyError(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The user's program, live.
+
+    Attributes:
+        namespace: the globals that the cells run in; never copied.
+        modules: ``(path, nn.Module)`` for every root module found in the namespace; likewise ``optimizers``,
+            ``schedulers`` and ``loaders``.
+        shell: the IPython shell, None in a script.
+    """
+
+    namespace: dict[str, Any]
+    cells: Cells
+    accelerator: Accelerator
+    modules: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    optimizers: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    schedulers: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    loaders: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    shell: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One way to run the failing cell: the same for a forecast and for a retry.
+
+    Attributes:
+        source: the text of the cell to run, magics and all.
+        replays: what to run before it in the namespace: functions of earlier cells, redefined.
+        live: makes the context managers that change the live objects while all of it runs, outermost first.
+    """
+
+    source: str
+    replays: tuple[str, ...] = ()
+    live: tuple[Callable[[], AbstractContextManager[None]], ...] = ()

@@ -1,0 +1,48 @@
+"""Memory sizes: read from what people type, printed in binary units."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from oomdoctor.errors import SizeError
+
+__all__ = ["GIB", "KIB", "MIB", "format_size", "parse_size"]
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+_EXPONENT: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_SIZE: Final = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kmgtp]?)(?P<unit>i?b?)", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Return the number of bytes that ``text`` names.
+
+    Accepts a number with an optional unit: ``512MiB``, ``1.5 GiB``, ``16GB``, ``2g``, ``1048576``. As in the
+    messages of PyTorch and in everyday speech about memory, ``GB`` and ``GiB`` both mean 2**30 bytes.
+
+    Raises:
+        SizeError: ``text`` is not a size, or not above zero.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    size = int(float(match["number"]) * 1024 ** _EXPONENT[match["prefix"].lower()]) if match else 0
+    if size <= 0 or isinstance(text, bool):
+        raise SizeError(
+            f"{text!r} is not a memory size: write a number above zero with a unit, such as 512MiB or 1.5GiB"
+        )
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """Return ``size_bytes`` in the largest binary unit that leaves a number of at least one."""
+    sign, size = ("-" if size_bytes < 0 else ""), float(abs(size_bytes))
+    if size < KIB:
+        return f"{sign}{int(size)} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 999.5 or unit == "TiB":
+            break
+    decimals = 2 if size < 10 else 1 if size < 100 else 0
+    return f"{sign}{size:.{decimals}f} {unit}"

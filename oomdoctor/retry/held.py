@@ -1,0 +1,158 @@
+"""How a snapshot holds values: heavy ones weakly, containers by a recipe, everything else as it is.
+
+Were a snapshot to hold a container, it would hold what the container holds, and a cell that replaces a list of
+outputs would no longer free the old ones. So a container with heavy items is known by its ``id`` and by what was in
+it; when it is brought back, the original is filled in place where it still stands where it stood, and made anew
+where it does not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from weakref import ref
+
+from oomdoctor.model.kinds import Kind, kind_of
+
+__all__ = ["GONE", "Gone", "Recipe", "Weak", "fill", "revive"]
+
+
+class Gone:
+    """Stands for a value that was held weakly and died."""
+
+    def __repr__(self) -> str:
+        return "<released>"
+
+
+GONE: Final = Gone()
+
+
+class Weak:
+    """A value that its owner alone keeps alive."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, value: Any) -> None:
+        self._ref = ref(value)
+
+    def get(self) -> Any:
+        """Return the value, ``GONE`` if it died."""
+        value = self._ref()
+        return GONE if value is None else value
+
+
+class Recipe:
+    """What a container held.
+
+    Attributes:
+        original: the container itself; where it has heavy items a ``Weak``, or None if it can be made anew and is
+            known by ``ident`` alone.
+        pairs: ``(key, value)`` of a mapping, ``(index, item)`` of the others, held in their turn.
+        length: of a container too long to copy, which ``pairs`` then leaves out.
+        item_path: makes the path of an item from ``path`` and its key.
+    """
+
+    __slots__ = ("cls", "ident", "item_path", "length", "original", "pairs", "path")
+
+    def __init__(self, container: Any, path: str, item_path: Callable[[str, Any], str] | None = None) -> None:
+        self.item_path = item_path or _item_path
+        self.cls = type(container)
+        self.ident = id(container)
+        self.path = path
+        self.original: Any = None
+        self.pairs: list[tuple[Any, Any]] = []
+        self.length = -1
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether holding the container would keep something heavy alive."""
+        return any(
+            type(held) is Weak or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
+            for pair in self.pairs
+            for held in pair
+        )
+
+    def standing(self) -> Any:
+        """Return the container itself if it is held and alive, else None."""
+        if type(self.original) is not Weak:
+            return self.original
+        value = self.original.get()
+        return None if value is GONE else value
+
+    def gone(self) -> Iterator[str]:
+        """Yield the paths of items that died."""
+        for key, held in self.pairs:
+            if revive(key) is GONE or revive(held) is GONE:
+                yield self.item_path(self.path, key)
+
+
+def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -> Any:
+    """Return the value that ``held`` stands for, containers brought back to what they held.
+
+    Args:
+        current: what stands now where the value stood; the original container, if nothing replaced it.
+        memo: containers brought back so far, by ``id``. Without it nothing is changed: a container is returned as is.
+    """
+    if type(held) is Weak:
+        return held.get()
+    if type(held) is not Recipe:
+        return held
+    target = held.standing()
+    if target is None and held.original is not None:
+        return GONE
+    if memo is None:
+        return held
+    if held.ident not in memo:
+        if target is None and id(current) == held.ident and type(current) is held.cls:
+            target = current
+        if issubclass(held.cls, tuple):
+            items = (revive(item, None, memo) for _, item in held.pairs)
+            memo[held.ident] = tuple.__new__(held.cls, items) if target is None else target
+        else:
+            memo[held.ident] = target = _empty(held.cls) if target is None else target
+            fill(target, held, memo)
+    return memo[held.ident]
+
+
+def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
+    """Bring ``target`` back, in place, to what ``recipe`` says; a container that has it already is not touched."""
+    if recipe.length >= 0:
+        _shorten(target, recipe.length)
+    elif kind_of(type(target)) is Kind.MAPPING:
+        _fill_mapping(target, recipe, memo)
+    elif kind_of(type(target)) is Kind.SET:
+        target.clear()
+        target.update(item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE)
+    else:
+        now = list(target)
+        items = [revive(held, now[at] if at < len(now) else None, memo) for at, held in recipe.pairs]
+        if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+            target.clear()
+            target.extend(items)
+
+
+def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
+    now = dict(target)
+    values = [(key, revive(held, now.get(key), memo)) for key, held in ((revive(k), v) for k, v in recipe.pairs)]
+    values = [(key, value) for key, value in values if key is not GONE]
+    if len(now) == len(values) and all(a is c and b is d for (a, b), (c, d) in zip(now.items(), values, strict=True)):
+        return
+    base = OrderedDict if isinstance(target, OrderedDict) else dict
+    base.clear(target)
+    for key, value in values:
+        base.__setitem__(target, key, value)
+
+
+def _shorten(target: Any, length: int) -> None:
+    if kind_of(type(target)) is Kind.SEQUENCE:
+        while len(target) > length:
+            target.pop()
+
+
+def _item_path(path: str, key: Any) -> str:
+    return f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
+
+
+def _empty(cls: type) -> Any:
+    return cls() if cls.__module__ in ("builtins", "collections") else {} if issubclass(cls, dict) else []

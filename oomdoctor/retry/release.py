@@ -1,0 +1,93 @@
+"""Letting go of what a failure pins: every local of its frames, with a traceback that still prints.
+
+Two facts make this more than ``traceback.clear_frames``. Up to Python 3.12, a frame whose ``f_locals`` was read (as
+IPython does to render) keeps the snapshot dict after ``clear``; reading ``f_locals`` again empties it. And a frame
+keeps its function's closure: the inputs of a module with a forward hook live there. So the traceback is replaced by a
+copy whose frames are stand-ins with the same file, name and line. Such a copy prints the same but for the caret
+markers, and ``%debug`` finds no locals in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from inspect import CO_OPTIMIZED
+from threading import Thread
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from oomdoctor.model.chain import chained
+
+__all__ = ["release"]
+
+
+def release(exc: BaseException, shell: Any = None) -> None:
+    """Free the locals of all finished frames that ``exc`` and what it is chained to went through.
+
+    Must run outside of every ``except`` clause that handles ``exc``.
+
+    Args:
+        shell: the IPython shell, whose own copy of the traceback is replaced as well.
+    """
+    swapped: dict[int, TracebackType] = {}
+    for link in chained(exc):
+        traceback = link.__traceback__
+        if traceback is not None:
+            _clear_frames(traceback)
+            swapped[id(traceback)] = link.__traceback__ = _stand_in(traceback)
+    renderer = getattr(shell, "InteractiveTB", None)
+    for holder, name in ((sys, "last_traceback"), (renderer, "tb")):
+        held = getattr(holder, name, None)
+        if id(held) in swapped:
+            setattr(holder, name, swapped[id(held)])
+    held = traceback = None
+    # What held itself in a cycle goes only now.
+    gc.collect()
+
+
+def _clear_frames(traceback: TracebackType | None) -> None:
+    while traceback is not None:
+        frame = traceback.tb_frame
+        try:
+            frame.clear()
+            if frame.f_code.co_flags & CO_OPTIMIZED:
+                frame.f_locals  # noqa: B018 - empties the snapshot that a reader before us left (until Python 3.13)
+        except RuntimeError:  # still executing
+            pass
+        traceback = traceback.tb_next
+
+
+def _stand_in(traceback: TracebackType) -> TracebackType:
+    """Return a traceback of the same files, names and lines whose frames hold nothing."""
+    places: list[tuple[CodeType, int]] = []
+    step: TracebackType | None = traceback
+    while step is not None:
+        places.append((step.tb_frame.f_code, step.tb_lineno))
+        step = step.tb_next
+    made: list[TracebackType] = []
+    # In a thread of its own: a frame keeps its callers, and those of this thread are the kernel's and the user's.
+    worker = Thread(target=_build, args=(places, made), name="oomdoctor-traceback")
+    worker.start()
+    worker.join()
+    return made[0]
+
+
+def _build(places: list[tuple[CodeType, int]], made: list[TracebackType]) -> None:
+    following: TracebackType | None = None
+    for code, line in reversed(places):
+        frame, instruction = _empty_frame(code, line)
+        following = TracebackType(following, frame, instruction, line)
+    if following is not None:
+        made.append(following)
+
+
+def _empty_frame(code: CodeType, line: int) -> tuple[FrameType, int]:
+    stub = compile("\n" * (line - 1) + "raise RuntimeError", code.co_filename, "exec")
+    stub = stub.replace(co_name=code.co_name, co_qualname=code.co_qualname)
+    try:
+        exec(stub, {"__name__": "__main__", "__file__": code.co_filename})
+    except RuntimeError as exc:
+        inner = exc.__traceback__.tb_next if exc.__traceback__ is not None else None
+        if inner is not None:
+            return inner.tb_frame, inner.tb_lasti
+    raise AssertionError("a statement that raises did not raise")

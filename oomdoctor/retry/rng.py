@@ -1,0 +1,72 @@
+"""The random number generators of python, numpy and torch, saved and set back. CUDA is never initialised by it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from oomdoctor.model.aside import keep_apart
+
+__all__ = ["RandomState", "generator_state", "set_generator_state"]
+
+_DEFAULT_SEED: Final = 67280421310721
+"""What torch's generators begin with. Source: ``default_rng_seed_val`` in c10/core/GeneratorImpl.h."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """The state of every global generator that was loaded when it was taken."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: Any
+    cuda: tuple[Any, ...]
+
+    @classmethod
+    def take(cls) -> RandomState:
+        """Save the global generators."""
+        numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.get_state() if numpy is not None else None,
+            torch_cpu=_apart(torch.get_rng_state()) if torch is not None else None,
+            cuda=tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else (),
+        )
+
+    def restore(self) -> None:
+        """Set the global generators back."""
+        random.setstate(self.python)
+        numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+        if numpy is not None and self.numpy is not None:
+            numpy.set_state(self.numpy)
+        if torch is not None and self.torch_cpu is not None:
+            torch.set_rng_state(self.torch_cpu)
+        elif torch is not None:  # the cell itself imported it
+            torch.default_generator.manual_seed(_DEFAULT_SEED)
+        if torch is not None and self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+
+
+def _apart(state: Any) -> Any:
+    keep_apart(state)
+    return state
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one generator object."""
+    for read in ("get_state", "getstate"):
+        if hasattr(generator, read):
+            state = getattr(generator, read)()
+            return _apart(state.clone()) if hasattr(state, "clone") else state
+    return generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set one generator object back to what ``generator_state`` returned."""
+    for write in ("set_state", "setstate"):
+        if hasattr(generator, write):
+            getattr(generator, write)(state)
+            return
+    generator.bit_generator.state = state

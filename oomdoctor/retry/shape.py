@@ -1,0 +1,275 @@
+"""The shape of the user's state: what names are bound to, and what lies in what they lead to.
+
+Taken before every cell, so it looks at as little as it can: numbers and text are copied as they are, heavy values are
+held weakly, tensors are watched and copied later if need be. Objects of other libraries are looked into for modules,
+optimizers and tensors; their own attributes are not put back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+from oomdoctor.model.kinds import Kind, child_path, held_by, kind_of, plain_dict
+from oomdoctor.model.names import is_users
+from oomdoctor.retry.held import Recipe, Weak
+from oomdoctor.retry.rng import generator_state
+
+if TYPE_CHECKING:
+    from oomdoctor.retry.vault import TensorVault, Watched
+
+__all__ = ["LONG", "MOST_OBJECTS", "Shape", "slots_of"]
+
+_DEPTH: Final = 12
+MOST_OBJECTS: Final = 200_000
+LONG: Final = 20_000
+_LIGHT_BYTES: Final = 64 << 10
+_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET})
+_OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})
+_OPEN_MODULES: Final = ("__main__", "torch.", "types", "argparse", "collections")
+"""Classes whose ``__dict__`` is their whole state: the notebook's own, torch's scalers, samplers and the like, and
+plain holders of attributes."""
+_FOREIGN_DEPTH: Final = 3
+"""How far objects of other libraries are looked into for modules and optimizers; they themselves are not put back."""
+_LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
+_ATOMS: Final = _LIGHT_TYPES | {BuiltinFunctionType, ModuleType}
+_REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict})
+"""Containers that can be made anew where the original is gone."""
+_PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
+_MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+class Shape:
+    """What one namespace led to.
+
+    Args:
+        namespace: the globals.
+        vault: returns the vault that tensors are watched by; asked for the first tensor.
+
+    Attributes:
+        bindings: how each name of the user's is held.
+        objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``light``: containers of numbers and text with
+            their copies; ``arrays``: small arrays with theirs; ``closures``: ``(function, index, held)``.
+        fixed: ``(path, owner, values)`` of attributes that are compared but not put back.
+        long: containers too long to copy. ``iterators``: paths of what advances. ``unknown``: sentences on what could
+            not be looked at.
+        random: generators with their states.
+        buffers, pinned_gradients: what the first forward may change; ``gradients``: of each parameter, if it had one.
+        is_whole: whether all was looked at.
+    """
+
+    def __init__(self, namespace: dict[str, Any], vault: Callable[[], TensorVault]) -> None:
+        self._vault = vault
+        self._known: dict[int, Any] = {id(namespace): None}
+        self.objects: list[tuple[Any, Recipe]] = []
+        self.light: list[tuple[Any, Any]] = []
+        self.random: list[tuple[Any, Any]] = []
+        self.arrays: list[tuple[Any, Any]] = []
+        self.closures: list[tuple[Any, int, Any]] = []
+        self.fixed: list[tuple[str, Any, dict[str, Any]]] = []
+        self.long: list[Recipe] = []
+        self.iterators: list[str] = []
+        self.unknown: list[str] = []
+        self.buffers: list[Weak] = []
+        self.gradients: list[tuple[Callable[[], Any], Watched | None]] = []
+        self.pinned_gradients: list[Any] = []
+        self.bindings = dict(namespace)
+        for name, value in self._take_light(namespace):
+            if is_users(name):
+                self.bindings[name] = self._hold_guarded(value, name)
+            else:  # the shell's own names for outputs: to hold them would keep the outputs
+                del self.bindings[name]
+        self.is_whole = len(self._known) <= MOST_OBJECTS
+        # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
+        del self._known, self._vault
+
+    def _take_light(self, namespace: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Copy the lists and dicts of numbers and text; return what of the namespace is left to look into.
+
+        One tight loop: it sees every name before every cell.
+        """
+        light, is_light, rest = self.light, _LIGHT_TYPES.issuperset, []
+        shells = {id(namespace[name]) for name in ("_ih", "_oh", "_dh", "In", "Out") if name in namespace}
+        for item in [item for item in namespace.items() if type(item[1]) not in _ATOMS]:
+            value = item[1]
+            if type(value) is FunctionType and value.__closure__ is None and value.__defaults__ is None:
+                continue
+            if type(value) is list and len(value) <= LONG and is_light(map(type, value)):
+                if id(value) not in shells:
+                    light.append((value, value.copy()))
+            elif id(value) not in shells:
+                rest.append(item)
+        return rest
+
+    def _hold_guarded(self, value: Any, name: str) -> Any:
+        """Hold a value; one whose class does not let itself be looked at costs its own name alone."""
+        try:
+            return self._hold(value, name, _DEPTH)
+        except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
+            self.unknown.append(f"`{name}` could not be looked at ({type(exc).__name__})")
+            return value
+
+    def _hold(self, value: Any, path: str, depth: int) -> Any:
+        """Return how to hold ``value``, noting on the way what lies in it."""
+        kind = kind_of(type(value))
+        if kind is Kind.ATOM:
+            if isinstance(value, type):
+                self._note_fixed(value, path, slots_of(value))
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if depth == 0 or len(self._known) > MOST_OBJECTS:
+            return value
+        if type(value) in _PLAIN_CONTAINERS and len(value) <= LONG and _is_light(value):
+            self.light.append((value, value.copy()))
+            return value
+        if kind is Kind.TENSOR:
+            held: Any = self._hold_tensor(value, path)
+        elif kind in _CONTAINERS or type(value) is tuple or _is_named_tuple(type(value)):
+            return self._hold_container(value, path, kind, depth)
+        else:
+            # A plain function costs nothing to keep, and a retry may put another one in its place.
+            is_plain = type(value) is FunctionType and value.__closure__ is None
+            held = value if is_plain else _weak(value)
+            self._known[id(value)] = held
+            self._note(value, path, kind, held, depth)
+        self._known[id(value)] = held
+        return held
+
+    def _hold_tensor(self, tensor: Any, path: str) -> Any:
+        self._vault().watch(tensor, path)
+        light = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= _LIGHT_BYTES
+        if tensor.is_leaf and tensor.requires_grad:
+            self._note_gradient(tensor, path)
+        return tensor if light else _weak(tensor)
+
+    def _note_gradient(self, tensor: Any, path: str) -> None:
+        """Hold the gradient until the first forward: by then a cell that clears gradients has let go of it."""
+        gradient = tensor.grad
+        watched = None
+        if gradient is not None:
+            watched = self._vault().watch(gradient, f"{path}.grad")
+            self.pinned_gradients.append(gradient)
+        self.gradients.append((ref(tensor), watched))
+
+    def _hold_container(self, value: Any, path: str, kind: Kind, depth: int) -> Any:
+        recipe = self._known[id(value)] = Recipe(value, path)
+        if len(value) > LONG:
+            recipe.original, recipe.length = value, len(value)
+            self.long.append(recipe)
+        elif kind is Kind.MAPPING:
+            recipe.pairs = [
+                (self._hold(key, path, depth - 1), self._hold(item, recipe.item_path(path, key), depth - 1))
+                for key, item in value.items()
+            ]
+        elif kind is Kind.SET:
+            recipe.pairs = [(at, self._hold(item, path, depth - 1)) for at, item in enumerate(value)]
+        else:
+            recipe.pairs = [(at, self._hold(item, f"{path}[{at}]", depth - 1)) for at, item in enumerate(value)]
+        if recipe.length < 0 and not recipe.is_heavy:
+            recipe.original = value
+        elif recipe.length < 0 and type(value) not in _REMADE and not _is_named_tuple(type(value)):
+            recipe.original = _weak(value)
+        return recipe
+
+    def _note(self, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
+        """Note the state of an object: its ``__dict__``, its random stream, its closure, that it advances."""
+        if kind is Kind.GENERATOR_STATE:
+            self.random.append((value, generator_state(value)))
+        elif kind is Kind.ITERATOR:
+            self.iterators.append(path)
+        elif kind is Kind.ARRAY:
+            if value.nbytes <= _LIGHT_BYTES and value.dtype.kind in "biufc":
+                self.arrays.append((held, value.copy()))
+        elif kind is Kind.CALLABLE:
+            self._note_callable(value, path, held, depth)
+        elif kind in _OBJECTS or str(type(value).__module__).startswith(_OPEN_MODULES):
+            attributes = plain_dict(value)
+            if attributes is not None:
+                self._note_object(attributes, path, kind, held, depth)
+            self._note_fixed(value, path, slots_of(value))
+        elif kind is Kind.OBJECT:
+            self._look_into(value, path, _FOREIGN_DEPTH)
+
+    def _note_callable(self, value: Any, path: str, held: Any, depth: int) -> None:
+        closure = getattr(value, "__closure__", None) or () if type(value) is FunctionType else ()
+        for at, cell in enumerate(closure):
+            with suppress(ValueError):  # an empty cell
+                self.closures.append((held, at, self._hold(cell.cell_contents, path, depth - 1)))
+        for suffix, item in held_by(value):
+            self._hold(item, f"{path}{suffix}", depth - 1)
+
+    def _note_fixed(self, owner: Any, path: str, values: dict[str, Any]) -> None:
+        """Note attributes that are compared but not put back."""
+        if values:
+            self.fixed.append((path, _weak(owner), {name: _weak(item) for name, item in values.items()}))
+
+    def _look_into(self, value: Any, path: str, depth: int) -> None:
+        """Look for modules, optimizers and tensors in an object of another library's."""
+        attributes = plain_dict(value)
+        if depth == 0 or not attributes or len(self._known) > MOST_OBJECTS:
+            return
+        for name, item in attributes.items():
+            kind = kind_of(type(item))
+            if kind in _OBJECTS or kind is Kind.TENSOR:
+                self._hold(item, f"{path}.{name}", _DEPTH)
+            elif kind is Kind.OBJECT and id(item) not in self._known:
+                self._known[id(item)] = item
+                self._look_into(item, f"{path}.{name}", depth - 1)
+
+    def _note_object(self, attributes: dict[str, Any], path: str, kind: Kind, held: Any, depth: int) -> None:
+        recipe = Recipe(attributes, path, "{}.{}".format)
+        self.objects.append((held, recipe))
+        for name, item in attributes.items():
+            if kind is Kind.MODULE and name in _MODULE_TABLES:
+                recipe.pairs.append((name, self._hold_table(item, path, name, depth)))
+            else:
+                recipe.pairs.append((name, self._hold(item, f"{path}.{name}", depth - 1)))
+
+    def _hold_table(self, table: dict[str, Any], path: str, kind: str, depth: int) -> Recipe:
+        """Hold the parameters, buffers or children of a module by the paths that a user would type."""
+        recipe = self._known[id(table)] = Recipe(table, path, child_path)
+        below = depth if kind == "_modules" else depth - 1
+        recipe.pairs = [(name, self._hold(item, child_path(path, name), below)) for name, item in table.items()]
+        if kind == "_buffers":
+            self.buffers += [_weak(item) for item in table.values() if item is not None]
+        return recipe
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the values of the slots of an object of the notebook's own classes, or a class's own plain attributes."""
+    cls = type(value)
+    if cls is type or issubclass(cls, type):
+        if value.__module__ != "__main__":
+            return {}
+        return {name: item for name, item in vars(value).items() if type(item) in _LIGHT_TYPES and name[:2] != "__"}
+    found = {}
+    for base in cls.__mro__ if cls.__module__ == "__main__" else ():
+        for name, member in vars(base).items():
+            if type(member) is MemberDescriptorType:
+                with suppress(AttributeError):
+                    found[name] = member.__get__(value)
+    return found
+
+
+def _is_light(container: Any) -> bool:
+    """Return whether a container holds nothing but numbers and text."""
+    if isinstance(container, dict) and not _LIGHT_TYPES.issuperset(map(type, container.values())):
+        return False
+    return _LIGHT_TYPES.issuperset(map(type, container))
+
+
+def _is_named_tuple(cls: type) -> bool:
+    """Return whether a class is a tuple with names and nothing else, and can be made anew."""
+    return issubclass(cls, tuple) and "_fields" in vars(cls) and vars(cls).get("__slots__") == ()
+
+
+def _weak(value: Any) -> Any:
+    try:
+        return Weak(value)
+    except TypeError:  # its class allows no weak references
+        return value

@@ -1,0 +1,280 @@
+"""The user's state at the start of a cell: taken in well under a millisecond, brought back on demand.
+
+What is saved is the shape of things: which name is bound to what, what containers hold, the ``__dict__`` of modules,
+optimizers, schedulers and of objects whose class the notebook or torch defines, and random number generators. The
+contents of tensors are the ``TensorVault``'s.
+
+What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: attributes of objects of
+other libraries, writes through ``tensor.data``, into large numpy arrays and to single items of containers of more than
+20,000, and the world outside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.names import FirstUse, first_uses, is_users, read_names
+from oomdoctor.retry.held import GONE, Recipe, Weak, fill, revive
+from oomdoctor.retry.rng import RandomState, set_generator_state
+from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, slots_of
+
+if TYPE_CHECKING:
+    from oomdoctor.retry.vault import TensorVault, Watched
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """The state at the start of one cell.
+
+    Args:
+        namespace: the globals that the cell is about to run in.
+        source: the cell's text, to tell which names it needs from before.
+        room: how many bytes of host memory copies of tensors may take.
+    """
+
+    def __init__(self, namespace: dict[str, Any], source: str, room: Callable[[], int]) -> None:
+        self.source = source
+        self._namespace = namespace
+        self._room = room
+        self._vault: TensorVault | None = None
+        with _outside_modes():
+            self._rng = RandomState.take()
+            self._shape = Shape(namespace, lambda: self.vault)
+
+    @property
+    def vault(self) -> TensorVault:
+        """The contents of tensors; torch is loaded when there is one to ask about."""
+        if self._vault is None:
+            from oomdoctor.retry.vault import TensorVault
+
+            self._vault = TensorVault(self._room)
+        return self._vault
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the copies made so far."""
+        return self._vault.kept_bytes if self._vault is not None else 0
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether a forward may change something that is not copied yet."""
+        return bool(self._shape.buffers or self._shape.pinned_gradients)
+
+    def before_forward(self) -> None:
+        """Copy buffers and gradients, before the first forward of the cell, and let go of the gradients."""
+        buffers = [buffer for held in self._shape.buffers if (buffer := held.get()) is not GONE]
+        self.vault.keep([*self._shape.pinned_gradients, *buffers])
+        if not self.vault.full:
+            self._shape.buffers.clear()
+            self._shape.pinned_gradients.clear()
+
+    def before_step(self, optimizer: Any) -> None:
+        """Copy every watched tensor, before the first step that an optimizer takes in the cell."""
+        self.vault.keep_all()
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if optimizer.state and not any(self.vault.watches(weight) for weight in weights):
+            name = type(optimizer).__name__
+            self._shape.unknown.append(
+                f"an {name} that no name leads to was used before, and its weights were not seen"
+            )
+
+    def give_up_copies(self) -> str:
+        """Return why copies could not be made, empty if all were, and forget them: nothing has changed yet."""
+        return self._vault.give_up() if self._vault is not None else ""
+
+    def losses(self) -> tuple[str, ...]:
+        """Return what cannot be brought back, a sentence each; nothing is touched."""
+        told = dict.fromkeys(self._lost())
+        return tuple(told)
+
+    def _lost(self) -> Iterator[str]:
+        uses, reads = first_uses(self.source), self._names_read()
+        rebound = {name for name, use in uses.items() if use is not FirstUse.READS}
+        for name, held in self._shape.bindings.items():
+            if name in reads and name not in rebound and revive(held) is GONE:
+                yield f"`{name}` was replaced or deleted by the cell, which needs the old one"
+        for path in self._gone_items():
+            if _root(path) not in rebound:
+                yield f"`{path}` was replaced by the cell, and the old one is gone"
+        if self._vault is not None:
+            for label in self._vault.lost():
+                why = f" ({self._vault.full})" if self._vault.full else ""
+                yield f"`{label}` was written in place and no copy was kept{why}"
+        for path, owner, values in self._shape.fixed:
+            yield from (f"`{path}.{name}` was changed, and cannot be put back" for name in _changed(owner, values))
+        for recipe in self._shape.long:
+            if len(recipe.original) < recipe.length or (
+                kind_of(recipe.cls) is not Kind.SEQUENCE and len(recipe.original) != recipe.length
+            ):
+                yield f"`{recipe.path}` has more than {LONG} items and was changed"
+        yield from self._shape.unknown
+        for _, watched in self._shape.gradients:
+            if watched is not None and watched.ref() is None and watched.copy is None:
+                yield f"`{watched.label}` was cleared by the cell, and no copy was kept"
+        for path in self._shape.iterators:
+            if _root(path) in reads:
+                yield f"`{path}` is an iterator or an open file that the cell may have advanced"
+        if not self._shape.is_whole:
+            yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
+
+    def _names_read(self) -> frozenset[str]:
+        """Return the names that the cell reads, and those that the functions which they lead to read."""
+        found: set[str] = set()
+        todo = list(read_names(self.source))
+        while todo:
+            name = todo.pop()
+            if name in found:
+                continue
+            found.add(name)
+            value = revive(self._shape.bindings.get(name))
+            codes = [value.__code__] if type(value) is FunctionType else []
+            while codes:
+                code = codes.pop()
+                todo += code.co_names
+                codes += [constant for constant in code.co_consts if type(constant) is CodeType]
+        return frozenset(found)
+
+    def _gone_items(self) -> Iterator[str]:
+        todo: list[Any] = [held for held in self._shape.bindings.values() if type(held) is Recipe]
+        todo += [recipe for owner, recipe in self._shape.objects if _living(owner) is not GONE]
+        seen: set[int] = set()
+        while todo:
+            recipe = todo.pop()
+            if id(recipe) not in seen:
+                seen.add(id(recipe))
+                yield from recipe.gone()
+                todo += [held for _, held in recipe.pairs if type(held) is Recipe]
+
+    def restore(self) -> None:
+        """Bring everything back, in place. May be called again after a further attempt."""
+        memo: dict[int, Any] = {}
+        with _outside_modes():
+            self._restore_bindings(memo)
+            for owner, recipe in self._shape.objects:
+                if (living := _living(owner)) is not GONE:
+                    fill(object.__getattribute__(living, "__dict__"), recipe, memo)
+            for container, copy in self._shape.light:
+                _restore_light(container, copy)
+            for array, values in self._shape.arrays:
+                if (living := _living(array)) is not GONE and living.flags.writeable:
+                    living[...] = values
+            for function, at, held in self._shape.closures:
+                if (living := _living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
+                    living.__closure__[at].cell_contents = value
+            if self._vault is not None:
+                self._vault.restore()
+            for parameter, watched in self._shape.gradients:
+                _restore_gradient(parameter(), watched)
+            for generator, state in self._shape.random:
+                set_generator_state(generator, state)
+            self._rng.restore()
+
+    def _restore_bindings(self, memo: dict[int, Any]) -> None:
+        uses = first_uses(self.source)
+        for name in [name for name in self._namespace if name not in self._shape.bindings and is_users(name)]:
+            del self._namespace[name]
+        for name, held in self._shape.bindings.items():
+            if not is_users(name):
+                continue
+            value = revive(held, self._namespace.get(name), memo)
+            if value is not GONE or uses.get(name) is FirstUse.DELETES:
+                self._namespace[name] = value
+            else:
+                self._namespace.pop(name, None)
+
+    def unrestored(self) -> list[str]:
+        """Return the labels of tensors that ``restore`` failed to bring back."""
+        return self._vault.unrestored() if self._vault is not None else []
+
+    def settle(self) -> tuple[str, ...]:
+        """Bring everything back for good; return what could not be, a sentence each."""
+        self.restore()
+        gone = [name for name, held in self._shape.bindings.items() if is_users(name) and revive(held) is GONE]
+        for name in gone:
+            self._namespace.pop(name, None)
+        missing = [f"`{name}` was replaced or deleted by the cell and is gone" for name in gone]
+        return (*missing, *(f"{label} could not be brought back" for label in self.unrestored()))
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """Host memory that copies not made yet would take."""
+        return self._vault.bytes_to_copy if self._vault is not None else 0
+
+    def changed_anything(self) -> bool:
+        """Return whether a name, a container of numbers and text, or a tensor is another one than at the start."""
+        names = dict.fromkeys([*self._shape.bindings, *self._namespace])
+        return (
+            any(is_users(name) and not self._stands(name) for name in names)
+            or any(not _is_same(container, copy) for container, copy in self._shape.light)
+            or (self._vault is not None and self._vault.changed_anything())
+        )
+
+    def _stands(self, name: str) -> bool:
+        if name not in self._shape.bindings or name not in self._namespace:
+            return False
+        held, value = self._shape.bindings[name], self._namespace[name]
+        return id(value) == held.ident if type(held) is Recipe else revive(held) is value
+
+
+def _living(held: Any) -> Any:
+    return held.get() if type(held) is Weak else held
+
+
+def _changed(owner: Any, values: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the attributes that are not what they were."""
+    living = _living(owner)
+    if living is GONE:
+        return
+    now = slots_of(living)
+    for name, held in values.items():
+        if now.get(name, GONE) is not _living(held):
+            yield name
+    yield from (name for name in now if name not in values)
+
+
+def _is_same(container: Any, copy: Any) -> bool:
+    if isinstance(container, dict):
+        now, then = [*container.items()], [*copy.items()]
+        return len(now) == len(then) and all(a is c and b is d for (a, b), (c, d) in zip(now, then, strict=True))
+    return len(container) == len(copy) and all(a is b for a, b in zip(container, copy, strict=True))
+
+
+def _restore_light(container: Any, copy: Any) -> None:
+    if _is_same(container, copy):
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(copy)
+    else:
+        container.update(copy)
+
+
+def _root(path: str) -> str:
+    return path.split(".", 1)[0].split("[", 1)[0]
+
+
+def _restore_gradient(parameter: Any, watched: Watched | None) -> None:
+    if parameter is None:
+        return
+    if watched is None:
+        parameter.grad = None
+        return
+    gradient = watched.ref()
+    if gradient is None and watched.copy is not None:
+        gradient = watched.copy.to(parameter.device, copy=True)
+    if gradient is not None and parameter.grad is not gradient:
+        parameter.grad = gradient
+
+
+def _outside_modes() -> AbstractContextManager[None]:
+    if "torch" not in sys.modules:
+        return nullcontext()
+    from oomdoctor.retry.vault import outside_modes
+
+    return outside_modes()

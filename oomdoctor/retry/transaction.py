@@ -1,0 +1,138 @@
+"""One cell as a transaction: a snapshot at its start, copies made just in time while it runs, one way back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from oomdoctor.errors import StateError
+from oomdoctor.retry.snapshot import Snapshot
+
+__all__ = ["Transaction"]
+
+
+class Transaction:
+    """A cell that can be taken back.
+
+    Args:
+        namespace: the globals that the cell runs in.
+        source: the cell's text.
+        room: how many bytes of host memory copies of tensors may take; asked when the first copy is made.
+
+    Attributes:
+        fault: why state could not be saved, empty if all went well.
+        stopped: why the attempt that ran last was stopped before it changed what was not saved, empty if it was not.
+    """
+
+    def __init__(self, namespace: dict[str, Any], source: str, room: Callable[[], int]) -> None:
+        self.source = source
+        self.fault = self.stopped = ""
+        self._strict = False
+        self._handles: list[Any] = []
+        self._stepped: set[int] = set()
+        self._snapshot: Snapshot | None = None
+        try:
+            self._snapshot = Snapshot(namespace, source, room)
+        except Exception as exc:  # noqa: BLE001 - border: objects of all kinds are looked at; the cell must run
+            self.fault = f"the state at the start of the cell could not be saved ({type(exc).__name__}: {exc})"
+
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory that copies take."""
+        return self._snapshot.kept_bytes if self._snapshot is not None else 0
+
+    @contextmanager
+    def armed(self, *, strict: bool = False) -> Iterator[None]:
+        """Make copies just in time while the body runs.
+
+        Args:
+            strict: where a copy cannot be made, stop the body with a ``StateError`` before anything changes.
+        """
+        self.stopped, self._strict = "", strict
+        self.arm()
+        try:
+            yield
+        finally:
+            self.disarm()
+            self._strict = False
+
+    def arm(self) -> None:
+        """Set the hooks that copy what is about to change: one before the first forward, one before the first step."""
+        snapshot = self._snapshot
+        if snapshot is None or "torch" not in sys.modules:
+            return
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._stepped = set()
+        self._handles = [register_optimizer_step_pre_hook(self._before_step)]
+        if snapshot.waits_for_forward:
+            self._handles.append(register_module_forward_pre_hook(self._before_forward))
+
+    def disarm(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        del module, args
+        self._keep(Snapshot.before_forward)
+        self._handles.pop().remove()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if id(optimizer) not in self._stepped:
+            self._keep(lambda snapshot: snapshot.before_step(optimizer))
+            self._stepped.add(id(optimizer))
+
+    def _keep(self, copy: Callable[[Snapshot], None]) -> None:
+        if self._strict and self.stopped:  # the program caught the first one, and went on
+            raise StateError(self.stopped)
+        try:
+            if self._snapshot is not None:
+                copy(self._snapshot)
+        except Exception as exc:  # noqa: BLE001 - border: a hook of ours must not end the user's training
+            self.fault = f"state could not be copied before it changed ({type(exc).__name__}: {exc})"
+        if self._strict and self._snapshot is not None:
+            self.stopped = self.fault or self._snapshot.give_up_copies()
+            if self.stopped:
+                self.fault = ""
+                raise StateError(self.stopped)
+
+    def losses(self) -> tuple[str, ...]:
+        """Return what cannot be brought back, a sentence each; nothing is touched."""
+        if self.fault or self._snapshot is None:
+            return (self.fault,)
+        return self._snapshot.losses()
+
+    def restore(self) -> None:
+        """Bring back the state at the start of the cell. May be called again after a further attempt.
+
+        Raises:
+            StateError: there is no snapshot to bring back.
+        """
+        if self._snapshot is None:
+            raise StateError(self.fault)
+        self._snapshot.restore()
+
+    def unrestored(self) -> list[str]:
+        """Return the labels of tensors that ``restore`` failed to bring back."""
+        return self._snapshot.unrestored() if self._snapshot is not None else []
+
+    def settle(self) -> tuple[str, ...]:
+        """Bring the state back for good; return what could not be, a sentence each."""
+        if self._snapshot is None:
+            return (self.fault,)
+        return self._snapshot.settle()
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """Host memory that copies not made yet would take, if the cell takes an optimizer step."""
+        return self._snapshot.bytes_to_copy if self._snapshot is not None else 0
+
+    def changed_anything(self) -> bool:
+        """Return whether a name, a container or a tensor is another one than at the start of the cell."""
+        return self._snapshot is None or self._snapshot.changed_anything()

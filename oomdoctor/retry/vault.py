@@ -1,0 +1,229 @@
+"""The contents of tensors: watched from the start of a cell, copied to host memory only when they are about to change.
+
+A watched tensor costs a weak reference and its version counter. Its contents are copied when ``keep`` is called, by
+the hooks that run before the first forward and the first optimizer step. What was written in place before it was
+kept shows in the version counter or the data pointer and is told as lost. Writes through ``tensor.data`` move
+neither; they cannot be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomdoctor.model.aside import keep_apart
+
+__all__ = ["TensorVault", "Watched", "outside_modes"]
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Run the body without anybody's dispatch and function modes, and without autograd."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+class Watched:
+    """One tensor under watch: a weak reference, its stamp at the start, and its copy once there is one."""
+
+    __slots__ = ("copy", "label", "pointer", "ref", "requires_grad", "uncopied", "unrestored", "version")
+
+    def __init__(self, tensor: torch.Tensor, label: str) -> None:
+        self.ref: Callable[[], torch.Tensor | None] = ref(tensor)
+        self.label = label
+        self.version, self.pointer = _stamp(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.copy: torch.Tensor | None = None
+        self.uncopied = self.unrestored = False
+
+    def unchanged(self, tensor: torch.Tensor) -> bool:
+        """Return whether neither version counter nor data pointer moved."""
+        return (self.version, self.pointer) == _stamp(tensor)
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return version counter and data pointer; zeros where the tensor has none (inference, sparse, fake tensors)."""
+    try:
+        version = tensor._version
+    except RuntimeError:
+        version = 0
+    try:
+        return version, tensor.data_ptr()
+    except RuntimeError:
+        return version, 0
+
+
+class TensorVault:
+    """Watches tensors and keeps copies of those that are about to change.
+
+    Args:
+        room: how many bytes of host memory its copies may take, asked once, when the first copy is made.
+
+    Attributes:
+        kept_bytes: size of the copies.
+        full: why copies were not made, empty if all were.
+    """
+
+    def __init__(self, room: Callable[[], int]) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._ask_room, self._room = room, -1
+        self.kept_bytes = 0
+        self.full = ""
+
+    def watch(self, tensor: torch.Tensor, label: str) -> Watched:
+        """Note the version of ``tensor``; ``label`` is what the user calls it.
+
+        One made in inference mode counts no versions: it is copied at once.
+        """
+        watched = self._watched.setdefault(id(tensor), Watched(tensor, label))
+        if watched.copy is None and tensor.is_inference():
+            self.keep([tensor])
+        return watched
+
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` was seen at the start of the cell."""
+        watched = self._watched.get(id(tensor))
+        return watched is not None and watched.ref() is tensor
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy those of ``tensors`` that are watched, not copied yet and unchanged so far, as long as there is room."""
+        with outside_modes():
+            for tensor in tensors:
+                watched = self._watched.get(id(tensor))
+                if watched is not None and watched.copy is None and watched.ref() is tensor:
+                    self._copy(watched, tensor)
+
+    def keep_all(self) -> None:
+        """Copy every watched tensor that is still alive."""
+        self.keep([tensor for watched in list(self._watched.values()) if (tensor := watched.ref()) is not None])
+
+    def _copy(self, watched: Watched, tensor: torch.Tensor) -> None:
+        if self._room < 0:
+            self._room = self._ask_room()
+        if not watched.unchanged(tensor):
+            return
+        if tensor.is_meta or type(tensor).__module__ == "torch._subclasses.fake_tensor":
+            return
+        watched.uncopied = True
+        if not _has_contents(tensor):
+            self.full = "its storage is smaller than the tensor, as of one that was sharded"
+            return
+        size = tensor.element_size() * tensor.numel()
+        if self.kept_bytes + size > self._room:
+            self.full = "there was not enough host memory to keep a copy"
+            return
+        try:
+            is_opaque = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
+            watched.copy = tensor.detach().clone() if is_opaque else tensor.detach().to("cpu", copy=True)
+            keep_apart(watched.copy)
+        except (MemoryError, RuntimeError, NotImplementedError) as exc:
+            self.full = f"a copy in host memory failed ({type(exc).__name__})"
+            return
+        watched.uncopied = False
+        self.kept_bytes += size
+
+    def give_up(self) -> str:
+        """Return why copies were not made, empty if all were, and take the tensors as standing: none was written."""
+        failed = [watched for watched in self._watched.values() if watched.uncopied]
+        for watched in failed:
+            watched.uncopied = False
+        return f"`{failed[0].label}` could not be kept: {self.full}" if failed else ""
+
+    def lost(self) -> list[str]:
+        """Return the labels of living tensors whose contents changed, or were about to, and were not kept."""
+        return [
+            watched.label
+            for watched in self._watched.values()
+            if watched.copy is None
+            and (tensor := watched.ref()) is not None
+            and (watched.uncopied or not watched.unchanged(tensor))
+        ]
+
+    def unrestored(self) -> list[str]:
+        """Return the labels of living tensors that could not be brought back."""
+        return [f"`{one.label}`" for one in self._watched.values() if one.unrestored and one.ref() is not None]
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """Size of what is watched and alive and has no copy."""
+        alive = [
+            tensor
+            for watched in self._watched.values()
+            if watched.copy is None and (tensor := watched.ref()) is not None
+        ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in alive)
+
+    def changed_anything(self) -> bool:
+        """Return whether a watched tensor was written in place, or was about to be."""
+        return any(
+            watched.copy is not None or ((tensor := watched.ref()) is not None and not watched.unchanged(tensor))
+            for watched in self._watched.values()
+        )
+
+    def restore(self) -> None:
+        """Put kept contents back in place, tensor by tensor, from host memory.
+
+        Version counters go back as well: a graph of an earlier cell that saved such a tensor stays usable. Contents
+        are compared even where the counter stands still, because fused optimizers do not move it (torch 2.13).
+        """
+        with outside_modes():
+            for watched in self._watched.values():
+                tensor = watched.ref()
+                if tensor is not None:
+                    try:
+                        _restore(watched, tensor)
+                    except (MemoryError, RuntimeError, NotImplementedError):  # told by ``unrestored``; the others go on
+                        watched.unrestored = True
+
+
+def _restore(watched: Watched, tensor: torch.Tensor) -> None:
+    if tensor.is_leaf and tensor.requires_grad != watched.requires_grad:
+        tensor.requires_grad_(watched.requires_grad)
+    if watched.copy is not None and not (watched.unchanged(tensor) and _is_equal(tensor, watched.copy)):
+        with torch.inference_mode() if tensor.is_inference() else nullcontext():
+            _write(tensor, watched.copy)
+        if not tensor.is_inference():
+            _set_version(tensor, watched.version)
+        watched.pointer = _stamp(tensor)[1]
+
+
+def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Return whether the contents are those of the copy; of other than plain tensors the counter must tell."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+        return True
+    return torch.equal(tensor.detach().cpu(), copy)
+
+
+def _has_contents(tensor: torch.Tensor) -> bool:
+    """Return whether the storage has all elements: FSDP resizes it to nothing, and reading would be out of bounds."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return True
+    try:
+        room = tensor.untyped_storage().nbytes()
+        last = tensor.storage_offset() + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+        return True
+    return (last + 1) * tensor.element_size() <= room
+
+
+def _write(tensor: torch.Tensor, copy: Any) -> None:
+    same = tensor.shape == copy.shape and tensor.dtype == copy.dtype and tensor.layout == copy.layout
+    if same:
+        tensor.copy_(copy)
+    else:  # the cell pointed it at other storage: another dtype, another shape
+        tensor.data = copy.to(tensor.device)
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    set_counter = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_counter((tensor,), (version,))
+    except TypeError:  # before torch 2.6 it took one tensor
+        set_counter(tensor, version)  # type: ignore[arg-type]

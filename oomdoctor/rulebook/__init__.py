@@ -1,0 +1,9 @@
+"""The rule base: files of ``rules/``, checked when loaded, matched against what is known of a failure."""
+
+from __future__ import annotations
+
+from oomdoctor.rulebook.loading import load, load_sound
+from oomdoctor.rulebook.matching import RuleBook
+from oomdoctor.rulebook.sources import everything, locate
+
+__all__ = ["RuleBook", "everything", "load", "load_sound", "locate"]

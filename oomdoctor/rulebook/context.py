@@ -1,0 +1,214 @@
+"""What rules can see: a fixed, typed table of facts, and the context that their expressions are compiled in.
+
+A rule names facts as ``group.name``. Names and types are checked when a rule is loaded, so that a rule with a
+misspelt fact is refused and does not just stay silent. A fact that is not known is null: comparing or calculating
+with it makes the whole expression false, which is how a rule about the device stays silent when there is only text.
+Limits: facts are numbers, words and yes or no. Bytes are numbers without a unit in their name; a share of one
+is called ``_ratio``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from functools import cache
+from typing import Any, Final, TypeAlias
+
+import rule_engine
+
+from oomdoctor.model.evidence import Role
+
+__all__ = ["SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
+
+Fact: TypeAlias = float | int | str | bool | None
+Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
+"""Facts by group and name; one that is not there is not known."""
+
+_INCIDENT: Final[dict[str, type]] = {
+    "is_oom": bool,
+    "family": str,
+    "format": str,
+    "device": str,
+    "exc_type": str,
+    "source_line": str,
+    "frame": str,
+    "requested": float,
+    "total": float,
+    "free": float,
+    "allocated": float,
+    "reserved": float,
+    "process_used": float,
+    # derived
+    "on_host": bool,
+    "unused": float,
+    "elsewhere": float,
+    "request_ratio": float,
+    "allocated_ratio": float,
+    "elsewhere_ratio": float,
+}
+_DEVICE: Final[dict[str, type]] = {
+    "name": str,
+    "simulated": bool,
+    "total": float,
+    "free": float,
+    "allocated": float,
+    "reserved": float,
+    "inactive_split": float,
+    "largest_free_block": float,
+    "peak_allocated": float,
+    "peak_reserved": float,
+    "retries": float,
+    "ooms": float,
+    "cap": float,
+    "context": float,
+    "basis": str,
+    "card": str,
+    # of other processes alone, as the driver tells it
+    "others": float,
+    # of what is no single number: pools kept apart; how many other processes, and the largest of them
+    "private_pools": float,
+    "private_pools_unused": float,
+    "processes": float,
+    "other_name": str,
+    "other_pid": str,
+    "other_bytes": float,
+    # derived: of others and of this process outside of PyTorch
+    "unused": float,
+    "elsewhere": float,
+    "elsewhere_ratio": float,
+    "card_that_fits": str,
+    "card_that_fits_memory": float,
+}
+_HOST: Final[dict[str, type]] = {
+    "total": float,
+    "available": float,
+    "rss": float,
+    "page_cache": float,
+    "swap_used": float,
+    "cgroup_limit": float,
+    "cgroup_used": float,
+    "data_limit": float,
+    "data_used": float,
+    "shm_total": float,
+    "shm_free": float,
+    "uss": float,
+    "pss": float,
+    "reclaimable": float,
+    "dirty": float,
+    "tmpfs": float,
+    "swap_total": float,
+    "cgroup_version": float,
+    "cgroup_file": float,
+    "cgroup_reclaimable": float,
+    "cgroup_anon": float,
+    "cgroup_tmpfs": float,
+    "cgroup_oom_kills": float,
+    "cgroup_ooms": float,
+    "files_open": float,
+    "files_limit": float,
+    "maps": float,
+    "maps_limit": float,
+    "overcommit": float,
+    "committed": float,
+    "commit_limit": float,
+    # of what is no single number
+    "pressure_some_ratio": float,
+    "pressure_full_ratio": float,
+    "children": float,
+    "children_uss": float,
+}
+_CENSUS: Final[dict[str, type]] = {
+    "device": str,
+    "found": float,
+    "allocated": float,
+    "accounted_ratio": float,
+    "largest": float,
+    "largest_path": str,
+    **{role.value: float for role in Role},
+    **{f"{role.value}_path": str for role in Role},
+    # of the largest holding, and of the largest that is an activation
+    "largest_role": str,
+    "largest_last_dim": float,
+    "largest_ndim": float,
+    "largest_is_square": bool,
+    "activation_last_dim": float,
+    # of the parameters: what no name leads to, how many root modules have some, bytes of one number
+    "unnamed_parameter": float,
+    "models": float,
+    "parameter_bytes_each": float,
+    # derived
+    **{f"{role.value}_ratio": float for role in Role},
+}
+_TEXTS_OF_CODE: Final = (
+    *("retain_graph", "gathers_predictions", "carries_state", "keeps_gradients", "hooks", "eager_attention"),
+    *("generates", "loads_on_device", "dataset_on_device", "numpy_call", "apex", "data_parallel", "distributed"),
+    *("compiles", "cuda_graphs", "framework"),
+)
+_NUMBERS_OF_CODE: Final = ("num_workers", "prefetch", "reruns")
+_FLAGS_OF_CODE: Final = ("pin_memory", "sequence_varies", "autocast", "half_weights", "find_unused_parameters")
+_CODE: Final[dict[str, type]] = {
+    "failing_cell": float,
+    "training": bool,
+    "evaluating": bool,
+    "grad_disabled": bool,
+    "accumulates": bool,
+    "models": float,
+    "parameter_bytes": float,
+    "optimizers": float,
+    "optimizer": str,
+    "history_appends": float,
+    "history_append": str,
+    # as the collector gives them; see CodeFacts
+    **dict.fromkeys(_TEXTS_OF_CODE, str),
+    **dict.fromkeys(_NUMBERS_OF_CODE, float),
+    **dict.fromkeys(_FLAGS_OF_CODE, bool),
+    # derived: what the same parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
+    **dict.fromkeys(("half_bytes", "int4_bytes", "adam_bytes"), float),
+}
+
+SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
+    "incident": _INCIDENT,
+    "device": _DEVICE,
+    "host": _HOST,
+    "census": _CENSUS,
+    "code": _CODE,
+}
+"""Every fact that there is, with its type, by group and name."""
+
+
+@cache
+def _groups() -> dict[str, type]:
+    return {
+        group: make_dataclass(
+            group.capitalize() + "Facts",
+            [(name, kind, field(default=None)) for name, kind in names.items()],
+            frozen=True,
+            slots=True,
+        )
+        for group, names in SYMBOLS.items()
+    }
+
+
+@cache
+def _whole() -> type:
+    return make_dataclass("AllFacts", list(_groups().items()), frozen=True, slots=True)
+
+
+@cache
+def engine_context() -> rule_engine.Context:
+    """Return the context that rules are compiled in: it knows the facts with their types and nothing else."""
+    return rule_engine.Context(
+        type_resolver=rule_engine.type_resolver_from_dataclass(_whole()), resolver=rule_engine.resolve_attribute
+    )
+
+
+def kind_of(path: str) -> type | None:
+    """Return the type of the fact ``group.name``, None where there is no such fact."""
+    group, _, name = path.partition(".")
+    return SYMBOLS.get(group, {}).get(name)
+
+
+def bound(facts: Facts) -> Any:
+    """Return the facts as the object that compiled rules are matched against."""
+    groups = _groups()
+    return _whole()(**{group: kind(**facts.get(group, {})) for group, kind in groups.items()})

@@ -1,0 +1,249 @@
+"""The facts of one failure, in the form of the table that rules are written against.
+
+What a collector could not read is null. Facts that follow from others (``incident.unused``) are derived here, once,
+also for the examples in the rule files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Final, TypeAlias
+
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import Census, CodeFacts, DeviceMemory, Evidence, Holding, HostMemory, Role
+from oomdoctor.model.incident import Incident
+from oomdoctor.rulebook.cards import smallest_for
+from oomdoctor.rulebook.context import SYMBOLS, Fact, Facts
+
+__all__ = ["complete", "facts_of"]
+
+_Source: TypeAlias = DeviceMemory | HostMemory | Incident | CodeFacts
+
+_SQUARE: Final = 256
+"""From this length on, two equal dimensions at the end are taken for the scores of attention."""
+
+_ITEM_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("float64", "complex64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+
+
+def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
+    """Return the facts of one failure; without evidence, of its text alone."""
+    given: dict[str, dict[str, Fact]] = {"incident": _incident(incident)}
+    if evidence is not None:
+        given["device"] = _device(evidence.device)
+        given["host"] = _host(evidence.host)
+        given["census"] = _census(evidence.census, evidence.code)
+        given["code"] = _code(evidence.code)
+    return complete(given)
+
+
+def complete(facts: Facts) -> Facts:
+    """Add what follows from the facts that are given."""
+    incident, device, census = (dict(facts.get(group, {})) for group in ("incident", "device", "census"))
+    if incident.get("device") is not None:
+        incident["on_host"] = incident["device"] == "cpu"
+    incident["unused"] = _minus(incident, "reserved", "allocated")
+    incident["elsewhere"] = _elsewhere(incident)
+    incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
+    incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
+    incident["elsewhere_ratio"] = _share(incident["elsewhere"], incident.get("total"))
+    device["unused"] = _minus(device, "reserved", "allocated")
+    device["elsewhere"] = _elsewhere(device)
+    device["elsewhere_ratio"] = _share(device["elsewhere"], device.get("total"))
+    device |= _card(incident, device)
+    whole = census.get("allocated") or census.get("found")
+    for role in Role:
+        census[f"{role.value}_ratio"] = _share(census.get(role.value), whole)
+    code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
+    return {**facts, "incident": incident, "device": device, "census": census, "code": code}
+
+
+def _other_widths(code: Mapping[str, Fact], census: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Return what the parameters would take in other widths.
+
+    Source: 16 bytes a parameter for Adam in fp32 are weight, gradient and two moments of 4 each; arXiv:1910.02054.
+    """
+    count = _share(code.get("parameter_bytes"), census.get("parameter_bytes_each"))
+    if count is None:
+        return {}
+    return {"half_bytes": 2 * count, "int4_bytes": 0.5 * count, "adam_bytes": 16 * count}
+
+
+def _card(incident: Mapping[str, Fact], device: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Return the smallest card that would have held what is allocated and what was asked for, if this one cannot."""
+    asked, total = _number(incident.get("requested")), _number(device.get("total") or incident.get("total"))
+    held = _number(device.get("allocated"))
+    held = _number(incident.get("allocated")) if held is None else held
+    if incident.get("on_host") or asked is None or held is None or total is None or held + asked <= total:
+        return {}
+    card = smallest_for(held + asked)
+    return {"card_that_fits": card.name, "card_that_fits_memory": card.memory} if card is not None else {}
+
+
+def _number(value: Fact) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _minus(facts: Mapping[str, Fact], name: str, other: str) -> float | None:
+    left, right = _number(facts.get(name)), _number(facts.get(other))
+    return None if left is None or right is None else left - right
+
+
+def _share(part: Fact, whole: Fact) -> float | None:
+    top, bottom = _number(part), _number(whole)
+    return None if top is None or not bottom else top / bottom
+
+
+def _elsewhere(facts: Mapping[str, Fact]) -> float | None:
+    """Return what the device holds for others than this process, or for this process outside of PyTorch.
+
+    None where allocated exceeds the total: under WDDM the driver moves memory to the host, and the sum says nothing.
+    """
+    total, free = _number(facts.get("total")), _number(facts.get("free"))
+    own = max(_number(facts.get("reserved")) or 0, _number(facts.get("process_used")) or 0)
+    if total is None or free is None or facts.get("reserved") is None or own > total:
+        return None
+    return max(0.0, total - free - own)
+
+
+def _plain(source: _Source, group: str) -> dict[str, Fact]:
+    """Return the fields of ``source`` that are facts; what a collector could not read is null."""
+    values = {one.name: getattr(source, one.name) for one in fields(source) if one.name in SYMBOLS[group]}
+    return {name: None if isinstance(value, Unavailable) else value for name, value in values.items()}
+
+
+def _device(device: DeviceMemory) -> dict[str, Fact]:
+    others = device.elsewhere
+    return {
+        **_plain(device, "device"),
+        "others": None if isinstance(others, Unavailable) else others,
+        "private_pools": sum(pool.reserved for pool in device.private_pools),
+        "private_pools_unused": sum(pool.reserved - pool.allocated for pool in device.private_pools),
+        **_neighbours(device),
+    }
+
+
+def _neighbours(device: DeviceMemory) -> dict[str, Fact]:
+    """Return how many other processes use the device, and the largest of them."""
+    if isinstance(device.processes, Unavailable):
+        return {}
+    others = [one for one in device.processes if not one.is_own]
+    if not others:
+        return {"processes": 0}
+    largest = max(others, key=lambda one: -1 if isinstance(one.bytes, Unavailable) else one.bytes)
+    return {
+        "processes": len(others),
+        "other_name": largest.name,
+        "other_pid": str(largest.pid),
+        "other_bytes": None if isinstance(largest.bytes, Unavailable) else largest.bytes,
+    }
+
+
+def _host(host: HostMemory) -> dict[str, Fact]:
+    facts = _plain(host, "host")
+    if not isinstance(host.pressure, Unavailable):
+        facts |= {"pressure_some_ratio": host.pressure.some, "pressure_full_ratio": host.pressure.full}
+    if not isinstance(host.children, Unavailable):
+        alone = [child.uss for child in host.children if not isinstance(child.uss, Unavailable)]
+        facts |= {"children": len(host.children), "children_uss": sum(alone)}
+    return facts
+
+
+def _incident(incident: Incident) -> dict[str, Fact]:
+    return {
+        **_plain(incident, "incident"),
+        "family": incident.family.value,
+        "source_line": _running_line(incident),
+        "frame": incident.framework_frame,
+    }
+
+
+def _running_line(incident: Incident) -> str | None:
+    """Return the innermost line of the user's that was running."""
+    line = incident.inner or incident.cell
+    return line.source_line if line is not None else None
+
+
+def _census(census: Census, code: CodeFacts) -> dict[str, Fact]:
+    facts: dict[str, Fact] = {
+        "device": census.device,
+        "found": census.found,
+        "allocated": None if isinstance(census.allocated, Unavailable) else census.allocated,
+        "accounted_ratio": census.accounted_ratio,
+        **{role.value: census.bytes_of(role) for role in Role},
+    }
+    for holding in sorted(census.holdings, key=lambda one: one.bytes):
+        facts[f"{holding.role.value}_path"] = holding.path
+        if holding.role is Role.ACTIVATION:
+            facts["activation_last_dim"] = holding.shape[-1] if holding.shape else None
+        facts |= _largest(holding)
+    return facts | _parameters([one for one in census.holdings if one.role is Role.PARAMETER], code)
+
+
+def _largest(holding: Holding) -> dict[str, Fact]:
+    shape = holding.shape
+    return {
+        "largest": holding.bytes,
+        "largest_path": holding.path,
+        "largest_role": holding.role.value,
+        "largest_last_dim": shape[-1] if shape else None,
+        "largest_ndim": None if shape is None else len(shape),
+        "largest_is_square": None if shape is None else _is_square(shape),
+    }
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= 3 and shape[-1] == shape[-2] >= _SQUARE
+
+
+def _parameters(holdings: Iterable[Holding], code: CodeFacts) -> dict[str, Fact]:
+    """Return what the parameters show: those that no module with a name holds, in how many modules the others are."""
+    named = {_root(one, code) for one in holdings if not _is_nameless(one)}
+    widths: dict[int, int] = {}
+    for one in holdings:
+        each = _ITEM_BYTES.get(one.dtype or "")
+        if each:
+            widths[each] = widths.get(each, 0) + one.bytes // each
+    return {
+        "unnamed_parameter": sum(one.bytes for one in holdings if _is_nameless(one)),
+        "models": len(named),
+        "parameter_bytes_each": max(widths, key=lambda each: widths[each]) if widths else None,
+    }
+
+
+def _is_nameless(holding: Holding) -> bool:
+    """Whether only an optimizer, a graph or nothing that has a name holds the parameter."""
+    return holding.expression is None or ".param_groups[" in holding.path or "→ graph" in holding.path
+
+
+def _root(holding: Holding, code: CodeFacts) -> str:
+    text = holding.expression or ""
+    owners = [
+        model.path
+        for model in code.models
+        if text == model.path or text.startswith((f"{model.path}.", f"{model.path}["))
+    ]
+    return max(owners, key=len) if owners else re.split(r"[.\[]", text, maxsplit=1)[0]
+
+
+def _code(code: CodeFacts) -> dict[str, Fact]:
+    running = [loop for loop in code.loops if loop.in_failing_run]
+    appends = [f"In[{cell}] line {line}: {source}" for cell, line, source in code.history_appends]
+    return {
+        **_plain(code, "code"),
+        "training": bool(running),
+        "evaluating": bool(code.models) and not any(model.training for model in code.models),
+        "accumulates": any(loop.accumulates for loop in running),
+        "models": len(code.models),
+        "parameter_bytes": sum(model.parameter_bytes for model in code.models),
+        "optimizers": len(code.optimizers),
+        "optimizer": code.optimizers[0][1] if code.optimizers else None,
+        "history_appends": len(appends),
+        "history_append": appends[0] if appends else None,
+    }

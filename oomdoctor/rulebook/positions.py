@@ -1,0 +1,79 @@
+"""Where in a YAML file a value stands, so that a fault can name its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+__all__ = ["Document", "parse"]
+
+# The parser in C is several times as fast; a build of PyYAML without libyaml does not have it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed file: its values, and the tree that knows their lines."""
+
+    values: Any
+    root: yaml.Node | None
+
+    def line(self, path: Sequence[str | int] = ()) -> int:
+        """Return the one-based line of the value at ``path``, or of the innermost part of the path that exists."""
+        node, line = self.root, 1
+        if node is not None:
+            line = node.start_mark.line + 1
+        for step in path:
+            found = _child(node, step)
+            if found is None:
+                break
+            line, node = found
+        return line
+
+    def repeated(self) -> Iterator[tuple[str, int]]:
+        """Yield each key that stands in its mapping already, with its line: YAML would keep the last in silence."""
+        yield from _repeated(self.root, set())
+
+
+def parse(text: str) -> Document:
+    """Return the document in ``text``.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, has more than one document, or a tag other than the plain ones.
+    """
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        return Document(values=None if root is None else loader.construct_document(root), root=root)
+    finally:
+        loader.dispose()
+
+
+def _child(node: yaml.Node | None, step: str | int) -> tuple[int, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(step):
+                return key.start_mark.line + 1, value
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        item: yaml.Node = node.value[step]
+        return item.start_mark.line + 1, item
+    return None
+
+
+def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                yield key.value, key.start_mark.line + 1
+            names.add(str(key.value))
+            yield from _repeated(value, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated(item, seen)

@@ -1,0 +1,87 @@
+"""Where rules come from: those that oomdoctor ships, packages that offer some, and folders of the user's.
+
+A package offers rules by an entry point of the group ``oomdoctor.rules`` that names a package of its own with rule
+files in it::
+
+    [project.entry-points."oomdoctor.rules"]
+    mine = "my_package.rules"
+
+Only files are read. The package is looked up, and neither it nor what is above it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from oomdoctor.errors import Fault, NotAvailable
+from oomdoctor.rulebook.loading import load_sound
+from oomdoctor.rulebook.matching import RuleBook
+
+__all__ = ["GROUP", "everything", "locate", "offered"]
+
+GROUP: Final = "oomdoctor.rules"
+
+
+def locate() -> Path:
+    """Return the folder of the rules that oomdoctor ships: in the installed package, or beside it in a checkout.
+
+    Raises:
+        NotAvailable: there is neither.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "_rules", package.parent / "rules"):
+        if folder.is_dir():
+            return folder
+    raise NotAvailable(f"the rules are missing: neither {package / '_rules'} nor {package.parent / 'rules'} is there")
+
+
+def everything(folders: Sequence[Path], known_fixes: Collection[str] | None) -> RuleBook:
+    """Return all rules that are sound: shipped, offered by packages, and of ``folders``; the first of an id wins.
+
+    They are read once, and again when a file of ``folders`` has changed.
+    """
+    wanted = tuple(folder.expanduser() for folder in folders)
+    key = wanted, tuple(_stamps(wanted)), None if known_fixes is None else frozenset(known_fixes)
+    if key not in _books:
+        paths, faults = offered()
+        book = load_sound([locate(), *paths, *wanted], known_fixes)
+        _books.clear()
+        _books[key] = RuleBook(rules=book.rules, faults=(*book.faults, *faults))
+    return _books[key]
+
+
+_books: dict[object, RuleBook] = {}
+
+
+def _stamps(folders: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+    for folder in folders:
+        for path in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else [folder]:
+            if path.is_file():
+                stat = path.stat()
+                yield str(path), stat.st_mtime_ns, stat.st_size
+
+
+def offered() -> tuple[tuple[Path, ...], tuple[Fault, ...]]:
+    """Return the folders of rules that installed packages offer, and what is wrong with those that have none."""
+    folders: list[Path] = []
+    faults: list[Fault] = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        found = _folders(point)
+        folders += [folder for folder in found if folder not in folders]
+        if not any(next(folder.rglob("*.y*ml"), None) for folder in found):
+            home = f"entry point {point.name} of {point.dist.name if point.dist else GROUP}"
+            faults.append(Fault(path=home, line=1, message=f"there is no package {point.value!r} with rule files"))
+    return tuple(folders), tuple(faults)
+
+
+def _folders(point: EntryPoint) -> list[Path]:
+    top, *below = point.value.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):  # a name that is none, or a module without a spec
+        return []
+    return [Path(place, *below) for place in (spec.submodule_search_locations or ())] if spec is not None else []

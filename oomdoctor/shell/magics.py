@@ -1,0 +1,61 @@
+"""The magics ``%oomdoctor`` and ``%memreport``: they read what was typed, and answer bad input with one line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.shell.memreport import USAGE
+from oomdoctor.shell.verbs import VERBS
+
+if TYPE_CHECKING:
+    from oomdoctor.shell.extension import Extension
+
+__all__ = ["register", "unregister"]
+
+_NAMES: Final = ("oomdoctor", "memreport")
+
+
+def register(extension: Extension) -> None:
+    """Add the magics to the shell of ``extension``."""
+
+    def oomdoctor(line: str) -> None:
+        """Diagnose and heal cells that run out of memory: `%oomdoctor help`."""
+        _answered(lambda: _oomdoctor(extension, line))
+
+    def memreport(line: str) -> None:
+        _answered(lambda: extension.memreport.answer(_split(line)))
+
+    memreport.__doc__ = USAGE
+
+    for magic in (oomdoctor, memreport):
+        extension.shell.register_magic_function(magic, magic_kind="line", magic_name=magic.__name__)
+
+
+def unregister(extension: Extension) -> None:
+    """Take the magics away again."""
+    for name in _NAMES:
+        extension.shell.magics_manager.magics["line"].pop(name, None)
+
+
+def _answered(do: Any) -> None:
+    try:
+        do()
+    except OomDoctorError as exc:
+        print(f"oomdoctor: {exc}", file=sys.stderr)
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as exc:
+        raise UsageError(f"{line!r} cannot be read: {exc}") from None
+
+
+def _oomdoctor(extension: Extension, line: str) -> None:
+    verb, *rest = _split(line) or ["status"]
+    if verb not in VERBS:
+        raise UsageError(f"there is no verb {verb!r}: there are {', '.join(VERBS)}")
+    VERBS[verb](extension, rest)

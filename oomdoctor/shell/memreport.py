@@ -1,0 +1,257 @@
+"""``%memreport``: its options, the report before the present one, and the counters at the start of the last cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import UsageError
+from oomdoctor.model.growth import Mark
+from oomdoctor.shell.cells import cells_until, is_own
+
+if TYPE_CHECKING:
+    from oomdoctor.views.displayed import Report
+    from oomdoctor.views.growth import GrowthRows
+    from oomdoctor.views.survey import Survey
+
+__all__ = ["USAGE", "MemReport", "Options", "counters"]
+
+USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
+
+    %memreport [--device D] [--top N] [--diff] [--json [PATH]] [--html PATH] [--snapshot PATH]
+
+    --device D       one device alone, and the host's summary: cuda, cuda:1, cpu
+    --top N          the N largest holders; above 10 also single weights, every limit and the page cache
+    --diff           what grew since the last report, by role and by holder
+    --json [PATH]    the evidence as JSON, printed where no path is given
+    --html PATH      a page that opens offline
+    --help           this text
+    --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
+"""
+
+_TAKES: Final = {
+    "device": "a name",
+    "top": "a number above zero",
+    "diff": None,
+    "json": None,
+    "html": "a path",
+    "snapshot": "a path",
+}
+_FLAGS: Final = frozenset({"diff"})
+_FILES: Final = frozenset({"json", "html", "snapshot"})
+_HELP: Final = frozenset({"--help", "-h"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for; a path is None where it was not. ``prints_json``: ``--json`` without a path."""
+
+    device: str | None = None
+    top: int | None = None
+    diff: bool = False
+    prints_json: bool = False
+    json: Path | None = None
+    html: Path | None = None
+    snapshot: Path | None = None
+
+    @classmethod
+    def read(cls, words: list[str]) -> Options:
+        """Read ``--name value`` and ``--name=value``.
+
+        Raises:
+            UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
+        """
+        given = _pairs(words)
+        top = given.get("top")
+        if top is not None and not (top.isdecimal() and int(top) > 0):
+            raise UsageError(f"--top needs a number above zero, not {top!r}")
+        options = cls(
+            device=given.get("device"),
+            top=None if top is None else int(top),
+            diff="diff" in given,
+            prints_json="json" in given and given["json"] is None,
+            json=_path(given.get("json")),
+            html=_path(given.get("html")),
+            snapshot=_path(given.get("snapshot")),
+        )
+        paths = options.paths
+        if len(set(paths)) < len(paths):
+            raise UsageError("each file needs a path of its own")
+        for path in paths:
+            _check_writable(path)
+        return options
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are to be written."""
+        return tuple(path for path in (self.json, self.html, self.snapshot) if path is not None)
+
+
+class MemReport:
+    """The magic in one shell.
+
+    It keeps plain values alone: no tensor lives longer because it was reported.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._last: tuple[int, Report] | None = None
+        self._mark: Mark | None = None
+        self._number: int = shell.execution_count
+
+    def mark(self, raw_cell: str) -> None:
+        """Note which cell begins, and read the counters if it is one of the user's."""
+        self._number = self._shell.execution_count  # while a cell runs, this is its number or the next one's
+        if raw_cell.strip() and not is_own(raw_cell):
+            self._mark = counters(self._number)
+
+    def answer(self, words: list[str]) -> None:
+        """Report as ``words`` ask for.
+
+        Raises:
+            UsageError: they ask for what is not there; nothing is written then.
+        """
+        from oomdoctor import pipeline
+        from oomdoctor.views.holders import TOP
+
+        if words[:1] == ["help"] or _HELP.intersection(words):
+            print(USAGE, end="")
+            return
+        options = Options.read(words)
+        if options.snapshot is not None:
+            pipeline.check_snapshot()
+        number = self._number
+        marks = None if self._mark is None else (self._mark, counters(number))  # before this work takes memory itself
+        whole = pipeline.report(self._shell.user_ns, cells_until(self._shell, number, ""))
+        report = whole if options.device is None else whole.of(options.device)
+        earlier, self._last = self._last, (number, whole)
+        growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
+        if not options.paths and not options.prints_json:
+            self._display(report.survey(top=options.top or TOP, growth=growth, marks=marks))
+            return
+        page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
+        found = report.to_dict()
+        if earlier is not None and options.diff:
+            found["growth"] = report.diff(earlier[1]).to_dict()
+        _write(options, page, json.dumps(found, indent=1))
+
+    def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
+        from oomdoctor.views.growth import NOTHING_YET, growth_rows
+
+        if earlier is None:
+            return NOTHING_YET
+        number, before = earlier
+        return growth_rows(before.evidence, report.evidence, f"the report of In[{number}]", top=top)
+
+    def _display(self, survey: Survey) -> None:
+        from IPython.display import display
+
+        from oomdoctor.views import report_bundle, text
+        from oomdoctor.views.displayed import width
+
+        if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
+            print(text.report(survey, width=width(), colour="NO_COLOR" not in os.environ), end="")
+        else:
+            display(report_bundle(survey), raw=True)
+
+
+def _write(options: Options, page: str, shape: str) -> None:
+    """Put the report where it was asked to go, and say what went where."""
+    from oomdoctor import pipeline
+
+    said = []
+    if options.snapshot is not None:
+        said.append(f"{options.snapshot}: {pipeline.snapshot(options.snapshot)}")
+    if options.html is not None:
+        _put(page, options.html)
+        said.append(f"{options.html}: a page that opens offline")
+    if options.json is not None:
+        _put(shape, options.json)
+        said.append(f"{options.json}: the evidence as JSON")
+    if options.prints_json:
+        print(shape)
+    if said:  # beside the JSON, which stays fit to be parsed
+        print("\n".join(said), file=sys.stderr if options.prints_json else sys.stdout)
+
+
+def counters(cell: int) -> Mark:
+    """Return what this process holds now, by counters that are kept anyway; no device is initialised for it."""
+    import psutil
+
+    allocated: dict[str, int] = {}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            stats = torch.cuda.memory_stats_as_nested_dict(index)
+            allocated[f"cuda:{index}"] = stats["allocated_bytes"]["all"]["current"] if stats else 0
+    virtual = sys.modules.get("oomdoctor.allocator.virtual")
+    simulated = virtual.active() if virtual is not None else None
+    if simulated is not None:
+        memory = simulated.read()
+        allocated[memory.name] = memory.allocated
+    return Mark(cell=cell, rss=psutil.Process().memory_info().rss, allocated=tuple(allocated.items()))
+
+
+def _pairs(words: list[str]) -> dict[str, str | None]:
+    given: dict[str, str | None] = {}
+    rest = list(words)
+    name = ""
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") and name in _FILES and (begun := given.get(name)):
+            raise UsageError(f"a path with spaces needs quotes: --{name} {shlex.quote(f'{begun} {word}')}")
+        name, equals, attached = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in _TAKES:
+            raise UsageError(f"%memreport does not take {word!r}: it takes {', '.join(f'--{name}' for name in _TAKES)}")
+        value = attached if equals else None
+        if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        if name in _FLAGS and value is not None:
+            raise UsageError(f"--{name} takes no value")
+        if not value and (_TAKES[name] is not None or equals):
+            raise UsageError(f"--{name} needs {_TAKES[name] or 'a path after ='}")
+        given[name] = value
+    return given
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser()
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a path before anything is written, for the reason that the operating system gives.
+
+    Raises:
+        UsageError: no file can be written there.
+    """
+    is_there = path.exists()
+    if is_there and not path.is_dir() and not path.is_file():
+        return  # a pipe or a terminal, which could wait for a reader
+    try:
+        path.open("ab").close()
+        if not is_there:
+            path.unlink()
+    except (OSError, ValueError) as exc:
+        raise _unwritable(path, exc) from None
+
+
+def _put(text: str, path: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise _unwritable(path, exc) from None
+
+
+def _unwritable(path: Path, exc: OSError | ValueError) -> UsageError:
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    folder = (
+        f" (there is no folder {path.parent})"
+        if isinstance(exc, FileNotFoundError) and not path.parent.exists()
+        else ""
+    )
+    return UsageError(f"{path} cannot be written: {reason}{folder}")

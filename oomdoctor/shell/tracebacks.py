@@ -1,0 +1,69 @@
+"""The user's traceback: always theirs. Seen as it passes, held back only while an automatic retry may still heal it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from oomdoctor.shell.wrapping import Wrapped
+
+__all__ = ["TracebackWatch"]
+
+
+class TracebackWatch:
+    """Wraps ``shell.showtraceback``.
+
+    Not ``set_custom_exc``: that has one slot, which the next extension takes over in silence.
+
+    Args:
+        seen: called with every exception that is shown, before it is shown. It must not raise.
+        holds: asked with the exception whether its display is to be held back for now.
+    """
+
+    def __init__(
+        self, shell: Any, seen: Callable[[BaseException], None], holds: Callable[[BaseException], bool]
+    ) -> None:
+        self._shell, self._seen, self._holds = shell, seen, holds
+        self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
+        self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
+
+    def remove(self) -> None:
+        """Put the method back."""
+        self._wrapped.remove()
+
+    def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("exc_tuple")
+        exc = (given or sys.exc_info())[1]
+        given = None
+        if isinstance(exc, BaseException):
+            self._seen(exc)
+            # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The
+            # callers are run_code and the wrapper.
+            if sys._getframe(2).f_code.co_name == "run_code" and self._holds(exc):
+                return self._render_only(exc, *args, **kwargs)
+        return self._wrapped.original(*args, **kwargs)
+
+    def _render_only(self, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
+        """Let the shell render the traceback as always, and keep the rendering instead of sending it."""
+        sender = Wrapped(
+            self._shell, "_showtraceback", lambda *rendered: self._held.append((exc, sender.original, rendered))
+        )
+        try:
+            return self._wrapped.original(*args, **kwargs)
+        finally:
+            sender.remove()
+
+    def send_held(self, exc: BaseException | None = None) -> None:
+        """Show what was held back of ``exc`` as it would have been shown; without one, what was held back first.
+
+        An ``exc`` of which nothing was held back was shown already.
+        """
+        held, self._held = self._held, []
+        for holder, send, rendered in [one for one in held if one[0] is exc] if exc is not None else held[:1]:
+            del holder
+            send(*rendered)
+
+    def drop_held(self) -> None:
+        """Forget what was held back: it was healed."""
+        self._held = []

@@ -1,0 +1,194 @@
+"""The verbs of ``%oomdoctor``: one function each, its docstring its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from oomdoctor.errors import UsageError
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.plan import Candidate
+    from oomdoctor.shell.extension import Extension
+
+__all__ = ["VERBS"]
+
+Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
+
+
+def status(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor status`: what is switched on, what is kept, what went wrong."""
+    from oomdoctor import pipeline
+    from oomdoctor.allocator import virtual
+
+    _no_more("status", words)
+    simulated = virtual.active()
+    opened = extension.open or extension.healed
+    kept = format_size(opened.transaction.kept_bytes) if opened is not None else "nothing"
+    total = None if simulated is None else simulated.read().total
+    print(f"auto retry: {extension.config.auto}")
+    print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
+    print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
+    print(f"copies of weights kept: {kept}")
+    for fault in extension.faults:
+        print(f"fault: {fault}")
+
+
+def auto(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor auto off|exact|any`: retry by itself never, with fixes that keep the result, or with any fix."""
+    accepted = ("off", "exact", "any")
+    if len(words) != 1 or words[0] not in accepted:
+        raise UsageError(f"auto takes one of {', '.join(accepted)}, not {' '.join(words)!r}")
+    extension.config.auto = words[0]
+
+
+def fix(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor fix [N|ID] [--anyway]`: run the failed cell again with this fix; the first where none is named."""
+    from oomdoctor.shell.extension import Request
+
+    anyway = "--anyway" in words
+    case, candidate = _choose(extension, [word for word in words if word != "--anyway"])
+    _retryable(extension)
+    extension.request = Request(case=case, chosen=(candidate,), anyway=anyway)
+
+
+def retry(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor retry [--anyway]`: run the failed cell again with the fixes that keep the result, best first."""
+    from oomdoctor import pipeline
+    from oomdoctor.shell.extension import Request
+
+    anyway = "--anyway" in words
+    _no_more("retry", [word for word in words if word != "--anyway"])
+    case = _case()
+    _retryable(extension)
+    chosen = pipeline.admitted(case, "exact")
+    if not chosen:
+        raise UsageError("no fix that keeps the result is likely to fit: `%oomdoctor fix N` takes another one")
+    extension.request = Request(case=case, chosen=chosen, anyway=anyway)
+
+
+def diff(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor diff [N|ID]`: the fix as a unified diff of your cells; the one in place where none is named."""
+    case = _case()
+    if not words and case.outcome.fixes:
+        words = [next((str(at) for at, c in enumerate(case.plan.candidates, 1) if c.label in case.outcome.fixes), "1")]
+    _, candidate = _choose(extension, words)
+    if isinstance(candidate.patch, Refused):
+        raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
+    print(candidate.patch.diff(), end="")
+
+
+def undo(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor undo`: go back to the state before the healed cell."""
+    _no_more("undo", words)
+    opened = extension.healed
+    if opened is None:
+        raise UsageError("there is nothing to undo: no cell was healed, or later cells have changed the state since")
+    lost = (*opened.transaction.losses(), *opened.transaction.settle())
+    extension.open, extension.healed = opened, None
+    print("the state is that from before the cell" + (f", except: {'; '.join(lost)}" if lost else ""))
+
+
+def cases(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor cases`: the failures of this session and how each ended."""
+    from oomdoctor import pipeline
+
+    del extension
+    _no_more("cases", words)
+    for case in pipeline.cases():
+        cell = case.incident.cell
+        where = f"In[{cell.number}] line {cell.line}" if cell is not None else "outside of a cell"
+        outcome = case.outcome
+        with_fix = f" with {', '.join(outcome.fixes)}" if outcome.fixes else ""
+        what = f"{case.incident.family.value} on {case.incident.device}"
+        print(f"{case.number}. {where}: {what}: {outcome.kind.value}{with_fix}")
+
+
+def simulate(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor simulate SIZE|off`: behave as a machine with a GPU of that much memory."""
+    from oomdoctor.allocator import virtual
+
+    del extension
+    if len(words) != 1:
+        raise UsageError("simulate takes a size, such as 512MiB, or off")
+    if words[0] == "off":
+        virtual.switch_off()
+    else:
+        virtual.switch_on(words[0])
+
+
+def rules(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor rules`: the rules that are loaded, your own included."""
+    from pathlib import Path
+
+    from oomdoctor import pipeline
+
+    _no_more("rules", words)
+    book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
+    for rule in book.rules:
+        print(f"{rule.id}: {rule.title}")
+    for fault in book.faults:
+        print(f"left out: {fault}")
+
+
+def config(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
+    _no_more("config", words)
+    for name, trait in sorted(extension.config.traits(config=True).items()):
+        print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {trait.help}")
+
+
+def help_(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor help`: this text."""
+    del extension
+    _no_more("help", words)
+    for verb in VERBS.values():
+        print(verb.__doc__)
+    print("`%memreport [--top N] [--json [PATH]] [--html PATH]`: what holds memory now")
+
+
+def _no_more(verb: str, words: list[str]) -> None:
+    if words:
+        raise UsageError(f"{verb} does not take {' '.join(words)!r}")
+
+
+def _case() -> Case:
+    from oomdoctor import pipeline
+
+    case = pipeline.last_case()
+    if case is None:
+        raise UsageError("no cell has run out of memory so far")
+    return case
+
+
+def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
+    """Return the candidate that a number or an id names, the first where nothing is named."""
+    del extension
+    case, word = _case(), words[0] if words else "1"
+    candidates = case.plan.candidates
+    accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
+    if len(words) > 1:
+        raise UsageError(f"one fix at a time, not {' '.join(words)!r}: {accepted}")
+    if word.isdecimal() and 1 <= int(word) <= len(candidates):
+        return case, candidates[int(word) - 1]
+    for candidate in candidates:
+        if word in (candidate.fix, candidate.label):
+            return case, candidate
+    raise UsageError(f"there is no fix {word!r}: {accepted}")
+
+
+def _retryable(extension: Extension) -> Any:
+    if extension.open is None:
+        raise UsageError(
+            "the failed cell can no longer be retried, because it was healed, later cells have changed the state, or "
+            "OomDoctor.snapshot is off: run the cell again"
+        )
+
+
+VERBS: Final[dict[str, Verb]] = {
+    verb.__name__.rstrip("_"): verb
+    for verb in (status, auto, fix, retry, diff, undo, cases, simulate, rules, config, help_)
+}

@@ -1,0 +1,87 @@
+"""Heals a program given as cells, without IPython: what the extension does, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+from typing import Any
+
+from oomdoctor import pipeline
+from oomdoctor.allocator.virtual import simulate
+from oomdoctor.errors import UsageError
+from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.retry import Transaction, release
+
+__all__ = ["assert_heals"]
+
+_ROOM_BYTES = 1 << 30
+
+
+def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str, Any] | None = None) -> Case:
+    """Assert that the last of ``sources`` runs out of memory, and that ``fix`` heals it.
+
+    Args:
+        fix: the id of the fix.
+        sources: the cells of a program; all but the last run before the device is simulated.
+        budget: memory of the simulated device.
+        namespace: the globals to run in; the healed state is left there.
+
+    Returns:
+        The case with its outcome.
+
+    Raises:
+        AssertionError: it did not fail, the fix was not offered, or it did not heal.
+    """
+    globals_: dict[str, Any] = {"__name__": "__main__"} if namespace is None else namespace
+    *setup, last = (Cell(number=number, source=source) for number, source in enumerate(sources, 1))
+    for cell in setup:
+        _run(cell.source, _filename(cell), globals_)
+    with simulate(budget):
+        transaction = Transaction(globals_, last.source, lambda: _ROOM_BYTES)
+        with transaction.armed():
+            failure = _error_of(last.source, _filename(last), globals_)
+        assert failure is not None, "the last cell did not fail"
+        case, session = _diagnose(failure, Cells(history=(*setup, last)), globals_)
+        release(failure)
+        case = pipeline.plan(case, session, transaction.restore, time_budget_s=60, reserve=0)
+        chosen = [candidate for candidate in case.plan.candidates if candidate.fix == fix]
+        assert chosen, f"{fix} was not offered: {dict(case.plan.refusals).get(fix, 'no dose fits')}"
+
+        async def run(attempt: Attempt) -> BaseException | None:
+            for replay in attempt.replays:
+                _run(replay, "<replay>", globals_)
+            return _error_of(attempt.source, "<retry>", globals_)
+
+        case, error = asyncio.run(
+            pipeline.heal(case, session, transaction, chosen, run, most_attempts=3, time_budget_s=600)
+        )
+    assert case.outcome.kind is OutcomeKind.HEALED, f"{case.outcome.kind}: {case.outcome.why or error}"
+    return case
+
+
+def _diagnose(failure: BaseException, cells: Cells, namespace: dict[str, Any]) -> tuple[Case, Session]:
+    names = {_filename(cell): cell.number for cell in cells.history}
+    case, session = pipeline.observe(
+        failure, lambda accelerator: pipeline.open_session(namespace, cells, accelerator), names
+    )
+    return pipeline.diagnose(case, pipeline.rulebook()), session
+
+
+def _filename(cell: Cell) -> str:
+    return f"<cell {cell.number}>"
+
+
+def _run(source: str, filename: str, namespace: dict[str, Any]) -> None:
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), namespace)
+
+
+def _error_of(source: str, filename: str, namespace: dict[str, Any]) -> BaseException | None:
+    try:
+        _run(source, filename, namespace)
+    except UsageError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - border: the program's own failure is what is asked for
+        return exc
+    return None

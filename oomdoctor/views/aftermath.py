@@ -1,0 +1,178 @@
+"""The visible notice after a retry, or after one was refused: what was changed, and what the user is left with.
+
+A healed cell answers ``ok``, so this notice is the only sign that something else ran than what stands in the cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import OutcomeKind
+from oomdoctor.model.plan import Verdict
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import prices, words
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.plan import Candidate, Forecast
+
+__all__ = ["Aftermath", "aftermath"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aftermath:
+    """How a case ended: one sentence, then named facts. ``mark`` says good or bad without colour."""
+
+    kind: OutcomeKind
+    mark: str
+    title: str
+    facts: tuple[tuple[str, str], ...]
+
+
+def aftermath(case: Case) -> Aftermath:
+    """Return the facts of how ``case`` ended."""
+    return Aftermath(
+        kind=case.outcome.kind,
+        mark="✓" if case.outcome.kind is OutcomeKind.HEALED else "!",
+        title=_title(case),
+        facts=tuple((name, text) for name, text in _facts(case) if text),
+    )
+
+
+def _title(case: Case) -> str:
+    outcome, cell = case.outcome, case.incident.cell
+    what = "The cell" if cell is None or cell.number is None else f"In[{cell.number}]"
+    after = f"after {words.count(outcome.attempts, 'attempt')}"
+    changes = words.count(len(outcome.fixes), "change")
+    return {
+        OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
+        OutcomeKind.HEALED: f"Healed: {what} ran to its end with {changes} in place, {after}.",
+        OutcomeKind.REFUSED: f"Not healed: no change kept its promise for {what}, and every change was undone."
+        if outcome.attempts
+        else f"Not retried: {what} was left as it failed.",
+        OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}, and every change was undone.",
+        OutcomeKind.FAILED: f"Retry failed: {what} did not run to its end {after}.",
+    }[outcome.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Used:
+    """A fix that was in place: the label it ran under, and the candidate it comes from where there is one.
+
+    A retry that ran out of memory again may have taken the candidate's fix in a stronger dose, which has no price.
+    """
+
+    label: str
+    number: int = 0
+    candidate: Candidate | None = None
+
+    @property
+    def as_priced(self) -> Candidate | None:
+        """The candidate, if it ran in the dose that was priced."""
+        return self.candidate if self.candidate is not None and self.candidate.label == self.label else None
+
+    @property
+    def dose(self) -> str:
+        """The dose within the label, empty where it has none."""
+        _, _, dose = self.label.partition("(")
+        return words.clean(dose.removesuffix(")"), 120)
+
+
+def _used(case: Case, label: str) -> _Used:
+    numbered = list(enumerate(case.plan.candidates, 1))
+    same_dose = [pair for pair in numbered if pair[1].label == label]
+    same_fix = [pair for pair in numbered if label.startswith(f"{pair[1].fix}(")]
+    for number, candidate in same_dose or same_fix:
+        return _Used(label=label, number=number, candidate=candidate)
+    return _Used(label=label)
+
+
+def _facts(case: Case) -> list[tuple[str, str]]:
+    outcome = case.outcome
+    used = [_used(case, label) for label in outcome.fixes]
+    did = "Changed" if outcome.kind is OutcomeKind.HEALED else "Tried"
+    priced = used[0].as_priced if len(used) == 1 else None
+    forecast = priced.forecast if priced is not None else None
+    facts = [("Why", words.clean(outcome.why, 600))]
+    facts += [(did, _change(one)) for one in used]
+    facts += [("Peak", _peak(case, forecast)), ("Time", _time(case, forecast))]
+    if outcome.kind is not OutcomeKind.OFFERED:
+        facts.append(("State", words.STATES[outcome.state]))
+    return facts + _commands(case, used)
+
+
+def _change(used: _Used) -> str:
+    if used.candidate is None:
+        return words.code(used.label, 120)
+    dose = f" ({used.dose})" if used.dose else ""
+    effect, promise = words.EFFECTS[used.candidate.effect]
+    return f"{words.clean(used.candidate.title)}{dose}; {effect}: {promise}"
+
+
+def _peak(case: Case, forecast: Forecast | None) -> str:
+    """Return forecast and measured peak side by side, and how far apart they are."""
+    measured, expected = case.outcome.peak, forecast.peak if forecast is not None else None
+    parts = []
+    if forecast is not None and expected is not None:
+        parts.append(f"forecast {words.about(expected)} ({prices.basis(forecast)})")
+    if measured is not None:
+        means = f" ({words.clean(case.outcome.measure)})" if case.outcome.measure else ""
+        parts.append(f"measured {format_size(measured)}{means}")
+    if expected is not None and measured:
+        parts.append(f"forecast {_off(expected, measured)}")
+    budget = forecast.budget if forecast is not None else case.plan.unchanged.budget
+    if parts and budget is not None:
+        parts.append(f"budget {format_size(budget)}")
+    return "; ".join(parts)
+
+
+def _off(forecast_bytes: int, measured_bytes: int) -> str:
+    off = forecast_bytes / measured_bytes - 1
+    return "met" if abs(off) < 0.0005 else f"{words.percent(abs(off), 1)} too {'high' if off > 0 else 'low'}"
+
+
+def _time(case: Case, forecast: Forecast | None) -> str:
+    parts = []
+    if case.outcome.elapsed_s is not None:
+        parts.append(f"{case.outcome.elapsed_s:.1f} s")
+    if forecast is not None and forecast.slowdown is not None:
+        parts.append(f"{prices.slowdown(forecast)} the unchanged cell's time (forecast)")
+    return "; ".join(parts)
+
+
+def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
+    """Return how to keep a change or take it back; where there was none, what can still be done."""
+    if case.outcome.kind is OutcomeKind.HEALED:
+        kept = [
+            ("Keep it", _keep(one, one.candidate))
+            for one in used
+            if one.candidate is not None and not isinstance(one.candidate.patch, Refused)
+        ]
+        return [*kept, ("Take it back", "`%oomdoctor undo`")]
+    offered = _untried(case)
+    commands = [("Offered", f"`{offered.apply}` {offered.title}")] if offered else []
+    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts and offered:
+        commands.append(("Anyway", f"`{offered.apply} --anyway` retries all the same; what is named stays as it is"))
+    return commands
+
+
+def _keep(used: _Used, candidate: Candidate) -> str:
+    shows = f"`%oomdoctor diff {used.number}` shows the change to make in your source"
+    if used.as_priced is not None:
+        return shows
+    return f"{shows}, there with {words.clean(str(candidate.dose), 120)}: write {used.dose} instead"
+
+
+def _untried(case: Case) -> prices.FixRow | None:
+    """Return the best fix that may still help."""
+    pairs = zip(prices.fix_rows(case.plan), case.plan.candidates, strict=True)
+    return next(
+        (
+            row
+            for row, candidate in pairs
+            if row.apply and candidate.label not in case.outcome.fixes and row.verdict is not Verdict.TOO_LARGE
+        ),
+        None,
+    )

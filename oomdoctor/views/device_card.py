@@ -1,0 +1,139 @@
+"""One device: what of it is in use and by whom, inside the allocator and outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from oomdoctor.model.evidence import Census, DeviceMemory, ModelFacts, Role
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import words
+from oomdoctor.views.bar import device_bar
+from oomdoctor.views.card import Card, Fact
+from oomdoctor.views.grouping import NAMELESS, grouped
+from oomdoctor.views.holders import TOP, holders
+
+__all__ = ["device_card", "in_use", "largest_role"]
+
+_PROCESSES: Final = 5
+_CACHE_WORTH_TELLING: Final = 0.25
+
+
+def device_card(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts], *, top: int = TOP) -> Card:
+    """Return what to show of ``device``; ``census`` is None where it was not searched."""
+    basis = f"total: {words.clean(device.basis)}" if device.basis else ""
+    card = words.clean(device.card, 120) if isinstance(device.card, str) else ""
+    return Card(
+        headline=_headline(device, census, models),
+        title=words.device_name(device),
+        aside="; ".join(part for part in (card, basis) if part),
+        bars=(bar,) if (bar := device_bar(device, census)) is not None else (),
+        holders=holders(census, models, top=top),
+        facts=(*_inside(device), *_outside(device, max(_PROCESSES, top if top > TOP else 0))),
+    )
+
+
+def in_use(device: DeviceMemory) -> tuple[int, int | None] | None:
+    """Return the bytes in use on ``device`` and its total; what its allocator only reserves is not in use."""
+    total, free = words.known(device.total), words.known(device.free)
+    if total is not None and free is not None:
+        return max(total - free - _cached(device), 0), total
+    held = words.known(device.allocated, device.reserved)
+    return None if held is None else (held, total)
+
+
+def _headline(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts]) -> str:
+    """Return in one sentence how full the device is, who has most of that, and what is only reserved."""
+    name, whole = words.device_name(device), in_use(device)
+    if whole is None:
+        return f"{name}: how much is in use is not known."
+    used, total = whole
+    of = f" of {format_size(total)}" if total is not None else ""
+    told = f"{format_size(used)}{of} in use"
+    parts = [f"{words.percent(min(size / used, 1.0))} {what}" for size, what in _most(device, census, models) if used]
+    cached = _cached(device)
+    if cached > _CACHE_WORTH_TELLING * (used + cached):
+        told += f" and {format_size(cached)} more reserved, not in use"
+    return f"{name}: {'; '.join((told, *([', '.join(parts)] if parts else [])))}."
+
+
+def _most(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts]) -> Iterator[tuple[int, str]]:
+    """Yield bytes and words of the largest part of what is in use, and of the largest role where that is another."""
+    if census is not None:
+        held = [(size, _has(census, role, models)) for role, size in census.roles]
+    else:
+        held = [(words.known(device.allocated) or 0, "is allocated by this process")]
+    outside = [
+        (words.known(device.context) or 0, "is the CUDA context and libraries"),
+        (words.known(device.elsewhere) or 0, "is used by other processes"),
+    ]
+    largest = max(held, key=lambda part: part[0], default=(0, ""))
+    other = max(outside, key=lambda part: part[0])
+    yield from (part for part in ([other] if other[0] > largest[0] else []) + [largest] if part[0])
+
+
+def _has(census: Census, role: Role, models: Sequence[ModelFacts]) -> str:
+    return "has no holder that was found" if role is Role.UNEXPLAINED else f"is {largest_role(census, role, models)}"
+
+
+def largest_role(census: Census, role: Role, models: Sequence[ModelFacts]) -> str:
+    """Return the words for ``role``, with the holder that has most of it, if one has a name."""
+    size = census.bytes_of(role)
+    held = [holding for holding in grouped(census, models) if holding.role is role]
+    first = max(held, key=lambda holding: holding.bytes, default=None)
+    if first is None or first.path.startswith(NAMELESS):
+        return words.ROLES[role]
+    much = "" if first.bytes > 0.9 * size else ", most of it" if first.bytes >= size / 2 else ", the largest share"
+    return f"{words.ROLES[role]}{much} in {words.code(first.path)}"
+
+
+def _cached(device: DeviceMemory) -> int:
+    allocated, reserved = words.known(device.allocated), words.known(device.reserved)
+    return max(reserved - allocated, 0) if allocated is not None and reserved is not None else 0
+
+
+def _inside(device: DeviceMemory) -> Iterator[Fact]:
+    """Yield what the caching allocator of this process tells."""
+    allocated, split = words.known(device.allocated), words.known(device.inactive_split)
+    if allocated is not None:
+        peak = words.known(device.peak_allocated)
+        why = f"live tensors; at most {format_size(peak)} since the peak was last reset" if peak else "live tensors"
+        yield Fact(figure=format_size(allocated), name="allocated", why=why)
+    if cached := _cached(device):
+        why = "kept by the allocator for new tensors; `torch.cuda.empty_cache()` gives back what is not split"
+        yield Fact(figure=format_size(cached), name="reserved, not in use", why=why)
+    if split:
+        largest = words.known(device.largest_free_block)
+        why = "fragmentation: free parts of segments that are partly in use, so they cannot be given back"
+        why += f"; the largest free block is {format_size(largest)}" if largest else ""
+        yield Fact(figure=format_size(split), name="of it inactive split", why=why)
+    for pool in device.private_pools:
+        why = f"kept apart for a CUDA graph or a `torch.cuda.MemPool`; {format_size(pool.allocated)} of it is allocated"
+        yield Fact(figure=format_size(pool.reserved), name=f"private pool {words.clean(pool.name, 60)}", why=why)
+    if (cap := words.known(device.cap)) is not None:
+        why = "this process may reserve no more (`torch.cuda.set_per_process_memory_fraction`)"
+        yield Fact(figure=format_size(cap), name="cap", why=why)
+    if retries := words.known(device.retries):
+        why = "times the allocator gave back its cache to serve a request, which is slow"
+        yield Fact(figure=str(retries), name="retries", why=why)
+    if ooms := words.known(device.ooms):
+        yield Fact(figure=str(ooms), name="failures", why="requests that could not be served at all")
+
+
+def _outside(device: DeviceMemory, most: int) -> Iterator[Fact]:
+    """Yield what only the driver tells: this process beside its segments, other processes, and what is free."""
+    if context := words.known(device.context):
+        why = "this process outside of the allocator: kernels, cuBLAS and cuDNN, NCCL"
+        yield Fact(figure=format_size(context), name="CUDA context and libraries", why=why)
+    others = [] if not isinstance(device.processes, tuple) else [one for one in device.processes if not one.is_own]
+    if elsewhere := words.known(device.elsewhere):
+        why = "the driver names none of them" if not others else words.count(len(others), "process", "processes")
+        yield Fact(figure=format_size(elsewhere), name="other processes", why=why)
+    for process in others[:most]:
+        size = format_size(process.bytes) if isinstance(process.bytes, int) else "?"
+        name = words.clean(process.name, 80) if process.name else "a process that cannot be named"
+        yield Fact(figure=size, name=f"pid {process.pid}", why=name)
+    if len(others) > most:
+        yield Fact(figure="", name="", why=f"and {len(others) - most} more")
+    if (free := words.known(device.free)) is not None:
+        yield Fact(figure=format_size(free), name="free", why="what the driver could still give")

@@ -1,0 +1,133 @@
+"""What the Python functions return: values that show themselves in a notebook and in a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.model import jsonable
+from oomdoctor.model.growth import compare
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import html, text, words
+from oomdoctor.views.bar import ceiling
+from oomdoctor.views.device_card import in_use
+from oomdoctor.views.growth import GrowthRows, growth_rows
+from oomdoctor.views.holders import TOP
+from oomdoctor.views.survey import focus, survey
+
+if TYPE_CHECKING:
+    from oomdoctor.model.absence import Unavailable
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.growth import Growth, Mark
+    from oomdoctor.views.survey import Survey
+
+__all__ = ["Grown", "Report", "width"]
+
+_NARROWEST, _WIDEST, _LOG = 20, 120, 100
+_TITLE: Final = "Memory report"
+
+
+def width() -> int:
+    """Return the width for text: that of the terminal; a fixed one for logs and files."""
+    if not sys.stdout.isatty():
+        return _LOG
+    return min(max(shutil.get_terminal_size((_LOG, 24)).columns, _NARROWEST), _WIDEST)
+
+
+def _filled(name: str, whole: tuple[int, int | None] | None) -> str:
+    if whole is None:
+        return f"{name} unknown"
+    used, total = whole
+    return f"{name} {format_size(used)}{f' of {format_size(total)}' if total is not None else ''} in use"
+
+
+class Report:
+    """What holds memory at one moment: plain values, which keep nothing of the program alive.
+
+    Args:
+        absent: what this machine lacks, by name.
+    """
+
+    def __init__(self, evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ()) -> None:
+        self.evidence = evidence
+        self.absent = tuple(absent)
+
+    def of(self, device: str) -> Report:
+        """Return the report of one device and the host.
+
+        Args:
+            device: its name or the beginning of it.
+
+        Raises:
+            UsageError: no device in use is called so.
+        """
+        return Report(focus(self.evidence, device), self.absent)
+
+    def survey(
+        self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
+    ) -> Survey:
+        """Return the facts to show."""
+        return survey(self.evidence, top=top, growth=growth, marks=marks, absent=self.absent)
+
+    def diff(self, other: Report) -> Grown:
+        """Return what grew since ``other``, an earlier report."""
+        return Grown(other, self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ``evidence`` part of the JSON shape."""
+        return {"schema": jsonable.SCHEMA, "evidence": jsonable.evidence(self.evidence)}
+
+    def to_html(
+        self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
+    ) -> str:
+        """Return a whole page that opens offline, with the ``top`` largest holders of each device."""
+        return html.page(_TITLE, html.report(self.survey(top=top, growth=growth, marks=marks)))
+
+    def to_text(self, *, top: int = TOP, width: int = _LOG, colour: bool = False) -> str:
+        """Return text for a terminal or a log, with the ``top`` largest holders of each device."""
+        return text.report(self.survey(top=top), width=width, colour=colour)
+
+    def __str__(self) -> str:
+        return self.to_text(width=width())
+
+    def __repr__(self) -> str:
+        facts = [(words.device_name(one), in_use(one)) for one in self.evidence.devices if one.name != "cpu"]
+        host = ceiling(self.evidence.host)
+        facts.append(("host", None if host is None else (host[0] - host[1], host[0])))
+        return f"<Report: {', '.join(_filled(name, whole) for name, whole in facts)}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html.report(self.survey())}
+
+
+class Grown:
+    """What grew between two reports."""
+
+    def __init__(self, before: Report, after: Report) -> None:
+        self.before, self.after = before, after
+
+    @property
+    def growth(self) -> Growth:
+        """The growth as values."""
+        return compare(self.before.evidence, self.after.evidence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the growth as plain values: bytes, below zero for what shrank."""
+        found: dict[str, Any] = jsonable.plain(self.growth)
+        for device in found["devices"]:
+            device["roles"] = dict(device["roles"])
+        return found
+
+    def __str__(self) -> str:
+        return text.growth(self._rows(), width=width())
+
+    def __repr__(self) -> str:
+        return f"<Grown: {self._rows().sentence}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html.growth(self._rows())}
+
+    def _rows(self) -> GrowthRows:
+        return growth_rows(self.before.evidence, self.after.evidence, "the earlier report")

@@ -1,0 +1,125 @@
+"""Holders that belong together, joined: the weights of a model, the state of an optimizer, the items of a container.
+
+A model of a thousand weights is one row for its parameters, one for its gradients, and one for the state of its
+optimizer, however few they are: two models read the same way whatever their depth. What outweighs the rest of its
+group keeps a row of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from oomdoctor.model.evidence import Census, Holding, ModelFacts, Role
+
+__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group"]
+
+NAMELESS: Final = "("
+"""What the path of a holder without a name begins with."""
+
+WEIGHTS: Final = {Role.PARAMETER: "parameter", Role.GRADIENT: "gradient", Role.BUFFER: "buffer"}
+"""Roles of what belongs to a model, and what one storage of it is called."""
+
+_OWN_ROW_OF_ALL: Final = 0.1
+_OWN_ROW_OF_GROUP: Final = 0.5
+_FEW: Final = 3
+"""Up to so many items of one container keep rows of their own."""
+
+_STATE: Final = re.compile(r"(?P<optimizer>.+?)(?:\.state\[.+\]| → state of a parameter of .+)\['[^']*'\]")
+_ITEM: Final = re.compile(
+    r"(?P<before>(?:local `)?)(?P<root>[^\W\d]\w*)(?P<way>[\[.][^`→]*?)?(?P<after>(?:` of [^→]*?)?(?: → graph)?)"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Group:
+    """What some holders belong to. ``least``: how many of them make a group."""
+
+    path: str
+    least: int = 2
+
+
+def grouped(census: Census, models: Sequence[ModelFacts]) -> tuple[Holding, ...]:
+    """Return the holders of ``census``, those joined that belong to one model, optimizer, cache or container."""
+    roots = _roots(models)
+    groups, rest = _split(census.holdings, lambda holding: _group(holding, roots) or _container(holding))
+    for (_, group), held in groups.items():
+        rest += held if len(held) < group.least else _joined(group.path, held, round(census.found * _OWN_ROW_OF_ALL))
+    return tuple(rest)
+
+
+def one_per_group(census: Census, models: Sequence[ModelFacts]) -> tuple[Holding, ...]:
+    """Return the holders of ``census`` with exactly one for each model, optimizer and cache in each role.
+
+    The paths do not depend on how many weights there are, so that two censuses can be compared.
+    """
+    roots = _roots(models)
+    groups, rest = _split(census.holdings, lambda holding: _group(holding, roots))
+    return (*rest, *(_join(group.path, held) for (_, group), held in groups.items()))
+
+
+def _roots(models: Sequence[ModelFacts]) -> list[str]:
+    return sorted((model.path for model in models), key=len, reverse=True)
+
+
+def _split(
+    holdings: Sequence[Holding], group_of: Callable[[Holding], _Group | None]
+) -> tuple[dict[tuple[Role, _Group], list[Holding]], list[Holding]]:
+    """Return the holders by their role and group, and those of no group."""
+    groups: dict[tuple[Role, _Group], list[Holding]] = {}
+    rest: list[Holding] = []
+    for holding in holdings:
+        group = group_of(holding)
+        if group is None:
+            rest.append(holding)
+        else:
+            groups.setdefault((holding.role, group), []).append(holding)
+    return groups, rest
+
+
+def _group(holding: Holding, roots: Sequence[str]) -> _Group | None:
+    """Return the model, the optimizer or the cache that a holder is a part of."""
+    if holding.role in WEIGHTS:
+        inside = (root for root in roots if holding.path.startswith((f"{root}.", f"{root}[")))
+        path = next(inside, None)
+    elif holding.role is Role.OPTIMIZER_STATE:
+        match = _STATE.fullmatch(holding.path)
+        path = f"{match['optimizer']}.state" if match else None
+    else:
+        item = _ITEM.fullmatch(holding.path) if holding.role is Role.KV_CACHE else None
+        path = f"{item['before']}{item['root']}{item['after']}" if item else None
+    return _Group(path) if path is not None else None
+
+
+def _container(holding: Holding) -> _Group | None:
+    """Return what a holder is one item of, by the name that its path begins with."""
+    item = _ITEM.fullmatch(holding.path)
+    if item is None or not item["way"]:
+        return None
+    items = "[…]" if item["way"].startswith("[") else ""
+    return _Group(f"{item['before']}{item['root']}{items}{item['after']}", least=_FEW + 1)
+
+
+def _joined(path: str, held: list[Holding], own_row_from: int) -> list[Holding]:
+    """Return one holder for the group, and before it the one that outweighs all others of it and is not small."""
+    first = max(held, key=lambda holding: holding.bytes)
+    outweighs = first.bytes > _OWN_ROW_OF_GROUP * sum(holding.bytes for holding in held)
+    if not outweighs or first.bytes <= own_row_from:
+        return [_join(path, held)]
+    others = [holding for holding in held if holding is not first]
+    return [first, _join(f"{path}, the rest", others) if len(others) > 1 else others[0]]
+
+
+def _join(path: str, held: list[Holding]) -> Holding:
+    first = max(held, key=lambda holding: holding.bytes)
+    return replace(
+        first,
+        path=path,
+        bytes=sum(holding.bytes for holding in held),
+        count=sum(holding.count for holding in held),
+        dtype=first.dtype if len({holding.dtype for holding in held}) == 1 else None,
+        shape=None,
+        frees=first.frees if len({holding.frees for holding in held}) == 1 else None,
+    )

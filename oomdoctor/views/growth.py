@@ -1,0 +1,168 @@
+"""What grew, as sentences and rows: since the last cell by the counters, since the last report by role and holder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from oomdoctor.model.evidence import DeviceMemory, Evidence, ModelFacts, Role
+from oomdoctor.model.growth import Change, DeviceGrowth, Mark, compare
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import words
+from oomdoctor.views.grouping import WEIGHTS, one_per_group
+from oomdoctor.views.holders import TOP
+
+__all__ = ["NOTHING_YET", "GrowthRow", "GrowthRows", "growth_rows", "since_cell"]
+
+_WORTH_A_ROW: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthRow:
+    """One change: ``+128 MiB``, of what, and where."""
+
+    change: str
+    what: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthRows:
+    """All that changed since a moment: a sentence, and the changes behind it."""
+
+    sentence: str
+    rows: tuple[GrowthRow, ...]
+    more: str | None
+
+
+NOTHING_YET: Final = GrowthRows(
+    sentence="There is nothing to compare with yet: this is the first report. The next `%memreport --diff` compares "
+    "with it.",
+    rows=(),
+    more=None,
+)
+
+
+def _signed(size: int) -> str:
+    """Return ``+1.00 MiB`` or ``-1.00 MiB``."""
+    return f"{'+' if size >= 0 else ''}{format_size(size)}"
+
+
+def since_cell(mark: Mark, now: Mark, devices: tuple[DeviceMemory, ...]) -> str:
+    """Return what the counters say has grown on ``devices`` and in this process since the cell of ``mark`` began."""
+    before, after = dict(mark.allocated), dict(now.allocated)
+    parts = [
+        f"{words.device_name(device)} {_signed(after[device.name] - before.get(device.name, 0))} allocated"
+        for device in devices
+        if device.name in after
+    ]
+    parts.append(f"this process {_signed(now.rss - mark.rss)} resident in host memory")
+    return f"Since In[{mark.cell}] began: {', '.join(parts)}."
+
+
+def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP) -> GrowthRows:
+    """Return the ``top`` largest changes on each device, by role and then by holder.
+
+    Args:
+        when: the moment of ``before``, in words: ``the report of In[3]``.
+        top: above ``TOP`` weights are compared one by one.
+    """
+    models = (*before.code.models, *after.code.models)
+    growth = compare(before, after) if top > TOP else compare(_by_model(before, models), _by_model(after, models))
+    totals = [
+        f"{_name(device)} {_signed(device.allocated)} {'in tensors' if device.device == 'cpu' else 'allocated'}"
+        for device in growth.devices
+        if device.allocated is not None and (device.allocated or device.device != "cpu")
+    ]
+    if growth.rss is not None:
+        totals.append(f"this process {_signed(growth.rss)} resident in host memory")
+    changes = [_Changes.of(device, top) for device in growth.devices]
+    left_out = sum(change.left_out for change in changes)
+    return GrowthRows(
+        sentence=f"Since {when}: {', '.join(totals) or 'nothing that can be compared'}.",
+        rows=tuple(row for change in changes for row in change.rows()),
+        more=f"and {words.count(left_out, 'smaller change')}" if left_out else None,
+    )
+
+
+def _by_model(evidence: Evidence, models: Sequence[ModelFacts]) -> Evidence:
+    """Return ``evidence`` with one holder for all weights of a model, so that a first step is one change."""
+    joined = (replace(one, holdings=one_per_group(one, models)) for one in evidence.censuses)
+    return replace(evidence, censuses=tuple(joined))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What there is to list of one device.
+
+    Attributes:
+        listed: the largest changes, without those that are as nothing beside them.
+        renamed: what one path lost and another got, both of one role and of one size.
+        single: the one holder whose change is all that its role changed by.
+    """
+
+    device: DeviceGrowth
+    listed: tuple[Change, ...]
+    renamed: tuple[tuple[Change, Change], ...]
+    single: dict[Role, Change]
+    left_out: int
+
+    @classmethod
+    def of(cls, device: DeviceGrowth, top: int) -> _Changes:
+        """Sort out the changes on ``device``."""
+        renamed = tuple(_renamed(device.holders))
+        moved = {id(change) for pair in renamed for change in pair}
+        changes = [change for change in device.holders if id(change) not in moved]
+        by_role: dict[Role, list[Change]] = {}
+        for change in changes:
+            by_role.setdefault(change.role, []).append(change)
+        roles = dict(device.roles)
+        single = {
+            role: held[0] for role, held in by_role.items() if len(held) == 1 and held[0].bytes == roles.get(role)
+        }
+        least = max((abs(change.bytes) for change in device.holders), default=0) * _WORTH_A_ROW
+        listed = [change for change in changes[:top] if abs(change.bytes) >= least]
+        return cls(
+            device=device,
+            listed=tuple(change for change in listed if change not in single.values()),
+            renamed=tuple(pair for pair in renamed[:top] if abs(pair[0].bytes) >= least),
+            single=single,
+            left_out=sum(change not in listed and change not in single.values() for change in changes),
+        )
+
+    def rows(self) -> Iterator[GrowthRow]:
+        """Yield the roles, each with its holder where it has one alone, then the other holders, then what moved."""
+        where = _name(self.device)
+        for role, size in self.device.roles:
+            one = self.single.get(role)
+            holder = f": {words.code(one.path, 120)}{_end(one)}" if one is not None else ""
+            yield GrowthRow(change=_signed(size), what=f"{words.ROLES[role]}{holder}", where=where)
+        for change in self.listed:
+            kind = f" ({words.ROLES[change.role]})" if change.role in WEIGHTS else ""
+            what = f"{words.code(change.path, 120)}{kind}{_end(change)}"
+            yield GrowthRow(change=_signed(change.bytes), what=what, where=where)
+        for gone, new in self.renamed:
+            what = f"{words.code(gone.path, 120)} is now {words.code(new.path, 120)}"
+            yield GrowthRow(change=format_size(new.bytes), what=what, where=where)
+
+
+def _renamed(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
+    """Yield ``(gone, new)`` where just one path of a role lost what just one other got."""
+    alike: dict[tuple[Role, int], list[Change]] = {}
+    for change in changes:
+        if change.is_gone or change.is_new:
+            alike.setdefault((change.role, abs(change.bytes)), []).append(change)
+    for pair in alike.values():
+        gone, new = [change for change in pair if change.is_gone], [change for change in pair if change.is_new]
+        if len(gone) == len(new) == 1:
+            yield gone[0], new[0]
+
+
+def _end(change: Change) -> str:
+    return ", new" if change.is_new else ", gone" if change.is_gone else ""
+
+
+def _name(device: DeviceGrowth) -> str:
+    name = "host memory" if device.device == "cpu" else words.clean(device.device, 40)
+    return f"{name} (simulated)" if device.simulated else name

@@ -1,0 +1,126 @@
+"""Who holds the memory of one device, as rows: what belongs together in one row, the largest first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from oomdoctor.model.evidence import Census, Holding, ModelFacts
+from oomdoctor.model.sizes import MIB, format_size
+from oomdoctor.views import words
+from oomdoctor.views.grouping import WEIGHTS, grouped
+
+__all__ = ["TOP", "HolderRow", "Holders", "holders"]
+
+TOP: Final = 10
+"""Holders that are listed where no number is asked for. Where more are asked for, single weights are listed."""
+
+_WORTH_A_ROW: Final = 0.005
+_AT_LEAST: Final = 3
+_PADDING: Final = 1.01
+"""How much larger than its elements a storage may be without being called larger."""
+_ELEMENT_BYTES: Final = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element. Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderRow:
+    """One holder: its share of all that was found, what it consists of, and the line that lets go of it."""
+
+    size: str
+    share: str
+    role: str
+    path: str
+    detail: str
+    frees: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """The largest holders of one memory, what was left out of the list, and how much has no holder at all."""
+
+    rows: tuple[HolderRow, ...]
+    more: str | None
+    accounted: str | None
+    notes: tuple[str, ...]
+
+
+def holders(census: Census | None, models: Sequence[ModelFacts], *, top: int = TOP) -> Holders:
+    """Return the ``top`` largest holders of ``census``; above ``TOP`` the weights of models one by one."""
+    if census is None:
+        return Holders(rows=(), more=None, accounted=None, notes=())
+    found = census.holdings if top > TOP else grouped(census, models)
+    ranked = sorted(found, key=lambda holding: -holding.bytes)
+    worth = sum(holding.bytes >= census.found * _WORTH_A_ROW for holding in ranked)
+    shown = ranked[: top if top > TOP else min(top, max(worth, _AT_LEAST))]
+    rest = census.found - sum(holding.bytes for holding in shown)
+    return Holders(
+        rows=tuple(_row(holding, census.found) for holding in shown),
+        more=_more(len(ranked) - len(shown), rest),
+        accounted=_accounted(census),
+        notes=tuple(words.clean(note, 600) for note in census.notes),
+    )
+
+
+def _more(count: int, rest: int) -> str | None:
+    if not count and rest < MIB:
+        return None
+    return f"and {words.count(count, 'smaller holder') if count else 'smaller holders'}, {format_size(rest)} in all"
+
+
+def _accounted(census: Census) -> str | None:
+    """Return how much of what the allocator counts has a holder, and what has none."""
+    ratio = census.accounted_ratio
+    if ratio is None or not isinstance(census.allocated, int) or not census.allocated:
+        return None
+    rest = max(census.allocated - census.found, 0)
+    # What has no holder is never rounded away.
+    shown = words.percent(min(ratio, 0.999) if rest else ratio, 1)
+    whole = f"({format_size(census.found)} of {format_size(census.allocated)})"
+    unexplained = f"no holder was found for {format_size(rest)}" if rest else "nothing is unexplained"
+    return f"Accounted for {shown} of allocated {whole}; {unexplained}."
+
+
+def _row(holding: Holding, found: int) -> HolderRow:
+    return HolderRow(
+        size=format_size(holding.bytes),
+        share=_share(holding.bytes / found) if found else "",
+        role=words.ROLES[holding.role],
+        path=words.clean(holding.path, 120),
+        detail="".join(_detail(holding)).strip(),
+        frees=words.clean(holding.frees, 160) if holding.frees else None,
+    )
+
+
+def _detail(holding: Holding) -> Iterator[str]:
+    """Yield how many storages there are and what they are like; of several, what the largest is like."""
+    is_joined = holding.shape is None
+    own = _own_bytes(holding)
+    if holding.count > 1:
+        yield words.count(holding.count, WEIGHTS.get(holding.role, "tensor") if is_joined else "tensor")
+        yield " " if is_joined or holding.bytes == holding.count * (own or 0) else ", largest "
+    if holding.dtype:
+        yield words.clean(holding.dtype, 30)
+    if not is_joined:
+        yield f"{' ' if holding.dtype else ''}[{', '.join(map(str, holding.shape or ()))}]"
+    # A mean above what its shape takes can only be if the largest storage is above it.
+    if own is not None and holding.bytes > own * holding.count * _PADDING:
+        yield ", a view of a larger storage"
+
+
+def _own_bytes(holding: Holding) -> int | None:
+    """Return what the elements of the largest tensor take, None where that is not known."""
+    size = _ELEMENT_BYTES.get(holding.dtype or "")
+    return None if size is None or holding.shape is None else size * math.prod(holding.shape)
+
+
+def _share(ratio: float) -> str:
+    return words.percent(ratio) if ratio >= 0.005 else "<1 %"

@@ -1,0 +1,178 @@
+"""The facts as HTML that stands by itself: saved, exported, sanitised and in either theme.
+
+There is no ``<style>`` block and no script, as untrusted notebooks lose both. Text colours are theme variables that
+fall back to what surrounds them. The bar is drawn with literal colours and with properties that JupyterLab's
+sanitiser lets through, so that it is still there in an untrusted notebook; every segment has a pattern and a line
+in the legend as well.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from oomdoctor.model.evidence import Role
+from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.prices import prices
+from oomdoctor.views.reading import read
+from oomdoctor.views.story import tell
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.plan import Plan
+    from oomdoctor.views.growth import GrowthRows
+    from oomdoctor.views.survey import Survey
+
+__all__ = ["case", "explanation", "growth", "notice", "page", "plan", "report"]
+
+_CODE: Final = re.compile(r"`([^`]+)`")
+
+_UP: Final = ("45deg", "8px 8px")
+_DOWN: Final = ("135deg", "8px 8px")
+_UPRIGHT: Final = ("90deg", "6px 6px")
+_LEVEL: Final = ("0deg", "6px 6px")
+
+# Dark enough to carry white text, light enough to stand out from a dark page.
+_FILLS: Final = {
+    Role.ACTIVATION.value: ("#b8481a", None),
+    Role.PARAMETER.value: ("#2368a8", None),
+    Role.GRADIENT.value: ("#2f7f9e", _UP),
+    Role.OPTIMIZER_STATE.value: ("#2b7d5b", _LEVEL),
+    Role.BATCH.value: ("#96690f", _UPRIGHT),
+    Role.BUFFER.value: ("#5b6fa8", _DOWN),
+    Role.GRAPH_KEPT_ALIVE.value: ("#a8447f", _DOWN),
+    Role.TRACEBACK.value: ("#8a3fa0", _UPRIGHT),
+    Role.OUTPUT_CACHE.value: ("#a03f5c", _LEVEL),
+    Role.KV_CACHE.value: ("#3b7a76", _UPRIGHT),
+    Role.PINNED_HOST.value: ("#7b6f1e", _DOWN),
+    Role.USER_TENSOR.value: ("#6a5acd", None),
+    Role.UNEXPLAINED.value: ("#767676", None),
+    "process": ("#7a5c48", None),
+    "simulated": ("#8a6d1c", _LEVEL),
+    "children": ("#2f7f9e", _UPRIGHT),
+    "cached": ("#8c8c8c", _LEVEL),
+    "context": ("#5c5c5c", None),
+    "elsewhere": ("#6e6e6e", _UPRIGHT),
+    "outside": ("#6e6e6e", _DOWN),
+    "free": ("rgba(128,128,128,0.15)", None),
+    "asked": ("#c98686", _UP),
+    "over": ("#c62828", _UP),
+}
+
+
+def case(case: Case) -> str:
+    """Return the diagnosis of ``case``."""
+    return _templates().get_template("case.html.j2").render(story=tell(case))
+
+
+def report(survey: Survey) -> str:
+    """Return what holds memory now: one sentence for each device, then the devices one by one, then the host."""
+    return _templates().get_template("report.html.j2").render(survey=survey)
+
+
+def growth(rows: GrowthRows) -> str:
+    """Return what grew between two reports."""
+    return _templates().get_template("growth.html.j2").render(growth=rows)
+
+
+def page(title: str, content: str) -> str:
+    """Return a whole page that opens offline and follows the theme of the browser.
+
+    Args:
+        content: what one of the other functions returned.
+    """
+    return _templates().get_template("page.html.j2").render(title=title, content=Markup(content))
+
+
+def notice(case: Case) -> str:
+    """Return how ``case`` ended: what was changed, at what price, and how to keep it."""
+    return _templates().get_template("notice.html.j2").render(end=aftermath(case))
+
+
+def plan(plan: Plan) -> str:
+    """Return what a cell was forecast to need, and what each change would make of it."""
+    return _templates().get_template("plan.html.j2").render(prices=prices(plan))
+
+
+def explanation(explanation: Explanation) -> str:
+    """Return what a message alone tells: the failure in one sentence, and its likely causes."""
+    return _templates().get_template("explanation.html.j2").render(facts=read(explanation))
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("oomdoctor.views"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(prose=_prose, fill=_fill, share=_share)
+    environment.globals.update(css=_CSS)
+    return environment
+
+
+def _prose(sentence: str) -> Markup:
+    """Return a sentence with what stands between backticks as code, all of it escaped."""
+    parts = _CODE.split(sentence)
+    style = _CSS["code"]
+    return Markup("").join(
+        Markup('<code style="{}">{}</code>').format(style, part) if index % 2 else escape(part)
+        for index, part in enumerate(parts)
+    )
+
+
+def _fill(kind: str) -> str:
+    colour, pattern = _FILLS[kind]
+    if pattern is None:
+        return f"background:{colour}"
+    angle, size = pattern
+    clear, light = "rgba(255,255,255,0)", "rgba(255,255,255,0.25)"
+    stops = [f"{light} 0%", f"{light} 25%", f"{clear} 25%", f"{clear} 50%"]
+    if angle in (_UP[0], _DOWN[0]):
+        stops += [f"{light} 50%", f"{light} 75%", f"{clear} 75%", f"{clear} 100%"]
+    else:
+        stops += [f"{clear} 100%"]
+    hatching = f"linear-gradient({angle}, {', '.join(stops)})"
+    return f"background-color:{colour};background-image:{hatching};background-size:{size}"
+
+
+def _share(ratio: float) -> str:
+    """Return a width, rounded down so that the segments never add up to more than the bar."""
+    return f"{int(ratio * 10_000) / 100:g}%"
+
+
+def _themed(lab: str, vscode: str, fallback: str = "inherit") -> str:
+    return f"var(--jp-{lab}, var(--vscode-{vscode}, {fallback}))"
+
+
+_MONO: Final = f"font-family:{_themed('code-font-family', 'editor-font-family', 'monospace')}"
+_RULE: Final = "border-bottom:1px solid rgba(128,128,128,0.3)"
+
+_CSS: Final = {
+    "root": f"max-width:62em;line-height:1.45;color:{_themed('ui-font-color1', 'foreground')};"
+    f"font-family:{_themed('ui-font-family', 'font-family')};font-size:{_themed('ui-font-size1', 'font-size', '14px')}",
+    "bad": f"color:{_themed('error-color1', 'errorForeground')}",
+    "good": f"color:{_themed('success-color1', 'testing-iconPassed')}",
+    "warn": f"color:{_themed('warn-color1', 'editorWarning-foreground')}",
+    "muted": "opacity:0.75",
+    "code": f"{_MONO};font-size:0.95em;background:none;color:inherit;padding:0;word-break:break-word",
+    "command": f"{_MONO};font-size:0.95em;display:inline-block;white-space:nowrap;color:inherit;border-radius:3px;"
+    "background:rgba(128,128,128,0.15);padding:0 0.5em;margin:0.3em 0.8em 0 0",
+    "head": "font-weight:bold;font-size:1em;margin:1.2em 0 0.4em 0",
+    "scroll": "overflow-x:auto",
+    # Colour is inherited by name: in a page without a doctype tables would be black on any theme.
+    "table": "border-collapse:collapse;border:none;table-layout:auto;margin:0;text-align:left;font-size:1em;"
+    "line-height:1.45;color:inherit",
+    "th": f"text-align:left;padding:0.25em 1em 0.25em 0;font-weight:normal;opacity:0.75;white-space:nowrap;{_RULE}",
+    "td": f"text-align:left;vertical-align:top;padding:0.35em 1em 0.35em 0;{_RULE}",
+    "num": f"text-align:right;vertical-align:top;padding:0.35em 1em 0.35em 0;white-space:nowrap;{_RULE}",
+    "pre": f"{_MONO};font-size:0.95em;margin:0.6em 0;padding:0.5em 0.8em;overflow-x:auto;color:inherit;"
+    "background:rgba(128,128,128,0.12);border-left:3px solid #c62828",
+}

@@ -1,0 +1,44 @@
+"""Text and HTML together, for ``IPython.display.display(bundle, raw=True)``.
+
+The panel is not in it: with a widget in the same bundle, a saved notebook that is opened without its widget state
+shows nothing at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oomdoctor.views import html, text
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.plan import Plan
+    from oomdoctor.views.survey import Survey
+
+__all__ = ["bundle", "explanation_bundle", "notice_bundle", "plan_bundle", "report_bundle"]
+
+
+def bundle(case: Case) -> dict[str, str]:
+    """Return the diagnosis of ``case`` by MIME type."""
+    return {"text/plain": text.case(case), "text/html": html.case(case)}
+
+
+def report_bundle(survey: Survey, *, width: int = 100) -> dict[str, str]:
+    """Return what holds memory now by MIME type."""
+    return {"text/plain": text.report(survey, width=width), "text/html": html.report(survey)}
+
+
+def explanation_bundle(explanation: Explanation) -> dict[str, str]:
+    """Return what a message alone tells by MIME type."""
+    return {"text/plain": text.explanation(explanation), "text/html": html.explanation(explanation)}
+
+
+def plan_bundle(plan: Plan) -> dict[str, str]:
+    """Return what a cell was forecast to need by MIME type."""
+    return {"text/plain": text.plan(plan), "text/html": html.plan(plan)}
+
+
+def notice_bundle(case: Case) -> dict[str, str]:
+    """Return how ``case`` ended by MIME type."""
+    return {"text/plain": text.notice(case), "text/html": html.notice(case)}

@@ -1,0 +1,191 @@
+"""The fixes of a plan as rows: what changes, what it does to the results, and what it was forecast to cost.
+
+A figure from a forecast carries ``≈`` and the name of what it was found by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import words
+
+__all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_rows", "prices", "slowdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """What a fix needs as its verdict counts it, and its budget; both as shares of the largest figure of the row."""
+
+    peak_ratio: float
+    budget_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixRow:
+    """One numbered fix.
+
+    Attributes:
+        peak: forecast peak, before → after; ``basis`` is empty where there is none.
+        decided_by: what the allocator's cache would hold, where the verdict hangs on that and not on the peak.
+        apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
+        notes: caveats, and why a part of it cannot be had.
+    """
+
+    number: int
+    title: str
+    dose: str
+    effect: str
+    promise: str
+    peak: str
+    basis: str
+    verdict: Verdict
+    verdict_text: str
+    decided_by: str
+    slowdown: str
+    gauge: Gauge | None
+    apply: str | None
+    diff: str | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusalRow:
+    """A fix that was considered, and why it was not offered."""
+
+    fix: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """A whole plan: what the cell needs unchanged, the fixes or why there are none, and what was refused."""
+
+    unchanged: str
+    fixes: tuple[FixRow, ...]
+    unfixed: str | None
+    refusals: tuple[RefusalRow, ...]
+
+
+def prices(plan: Plan) -> Prices:
+    """Return the facts of ``plan``; its fixes are numbered as ``%oomdoctor fix N`` counts them."""
+    return Prices(
+        unchanged=_need(plan.unchanged),
+        fixes=fix_rows(plan),
+        unfixed=None if plan.candidates else _unfixed(plan.unchanged),
+        refusals=_refusal_rows(plan),
+    )
+
+
+def _unfixed(unchanged: Forecast) -> str | None:
+    """Return why there are no fixes; None where nothing was priced, which the forecast says already."""
+    if unchanged.verdict is Verdict.FITS:
+        return "No change is needed."
+    return None if unchanged.peak is None and unchanged.refused is None else "No fix was found that could be offered."
+
+
+def _need(unchanged: Forecast) -> str:
+    """Return in one sentence what the cell needs without any change."""
+    if unchanged.peak is None:
+        return f"Unchanged, this cell has no forecast: {_reason(unchanged.refused or unchanged.basis)}."
+    line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
+    budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
+    verdict = f"{_verdict(unchanged)}{_comma(_decided_by(unchanged))}"
+    sentence = (
+        f"Unchanged, this cell needs {words.about(unchanged.peak)}{budget}{line}: {verdict} ({basis(unchanged)})."
+    )
+    return f"{sentence} No better forecast: {_reason(unchanged.refused)}." if unchanged.refused else sentence
+
+
+def _reason(text: str) -> str:
+    return words.clean(text).removesuffix(".")
+
+
+def _comma(text: str) -> str:
+    return f", {text}" if text else ""
+
+
+def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
+    """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them."""
+    return tuple(_row(number, candidate, plan.unchanged) for number, candidate in enumerate(plan.candidates, 1))
+
+
+def _row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
+    """Return one candidate as a row."""
+    forecast = candidate.forecast
+    effect, promise = words.EFFECTS[candidate.effect]
+    applied = candidate.effect is not Effect.ADVICE and not (
+        isinstance(candidate.patch, Refused) and not candidate.applies_live
+    )
+    return FixRow(
+        number=number,
+        title=words.clean(candidate.title),
+        dose=words.clean(str(candidate.dose), 120),
+        effect=effect,
+        promise=promise,
+        peak=_peak(forecast, unchanged),
+        basis=basis(forecast) if forecast.peak is not None else "",
+        verdict=forecast.verdict,
+        verdict_text=_verdict(forecast),
+        decided_by=_decided_by(forecast),
+        slowdown=slowdown(forecast),
+        gauge=_gauge(forecast, unchanged),
+        apply=f"%oomdoctor fix {number}" if applied else None,
+        diff=None if isinstance(candidate.patch, Refused) else f"%oomdoctor diff {number}",
+        notes=tuple(_notes(candidate)),
+    )
+
+
+def _notes(candidate: Candidate) -> list[str]:
+    notes = [words.clean(candidate.caveat, 600)] if candidate.caveat else []
+    if candidate.forecast.refused:
+        lacking = "forecast" if candidate.forecast.peak is None else "better forecast"
+        notes.append(f"No {lacking}: {words.clean(candidate.forecast.refused)}")
+    if isinstance(candidate.patch, Refused):
+        notes.append(f"No diff: {words.clean(candidate.patch.reason)}")
+    return notes
+
+
+def _peak(forecast: Forecast, unchanged: Forecast) -> str:
+    if forecast.peak is None:
+        return "no forecast"
+    after = words.about(forecast.peak)
+    return after if unchanged.peak is None else f"{words.about(unchanged.peak)} → {after}"
+
+
+def _verdict(forecast: Forecast) -> str:
+    return f"{words.VERDICT_MARKS[forecast.verdict]} {forecast.verdict.value}"
+
+
+def _decided_by(forecast: Forecast) -> str:
+    by_peak = replace(forecast, reserved=None).verdict
+    if forecast.reserved is None or forecast.verdict is by_peak:
+        return ""
+    return f"reserved {words.about(forecast.reserved)}"
+
+
+def basis(forecast: Forecast) -> str:
+    """Return what a forecast was found by, and how far off such forecasts may be."""
+    name = words.clean(forecast.basis, 120)
+    return f"{name}, ± {words.percent(forecast.error_ratio)}" if forecast.error_ratio else name
+
+
+def slowdown(forecast: Forecast) -> str:
+    """Return the forecast time as a multiple of the unchanged cell's."""
+    return "unknown" if forecast.slowdown is None else f"≈ {words.times(forecast.slowdown)}"
+
+
+def _gauge(forecast: Forecast, unchanged: Forecast) -> Gauge | None:
+    if forecast.peak is None or forecast.budget is None:
+        return None
+    needed = max(forecast.peak, forecast.reserved or 0)
+    scale = max(needed, forecast.budget, unchanged.peak or 0)
+    return Gauge(peak_ratio=needed / scale, budget_ratio=forecast.budget / scale) if scale else None
+
+
+def _refusal_rows(plan: Plan) -> tuple[RefusalRow, ...]:
+    """Return what was considered and refused."""
+    return tuple(RefusalRow(fix=words.clean(fix, 120), reason=words.clean(reason)) for fix, reason in plan.refusals)

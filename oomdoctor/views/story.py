@@ -1,0 +1,174 @@
+"""A failure as the facts to show, in the order in which they are shown; the renderers add nothing to them.
+
+All sentences and figures are made here, so that text and HTML cannot differ. Code within a sentence stands between
+backticks. What comes from the user's program has gone through ``words.clean``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.model.case import OutcomeKind
+from oomdoctor.model.evidence import Census, DeviceMemory, Evidence
+from oomdoctor.model.finding import Finding
+from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views import words
+from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.bar import Bar, device_bar
+from oomdoctor.views.holders import Holders, holders
+from oomdoctor.views.prices import Prices, prices
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+
+__all__ = [
+    "FailingLine",
+    "FindingRow",
+    "Story",
+    "finding_rows",
+    "headline",
+    "tell",
+]
+
+_TOP: Final = 5
+
+_FATES: Final = {
+    Family.WORKER_KILLED: "lost a DataLoader worker, which was killed",
+    Family.RANK_KILLED: "lost a rank, which was killed",
+    Family.KERNEL_KILLED: "ended when the kernel was killed",
+    Family.SHM: "ran out of shared memory (/dev/shm)",
+    Family.FORK: "could not start a process for lack of memory",
+    Family.TRITON_RESOURCE: "asked for more on-chip memory than one kernel may have",
+    Family.VLLM_KV: "left too little memory for the KV cache",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingLine:
+    """The line of the user's own code that was running."""
+
+    place: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRow:
+    """One cause with the sentences that speak for it."""
+
+    title: str
+    confidence: str
+    because: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """The diagnosis of one case, from the headline to what to type next."""
+
+    title: str
+    headline: str
+    lines: tuple[FailingLine, ...]
+    raised_in: str | None
+    bar: Bar | None
+    holders: Holders
+    findings: tuple[FindingRow, ...]
+    prices: Prices
+    missing: tuple[str, ...]
+    next: tuple[str, ...]
+
+
+def tell(case: Case) -> Story:
+    """Return the facts of ``case``."""
+    incident, evidence = case.incident, case.evidence
+    device = _device(incident, evidence)
+    census = evidence.census if evidence.census.device == device.name else None
+    return Story(
+        title=f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}",
+        headline=headline(incident, evidence),
+        lines=tuple(_failing_line(line) for line in (incident.cell, incident.inner) if line is not None),
+        raised_in=_raised_in(incident),
+        bar=device_bar(device, census, total=incident.total, asked=incident.requested),
+        holders=holders(census, evidence.code.models, top=_TOP),
+        findings=finding_rows(case.findings),
+        prices=prices(case.plan),
+        missing=words.missing(
+            [(name, getattr(device, name)) for name in ("total", "free", "allocated", "reserved")],
+        ),
+        next=_next(case),
+    )
+
+
+def headline(incident: Incident, evidence: Evidence | None = None) -> str:
+    """Return the whole failure in one sentence with its numbers."""
+    cell = incident.cell
+    subject = "The program" if cell is None else f"{words.code(cell.source_line)} ({words.place(cell)})"
+    if not incident.is_oom:
+        return f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
+    device = None if evidence is None else _device(incident, evidence)
+    share = "" if evidence is None or device is None else _share(evidence.census, device)
+    return f"{subject} {_FATES.get(incident.family) or _request(incident, device)}{share}."
+
+
+def _request(incident: Incident, device: DeviceMemory | None) -> str:
+    where = words.device_name(device) if device else _bare_name(incident)
+    total = words.known(incident.total, device.total if device else None)
+    free = words.known(incident.free, device.free if device else None)
+    if incident.requested is None:
+        return f"ran out of memory on {where}" if total is None else f"ran out of the {format_size(total)} of {where}"
+    asked = f"asked for {format_size(incident.requested)}"
+    if total is None:
+        return f"{asked} of {where}, which could not be had"
+    whole = f"the {format_size(total)} of {where}"
+    if free is None:
+        return f"{asked} of {whole}, which could not be had"
+    if incident.requested > free:
+        return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
+    return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
+
+
+def _bare_name(incident: Incident) -> str:
+    if incident.device in (None, "cpu"):
+        return "host memory" if incident.device else "the device"
+    return words.clean(incident.device or "", 40)
+
+
+def _share(census: Census, device: DeviceMemory) -> str:
+    if census.device != device.name or not census.found or not census.roles:
+        return ""
+    role, size = max(census.roles, key=lambda item: item[1])
+    return f"; {words.percent(size / census.found)} of what is held is {words.ROLES[role]}"
+
+
+def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:
+    return next((device for device in evidence.devices if device.name == incident.device), evidence.device)
+
+
+def _raised_in(incident: Incident) -> str | None:
+    """Return the innermost frame, which is worth a line only where no line of the user's is known."""
+    return words.clean(incident.framework_frame) if incident.framework_frame and incident.cell is None else None
+
+
+def _failing_line(cell: CellLine) -> FailingLine:
+    return FailingLine(place=words.place(cell), source=words.clean(cell.source_line, 200))
+
+
+def finding_rows(findings: tuple[Finding, ...]) -> tuple[FindingRow, ...]:
+    """Return the causes as they were ranked."""
+    return tuple(
+        FindingRow(
+            title=words.clean(finding.title),
+            confidence=f"confidence {words.percent(finding.confidence)}",
+            because=tuple(words.clean(sentence, 600) for sentence in finding.because),
+        )
+        for finding in findings
+    )
+
+
+def _next(case: Case) -> tuple[str, ...]:
+    if case.outcome.kind is not OutcomeKind.OFFERED:
+        end = aftermath(case)
+        return (f"{end.mark} {end.title}",)
+    if any(row.apply for row in prices(case.plan).fixes):
+        return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)
+    return ()

@@ -1,0 +1,140 @@
+"""The words and numbers that every view shares: labels of the model's enums, and how figures are written.
+
+The one place where text that comes from a user's program is made safe to print: ``clean`` spells out control
+characters, so that no terminal escape and no bidirectional override reaches a screen. Escaping for HTML is left to
+the HTML views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.case import State
+from oomdoctor.model.evidence import DeviceMemory, Measured, Role
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.incident import CellLine
+from oomdoctor.model.plan import Verdict
+from oomdoctor.model.sizes import format_size
+
+__all__ = [
+    "EFFECTS",
+    "ROLES",
+    "STATES",
+    "VERDICT_MARKS",
+    "about",
+    "clean",
+    "code",
+    "count",
+    "device_name",
+    "known",
+    "missing",
+    "percent",
+    "place",
+    "times",
+]
+
+ROLES: Final = {
+    Role.PARAMETER: "parameters",
+    Role.GRADIENT: "gradients",
+    Role.OPTIMIZER_STATE: "optimizer state",
+    Role.BUFFER: "buffers",
+    Role.ACTIVATION: "activations",
+    Role.BATCH: "the batch",
+    Role.GRAPH_KEPT_ALIVE: "graphs kept alive",
+    Role.TRACEBACK: "held by a traceback",
+    Role.OUTPUT_CACHE: "output history",
+    Role.KV_CACHE: "KV cache",
+    Role.PINNED_HOST: "pinned host memory",
+    Role.USER_TENSOR: "your tensors",
+    Role.UNEXPLAINED: "no holder found",
+}
+
+EFFECTS: Final = {
+    Effect.EXACT: ("exact", "bit-identical results"),
+    Effect.EQUIVALENT: ("equivalent", "results equal up to rounding"),
+    Effect.CHANGES_RESULT: ("changes result", "other results, only if you ask for it"),
+    Effect.ADVICE: ("advice", "never applied for you"),
+}
+
+VERDICT_MARKS: Final = {
+    Verdict.FITS: "✓",
+    Verdict.BORDERLINE: "~",
+    Verdict.TOO_LARGE: "✗",
+    Verdict.UNKNOWN: "?",
+}
+
+STATES: Final = {
+    State.CLEAN: "clean, as if the changed cell had run first",
+    State.RESTORED: "restored, as it was before the cell",
+    State.UNVERIFIED: "unverified, something may differ from before the cell",
+}
+
+
+def clean(text: str, limit: int = 300) -> str:
+    """Return ``text`` on one line, with every unprintable character spelled out and its middle cut at ``limit``."""
+    shown = "".join(char if char.isprintable() else _spelled(char) for char in text)
+    if len(shown) <= limit:
+        return shown
+    head = (limit - 1) * 2 // 3
+    return f"{shown[:head]}…{shown[len(shown) - (limit - 1 - head) :]}"
+
+
+def _spelled(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def code(text: str, limit: int = 60) -> str:
+    """Return ``text`` as code within a sentence; a backtick of its own would end it there."""
+    shown = clean(text, limit).replace("`", "'")
+    return f"`{shown}`"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return ``1 tensor``, ``3 tensors``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
+
+
+def about(size_bytes: int) -> str:
+    """Return an estimated size, marked as one."""
+    return f"≈ {format_size(size_bytes)}"
+
+
+def percent(ratio: float, decimals: int = 0) -> str:
+    """Return ``71 %``."""
+    return f"{ratio * 100:.{decimals}f} %"
+
+
+def times(ratio: float) -> str:
+    """Return a ratio as a multiple."""
+    return f"×{ratio:.3g}"  # noqa: RUF001 - the multiplication sign is meant
+
+
+def place(cell: CellLine) -> str:
+    """Return where a line of the user's stands: ``In[5], line 7``."""
+    parts = [] if cell.number is None else [f"In[{cell.number}]"]
+    parts.append(f"line {cell.line}")
+    if cell.function != "<module>":
+        parts.append(f"in {code(cell.function)}")
+    return ", ".join(parts)
+
+
+def device_name(device: DeviceMemory) -> str:
+    """Return the device as it is called in sentences; a virtual accelerator never passes for a real one."""
+    name = "host memory" if device.name == "cpu" else clean(device.name, 40)
+    return f"{name} (simulated)" if device.simulated else name
+
+
+def known(*values: Measured | None) -> int | None:
+    """Return the first value that could be had."""
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def missing(values: Iterable[tuple[str, Measured]]) -> tuple[str, ...]:
+    """Return one sentence for each reason why some of the named ``values`` are not there."""
+    by_reason: dict[str, list[str]] = {}
+    for name, value in values:
+        if isinstance(value, Unavailable):
+            by_reason.setdefault(value.reason, []).append(name)
+    return tuple(f"{', '.join(names)} not available: {clean(reason)}" for reason, names in by_reason.items())

@@ -1,0 +1,36 @@
+"""What the tests share: real kernels, and one torch thread so that they do not fight over the cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from kernels import Kernel
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the census against its truth first: it counts every tensor of the process, those that tests leave as well."""
+    items.sort(key=lambda item: item.path.name != "test_truth.py")
+
+
+@pytest.fixture
+def start_kernel() -> Iterator[Callable[..., Kernel]]:
+    """Start real kernels; they are shut down at the end of the test."""
+    started: list[Kernel] = []
+
+    def start(**env: str) -> Kernel:
+        started.append(Kernel(env))
+        return started[-1]
+
+    yield start
+    for kernel in started:
+        kernel.stop()
+
+
+@pytest.fixture
+def kernel(start_kernel: Callable[..., Kernel]) -> Kernel:
+    """A real kernel of this interpreter."""
+    return start_kernel()

@@ -1,0 +1,522 @@
+"""Who the census says holds what, by which path and in which role. Its completeness is ``test_truth.py``'s."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import queue
+import subprocess
+import sys
+import weakref
+from collections import deque, namedtuple
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oomdoctor.evidence import census
+from oomdoctor.evidence.frames import frames_of, locals_of
+from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.aside import keep_apart
+from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
+
+_UNKNOWN = Unavailable("not asked in this test")
+HOST = DeviceMemory(
+    name="cpu", tensor_device="cpu", total=_UNKNOWN, free=_UNKNOWN, allocated=_UNKNOWN, reserved=_UNKNOWN
+)
+
+
+def taken(namespace: dict[str, Any], exc: BaseException | None = None, **more: Any) -> Census:
+    program = census.Program(
+        passed_over=frozenset({id(namespace), id(namespace.get("_oh"))}),
+        names=[*user_names(namespace), *class_attributes(namespace)],
+        outputs=list(output_cache(namespace)),
+        frames=list(frames_of(exc, {}, namespace)),
+        **more,
+    )
+    (found,) = census.take(program, [(HOST, lambda tensor: tensor.is_cpu)])
+    return found
+
+
+def holding(found: Census, path: str) -> Holding:
+    held = {one.path: one for one in found.holdings}
+    assert path in held, sorted(held)
+    return held[path]
+
+
+def big(count: int = 4096) -> torch.Tensor:
+    return torch.ones(count)
+
+
+class Slotted:
+    __slots__ = ("__private", "kept", "never_set")
+
+    def __init__(self) -> None:
+        self.kept = big()
+        self.__private = big(100)
+
+
+class Registry:
+    shared = big()
+
+
+def suspended() -> Any:
+    inside = big()
+    yield 1
+    yield inside
+
+
+def closed_over() -> Any:
+    inside = big()
+    return lambda: inside
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("it", big),
+        ("it['a'][0]", lambda: {"a": [big()]}),
+        ("it[True]", lambda: {True: big()}),
+        ("it[0].kept", lambda: [Slotted()]),
+        ("it.first", lambda: None),
+        ("it[1]", lambda: Pair(0, big())),
+        ("it[2]", lambda: deque([1, 2, big()])),
+        ("it.args", lambda: functools.partial(print, big())),
+        ("it.gi_frame.f_locals['inside']", suspended),
+        ("it.cache", lambda: None),
+    ],
+)
+def test_every_path_can_be_typed(path: str, value: Any) -> None:
+    namespace: dict[str, Any] = {"it": value()}
+    if path == "it.cache":
+        namespace["it"] = nn.Linear(1, 1)
+        namespace["it"].cache = big()
+    elif path == "it.first":
+        namespace["it"] = type("Plain", (), {})()
+        namespace["it"].first = big()
+    elif path.startswith("it.gi_frame"):
+        next(namespace["it"])
+    found = holding(taken(namespace), path)
+    reached = eval(found.expression, {}, namespace)
+    assert found.bytes == 4 * 4096
+    assert reached is not None
+    if isinstance(reached, torch.Tensor):
+        assert reached.nbytes == found.bytes
+
+
+def test_a_name_mangled_slot_and_one_never_set_are_survived() -> None:
+    found = taken({"it": Slotted()})
+    assert holding(found, "it._Slotted__private").bytes == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "expression", "value"),
+    [
+        ("it → inside", "it", closed_over),
+        ("it → element", "it", lambda: {big()}),
+        ("it → value", "it", lambda: {Pair(1, 2): big()}),
+        ("it → held", "it", lambda: zip([big()], strict=True)),
+    ],
+)
+def test_where_no_expression_leads_it_is_that_of_the_holder(path: str, expression: str, value: Any) -> None:
+    found = [one for one in taken({"it": value()}).holdings if one.path.startswith("it")]
+    assert [(one.path[: len(path)], one.expression) for one in found] == [(path, expression)]
+
+
+def test_the_cache_of_a_function_is_found() -> None:
+    @functools.lru_cache
+    def made(size: int) -> torch.Tensor:
+        return big(size)
+
+    made(5000)
+    (found,) = (one for one in taken({"made": made}).holdings if one.bytes == 20000)
+    assert (found.path.split(" ")[0], found.expression) == ("made", "made")
+
+
+def test_classes_of_the_notebook_and_modules_of_the_user_are_looked_into() -> None:
+    namespace: dict[str, Any] = {"Registry": Registry, "__name__": __name__, "torch": torch}
+    assert holding(taken(namespace), "Registry.shared").bytes == 4 * 4096
+    mine = ModuleType("mine")
+    mine.__file__ = "/home/somebody/mine.py"
+    mine.table = [big()]
+    assert holding(taken({"mine": mine}), "mine.table[0]").bytes == 4 * 4096
+
+
+def test_items_of_a_list_are_one_holding_and_a_few_are_named() -> None:
+    found = taken({"many": [big() for _ in range(128)], "few": [big(), big()], "ring": deque(big() for _ in range(30))})
+    many = holding(found, "many[0:128]")
+    assert (many.count, many.bytes, many.expression, many.frees) == (128, 128 * 4 * 4096, "many[0:128]", "del many")
+    assert {"few[0]", "few[1]"} <= {one.path for one in found.holdings}
+    assert (holding(found, "ring[0:30]").expression, holding(found, "ring[0:30]").count) == ("ring", 30)
+
+
+def test_a_dict_of_many_tensors_is_one_holding() -> None:
+    found = holding(taken({"state": {f"w{index}": big() for index in range(40)}}), "state.values()")
+    assert (found.count, found.bytes) == (40, 40 * 4 * 4096)
+
+
+def test_a_storage_has_one_owner() -> None:
+    base = big()
+    model = nn.Linear(64, 64)
+    namespace = {"base": base, "view": base[10:20], "again": [base, base.detach()], "model": model}
+    namespace |= {"tied": nn.ParameterList([model.weight]), "also": model.weight.data}
+    found = taken(namespace)
+    assert holding(found, "base").bytes == base.nbytes
+    assert not {"view", "again[0]", "again[1]", "tied[0]", "also"} & {one.path for one in found.holdings}
+    assert sum(one.count for one in found.holdings if one.role is Role.PARAMETER) == 2
+
+
+def test_losses_kept_with_their_graph_are_one_range_with_the_line_that_frees_them() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    losses = [model(torch.randn(256, 64)).pow(2).sum() for _ in range(8)]
+    namespace = {"model": model, "losses": losses}
+    graph = holding(taken(namespace), "losses[0:8] → graph")
+    assert (graph.role, graph.expression, graph.frees) == (Role.GRAPH_KEPT_ALIVE, "losses[0:8]", "del losses")
+    assert graph.bytes >= 8 * 256 * 64 * 4
+    told = holding(taken(namespace, appends={"losses": "losses.append(loss.detach())"}), "losses[0:8] → graph")
+    assert told.frees == "losses.append(loss.item())"
+
+
+def test_a_loss_left_by_a_step_is_kept_alive_until_its_backward() -> None:
+    model = nn.Linear(64, 64)
+    loss = model(torch.randn(32, 64)).exp().sum()
+    namespace = {"model": model, "loss": loss}
+    before = taken(namespace)
+    assert before.bytes_of(Role.GRAPH_KEPT_ALIVE) >= 32 * 64 * 4
+    assert taken(namespace, step_names=frozenset({"loss"})).bytes_of(Role.GRAPH_KEPT_ALIVE) == 0
+    loss.backward()
+    after = taken(namespace)
+    assert after.bytes_of(Role.GRAPH_KEPT_ALIVE) == 0
+    assert holding(after, "loss").role is Role.ACTIVATION
+
+
+def test_what_the_step_was_given_is_the_batch() -> None:
+    model = nn.Linear(64, 64)
+    data = big()
+    given = torch.randn(32, 64)
+    namespace = {"model": model, "data": data, "given": given, "loss": model(given).sum()}
+    found = taken(namespace, step_names=frozenset({"loss", "given"}))
+    assert holding(found, "given").role is Role.BATCH
+    assert holding(found, "data").role is Role.USER_TENSOR
+
+
+def test_gradients_optimizer_state_and_buffers_are_told_apart() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    namespace = {"model": model, "optimizer": optimizer, "torch": torch}
+    found = taken(namespace)
+    sizes = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.bytes_of(Role.PARAMETER) == found.bytes_of(Role.GRADIENT) == sizes
+    assert found.bytes_of(Role.OPTIMIZER_STATE) == 2 * sizes + 4 * 4  # and a step count for each of 4 parameters
+    assert found.bytes_of(Role.BUFFER) == sum(buffer.nbytes for buffer in model.buffers())
+    assert holding(found, "model[0].weight.grad").frees == "optimizer.zero_grad(set_to_none=True)"
+    for one in found.holdings:
+        if "no name" not in one.path:
+            assert eval(one.expression, namespace).untyped_storage().nbytes() == one.bytes
+
+
+def test_a_module_of_odd_names_has_paths_that_evaluate() -> None:
+    model = nn.ModuleDict({"0": nn.Linear(2, 2), "a-b": nn.Linear(2, 2), "plain": nn.Linear(2, 2)})
+    parameters = [one for one in taken({"model": model}).holdings if one.role is Role.PARAMETER]
+    assert len(parameters) == 6
+    assert {id(eval(one.expression, {"model": model})) for one in parameters} == set(map(id, model.parameters()))
+
+
+def test_a_model_and_an_optimizer_in_a_function_are_told_as_such() -> None:
+    def train() -> None:
+        model = nn.Linear(32, 32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+        raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        train()
+    found = taken({}, caught.value)
+    weight = next(one for one in found.holdings if one.role is Role.PARAMETER)
+    assert weight.path.startswith("local `model.weight` of train at test_census.py line ")
+    assert weight.expression == "model.weight"
+    assert found.bytes_of(Role.OPTIMIZER_STATE) > 2 * found.bytes_of(Role.PARAMETER)
+
+
+def test_outputs_and_earlier_tracebacks_have_roles_of_their_own() -> None:
+    def fail() -> None:
+        inside = big()
+        raise ValueError(len(inside))
+
+    with pytest.raises(ValueError, match="4096") as caught:
+        fail()
+    out = big()
+    found = taken({"_oh": {7: out}, "_": out}, earlier=list(frames_of(caught.value, {}, {})))
+    assert holding(found, "Out[7]").role is Role.OUTPUT_CACHE
+    assert found.bytes_of(Role.TRACEBACK) == 4 * 4096
+
+
+def test_a_decoders_cache_is_told_by_its_name() -> None:
+    attention = nn.Module()
+    attention.register_buffer("k_cache", big())
+    found = taken({"attention": attention, "past_key_values": tuple((big(), big()) for _ in range(4))})
+    assert found.bytes_of(Role.KV_CACHE) == 9 * 4 * 4096
+
+
+def test_a_checkpoint_is_not_run_again_by_looking_and_is_told() -> None:
+    calls = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin().exp()
+
+    output = checkpoint(run, torch.randn(64, requires_grad=True), use_reentrant=False)
+    found = taken({"output": output})
+    assert calls == [1]
+    assert [note.split(" saved")[0] for note in found.notes] == ["2"]
+    assert "torch.utils.checkpoint" in found.notes[0]
+
+
+def test_what_a_hook_packs_out_of_sight_is_told() -> None:
+    class Packed:
+        pass
+
+    leaf = torch.randn(64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Packed(), lambda packed: leaf):
+        output = leaf.exp()
+    notes = [note for note in taken({"output": output}).notes if "packed by a hook" in note]
+    assert [note.split(" are ")[0] for note in notes] == ["1 saved tensors"]
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        (lambda: torch.eye(16).to_sparse(), 16 * 2 * 8 + 16 * 4),
+        (lambda: torch.sparse_csr_tensor([0, 1, 2], [0, 1], [1.0, 2.0]), 3 * 8 + 2 * 8 + 2 * 4),
+        (lambda: torch.quantize_per_tensor(torch.ones(64), 0.1, 0, torch.qint8), 64),
+        (lambda: torch.ones(64).to_mkldnn(), 256),
+        (lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(8)], layout=torch.jagged), 64 + 3 * 8),
+        (lambda: torch.empty(64, device="meta"), 0),
+    ],
+    ids=["sparse", "csr", "quantised", "mkldnn", "nested", "meta"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:.*quantiz:DeprecationWarning", "ignore::UserWarning")
+def test_tensors_that_are_not_plain_are_counted_by_what_they_are_made_of(make: Any, nbytes: int) -> None:
+    it = make()
+    found = taken({"it": it})
+    assert sum(one.bytes for one in found.holdings if one.path == "it") == nbytes
+    if not nbytes:
+        assert "1 fake or meta tensors" in " ".join(found.notes)
+
+
+def test_a_dtensor_is_counted_by_its_local_shard() -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        it = distribute_tensor(big(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert sum(one.bytes for one in taken({"it": it}).holdings if one.path == "it") == 4 * 4096
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weak_references_that_are_dead_are_survived() -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    namespace = {"dead": weakref.ref(owner), "proxy": weakref.proxy(owner), "live": big()}
+    del owner
+    gc.collect()
+    assert holding(taken(namespace), "live").bytes == 4 * 4096
+
+
+def test_what_is_kept_apart_is_no_part_of_the_program() -> None:
+    copy = torch.ones(12345)
+    before = taken({})
+    keep_apart(copy)
+    after = taken({})
+    assert before.found - after.found == copy.nbytes
+
+
+def test_large_containers_are_looked_into_only_when_bytes_are_missing() -> None:
+    records = [{"id": index, "tags": (index,)} for index in range(5000)]
+    found = taken({"records": records, "it": big()})
+    assert holding(found, "it").bytes == 4 * 4096
+    records[4321]["hidden"] = big()
+    assert holding(taken({"records": records, "it": big()}), "records[4321]['hidden']").bytes == 4 * 4096
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="f_locals is a view of the frame from Python 3.13 on")
+def test_reading_locals_leaves_nothing_on_the_frame() -> None:
+    frame = sys._getframe()
+    inside = big()
+    watched = weakref.ref(inside)
+    assert locals_of(frame)["inside"] is inside
+    del inside
+    assert watched() is None
+
+
+def test_the_programs_own_dict_of_locals_is_left_alone() -> None:
+    inside = 1
+    mine = locals()
+    assert locals_of(sys._getframe())["inside"] == 1
+    assert mine["inside"] == inside
+
+
+def test_the_namespace_by_another_name_and_the_shell_lead_nowhere() -> None:
+    def shown() -> None:
+        """Has ``__globals__`` and ``__builtins__``, as every function has."""
+
+    out = big()
+    namespace: dict[str, Any] = {"shown": shown, "_oh": {3: out}, "it": big()}
+    namespace["mine"] = namespace
+    namespace["shell"] = type("Shell", (), {"__module__": "IPython.core.interactiveshell"})()
+    namespace["shell"].user_ns = {"it": namespace["it"], "lost": big()}
+    found = {one.path: one.role for one in taken(namespace).holdings if "no name" not in one.path}
+    assert found == {"Out[3]": Role.OUTPUT_CACHE, "it": Role.USER_TENSOR}
+
+
+def frees(found: Census, path: str) -> set[str]:
+    line = holding(found, path).frees
+    assert line is not None
+    assert line.startswith("del ")
+    return set(line.removeprefix("del ").split(", "))
+
+
+def test_the_line_that_frees_names_all_that_hold() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    z = big()
+    namespace: dict[str, Any] = {"model": model, "optimizer": optimizer, "z": z, "za": z, "zb": {"k": z}}
+    namespace |= {"alone": big(), "kept": [big()] * 2, "again": None}
+    namespace["again"] = namespace["kept"]
+    found = taken(namespace)
+    assert frees(found, "model.weight") == {"model", "optimizer"}
+    assert frees(found, "z") == {"z", "za", "zb"}
+    assert frees(found, "alone") == {"alone"}
+    assert frees(found, "kept[0]") == {"kept", "again"}
+    loss = model(torch.ones(1, 64)).sum()
+    assert frees(taken(namespace | {"loss": loss}), "model.weight") == {"model", "optimizer", "loss"}
+
+
+def test_a_model_that_was_made_anew_is_still_the_optimizers() -> None:
+    old = nn.Linear(64, 64)
+    namespace = {"optimizer": torch.optim.SGD(old.parameters(), lr=0.1), "model": nn.Linear(64, 64)}
+    del old
+    found = taken(namespace)
+    assert frees(found, "optimizer.param_groups[0]['params'][0]") == {"optimizer"}
+    assert frees(found, "model.weight") == {"model"}
+
+
+def test_a_name_that_a_loop_left_behind_owns_nothing_that_has_another() -> None:
+    models = [nn.Linear(64, 64) for _ in range(3)]
+    namespace = {"block": models[2], "models": models, "alone": nn.Linear(64, 64)}
+    found = taken(namespace, borrowed=frozenset({"block", "alone"}))
+    assert frees(found, "models[2].weight") == {"models", "block"}
+    assert frees(found, "models[1].weight") == {"models"}
+    assert frees(found, "alone.weight") == {"alone"}
+
+
+def test_a_gradient_is_cleared_by_the_optimizer_of_its_parameter() -> None:
+    first, second, third = (nn.Linear(8, 8) for _ in range(3))
+    for model in (first, second, third):
+        model(torch.ones(1, 8)).sum().backward()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    namespace = {"a": first, "b": second, "c": third, "oa": optimizers[0], "ob": optimizers[1]}
+    found = taken(namespace)
+    lines = [holding(found, f"{name}.weight.grad").frees for name in "abc"]
+    assert lines == [f"{name}.zero_grad(set_to_none=True)" for name in ("oa", "ob", "c")]
+
+
+def test_what_no_name_leads_to_is_unexplained_unless_a_step_is_under_way() -> None:
+    kept = [big(54321)]
+    nameless = [one for one in taken({}).holdings if "no name" in one.path]
+    assert {one.role for one in nameless} == {Role.UNEXPLAINED}
+    assert taken({}).bytes_of(Role.UNEXPLAINED) >= kept[0].nbytes
+    assert taken({}, in_step=True).bytes_of(Role.UNEXPLAINED) == 0
+
+
+def test_a_deep_model_is_told_in_full() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1500)))
+    found = taken({"model": model})
+    assert sum(one.count for one in found.holdings if one.role is Role.PARAMETER) == 3000
+
+
+def test_locals_survive_a_report_under_a_trace_function() -> None:
+    def traced() -> int:
+        inside = 41
+        inside += 1
+        return inside
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        locals_of(frame)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert traced() == 42
+    finally:
+        sys.settrace(before)
+
+
+def test_a_very_deep_graph_is_followed_so_far_that_it_can_still_be_freed() -> None:
+    code = """
+import threading, torch
+from oomdoctor.evidence.graph import DEEPEST, Graphs
+total = torch.ones((), requires_grad=True)
+for _ in range(20 * DEEPEST):
+    total = total * 1.0001
+graphs = Graphs()
+assert graphs.behind(total).is_alive and graphs.is_cut
+del graphs, total
+print("freed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "freed\n"), done.stderr
+
+
+def test_tensors_that_refer_to_each_other_and_lazy_modules_are_survived() -> None:
+    class Chained(torch.Tensor):
+        pass
+
+    first, second = (big().as_subclass(Chained) for _ in range(2))
+    first.other, second.other = second, first
+    namespace = {"first": first, "lazy": nn.LazyLinear(4), 0: big(), "waiting": queue.Queue()}
+    namespace["waiting"].put(big(100))
+    found = taken(namespace)
+    assert sum(one.bytes for one in found.holdings if one.path in {"first", "first.other", "second"}) == 2 * 4 * 4096
+    assert any(one.path.startswith("waiting.queue") for one in found.holdings)
+
+
+def test_names_that_a_frame_shares_with_the_notebook_are_not_to_be_deleted() -> None:
+    def train() -> None:
+        model = nn.Linear(32, 32)
+        model(torch.ones(1, 32)).sum().backward()
+        raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        train()
+    found = taken({"model": nn.Linear(2, 2)}, caught.value)
+    lines = {one.frees for one in found.holdings if one.path.startswith("local ")}
+    assert lines == {None}
+
+
+def test_what_has_no_name_and_what_was_not_found_are_both_unexplained() -> None:
+    kept = [big(54321)]
+    device = replace(HOST, allocated=1 << 40)
+    (found,) = census.take(census.Program(names=[]), [(device, lambda tensor: tensor.is_cpu)])
+    nameless = sum(one.bytes for one in found.holdings if one.role is Role.UNEXPLAINED)
+    assert nameless >= kept[0].nbytes
+    assert found.bytes_of(Role.UNEXPLAINED) == nameless + (1 << 40) - found.found
+    assert sum(size for _, size in found.roles) == 1 << 40

@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oomdoctor.evidence.code import facts
+from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.session import Cell, Cells
+
+
+def cells(*sources: str) -> Cells:
+    return Cells(history=tuple(Cell(number=n, source=textwrap.dedent(s)) for n, s in enumerate(sources, 1)))
+
+
+def read(*sources: str, line: int | None = None, **namespace: Any) -> CodeFacts:
+    modules = [(name, value) for name, value in namespace.items() if isinstance(value, nn.Module)]
+    optimizers = [(name, value) for name, value in namespace.items() if isinstance(value, torch.optim.Optimizer)]
+    return facts(cells(*sources), namespace, modules, optimizers, line=line)
+
+
+def only_loop(*sources: str, **namespace: Any) -> TrainingLoop:
+    (loop,) = read(*sources, **namespace).loops
+    return loop
+
+
+PLAIN = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        logits = model(x)
+        loss = criterion(logits, y)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def live() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": optimizer,
+        "annealer": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+
+
+def test_plain_loop() -> None:
+    loop = only_loop(PLAIN, **live())
+    assert loop == TrainingLoop(
+        cell=1,
+        line=2,
+        function=None,
+        in_failing_run=True,
+        loader="loader",
+        batch=("x", "y"),
+        models=("model",),
+        optimizers=("optimizer",),
+        loss="loss",
+        loss_call="criterion(logits, y)",
+        order=("zero_grad", "forward", "backward", "step"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "loader", "batch"),
+    [
+        ("for i, (x, y) in enumerate(loader):", "loader", ("x", "y")),
+        ("for i, (x, y) in enumerate(tqdm(loader, desc='a')):", "loader", ("x", "y")),
+        ("for x, y in tqdm(loader):", "loader", ("x", "y")),
+        ("for batch in loader:", "loader", ("batch",)),
+        ("for step, batch in enumerate(loaders['train'], start=1):", "loaders['train']", ("batch",)),
+        ("for batch in metric_logger.log_every(loader, 10):", "loader", ("batch",)),
+    ],
+)
+def test_loop_targets(head: str, loader: str, batch: tuple[str, ...]) -> None:
+    loop = only_loop(f"{head}\n    loss = model(x)\n    loss.backward()\n    opt.step()\n")
+    assert (loop.loader, loop.batch) == (loader, batch)
+
+
+@pytest.mark.parametrize(
+    ("source", "batch"),
+    [
+        (
+            "while True:\n    x, y = next(batches)\n    loss = model(x)\n    loss.backward()\n    opt.step()\n",
+            ("x", "y"),
+        ),
+        ("for i in range(9):\n    x = X[i:i + 4]\n    model(x).sum().backward()\n    opt.step()\n", ("x",)),
+        ("for i in range(9):\n    x, y = X[i], Y[i]\n    model(x).sum().backward()\n    opt.step()\n", ("x", "y")),
+        ("for i in tqdm(range(9)):\n    x, y = get_batch('train')\n    model(x).sum().backward()\n", ("x", "y")),
+    ],
+)
+def test_batches_bound_in_the_body(source: str, batch: tuple[str, ...]) -> None:
+    assert only_loop(source).batch == batch
+
+
+@pytest.mark.parametrize(
+    ("body", "order"),
+    [
+        (
+            ["loss = model(x)", "opt.zero_grad()", "loss.backward()", "opt.step()"],
+            ("forward", "zero_grad", "backward", "step"),
+        ),
+        (
+            ["loss = model(x)", "loss.backward()", "opt.step()", "opt.zero_grad()"],
+            ("forward", "backward", "step", "zero_grad"),
+        ),
+        (
+            [
+                "loss = model(x)",
+                "scaler.scale(loss).backward()",
+                "scaler.unscale_(opt)",
+                "nn.utils.clip_grad_norm_(model.parameters(), 1)",
+                "scaler.step(opt)",
+                "lr_scheduler.step()",
+            ],
+            ("forward", "backward", "clip", "step", "schedule"),
+        ),
+    ],
+)
+def test_order_of_events(body: list[str], order: tuple[str, ...]) -> None:
+    loop = only_loop("for x in loader:\n" + "".join(f"    {line}\n" for line in body))
+    assert (loop.order, loop.optimizers, loop.loss) == (order, ("opt",), "loss")
+
+
+def test_scheduler_is_known_by_its_object() -> None:
+    assert only_loop(PLAIN.rstrip() + "\n        annealer.step()\n", **live()).order[-1] == "schedule"
+
+
+FUNCTION = """
+    def train(net, batches, loss_fn):
+        for x, y in batches:
+            loss = loss_fn(net(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+def test_loop_in_a_function_of_another_cell_with_what_its_parameters_stand_for() -> None:
+    loop = only_loop(FUNCTION, "%time train(model, loader, loss_fn=criterion)", **live())
+    assert (loop.cell, loop.function, loop.in_failing_run, loop.models) == (1, "train", True, ("net",))
+    assert dict(loop.stands_for) == {"net": "model", "loss_fn": "criterion"}
+
+
+def test_loop_reached_through_another_function() -> None:
+    assert only_loop(FUNCTION, "def main():\n    train(model, loader, c)\n", "main()").in_failing_run
+
+
+def test_loop_that_does_not_run_is_said_so() -> None:
+    assert not only_loop(FUNCTION, "print(1)").in_failing_run
+
+
+def test_last_definition_wins() -> None:
+    loops = read(FUNCTION, FUNCTION.replace("batches", "other"), "train(a, b, c)").loops
+    assert [(loop.cell, loop.loader) for loop in loops] == [(2, "other")]
+    assert read(FUNCTION, "from library import train", "train(a, b, c)").loops == ()
+
+
+def test_loop_in_a_method() -> None:
+    loop = only_loop(
+        "class Trainer:\n" + textwrap.indent(textwrap.dedent(FUNCTION), "    "), "Trainer().train(a, b, c)"
+    )
+    assert (loop.function, loop.in_failing_run) == ("Trainer.train", True)
+
+
+def test_step_in_a_function_called_by_the_loop() -> None:
+    loop = only_loop(
+        "def train_step(x):\n    loss = model(x)\n    loss.backward()\n    opt.step()\n",
+        "for epoch in range(2):\n    for x in loader:\n        train_step(x)\n",
+    )
+    assert (loop.cell, loop.line, loop.order) == (2, 2, ("forward", "backward", "step"))
+
+
+def test_innermost_loop_is_the_one() -> None:
+    assert only_loop("for epoch in range(3):\n" + textwrap.indent(textwrap.dedent(PLAIN), "    ")).batch == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "    if (i + 1) % 4 == 0:\n        opt.step()\n        opt.zero_grad()\n",
+        "    with accelerator.accumulate(model):\n        opt.step()\n",
+    ],
+)
+def test_accumulation_is_seen(tail: str) -> None:
+    head = "for i, x in enumerate(loader):\n    loss = model(x) / 4\n    loss.backward()\n"
+    assert only_loop(head + tail).accumulates
+    assert not only_loop(head + "    opt.step()\n    if i % 10 == 0:\n        print(i)\n").accumulates
+
+
+def test_evaluation_is_no_training_loop() -> None:
+    assert read("for x in loader:\n    print(model(x))\n").loops == ()
+
+
+def test_draws_of_the_step() -> None:
+    loop = only_loop(
+        "for x in loader:\n    noise = torch.randn_like(x)\n    model(x + noise).backward()\n    o.step()\n"
+    )
+    assert loop.draws == ("torch.randn_like(x)",)
+
+
+EVALUATE = """
+    losses, inputs, total = [], [], 0
+    {context}
+        for x, y in loader:
+            out = model(x)
+            loss = criterion(out, y)
+            {keep}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [
+        ("losses.append(loss)", True),
+        ("losses.append((loss, x))", True),
+        ("total += loss", True),
+        ("total = total + loss", True),
+        ("total += criterion(model(x), y)", True),
+        ("losses.append(loss.item())", False),
+        ("losses.append(float(loss))", False),
+        ("losses.append(loss.detach().cpu())", False),
+        ("total += loss.item()", False),
+        ("total += (out.argmax(1) == y).sum()", False),
+        ("inputs.append(x)", False),
+    ],
+)
+def test_kept_graphs(keep: str, found: bool) -> None:
+    got = read(EVALUATE.format(context="if True:", keep=keep), **live()).history_appends
+    assert got == (((1, 7, keep),) if found else ())
+    assert read(EVALUATE.format(context="with torch.no_grad():", keep=keep), **live()).history_appends == ()
+
+
+def test_sums_that_backward_needs_are_left_alone() -> None:
+    source = """
+        for x, y in loader:
+            loss = 0
+            parts = []
+            for t in range(4):
+                step = criterion(model(x[t]), y)
+                loss += step
+                parts.append(step)
+            (loss + torch.stack(parts).sum()).backward()
+    """
+    assert read(source, **live()).history_appends == ()
+
+
+def test_sum_in_a_training_loop_hardly_leaks_but_a_list_of_outputs_does() -> None:
+    source = PLAIN.rstrip() + "\n        total += loss\n        kept.append(logits)\n"
+    found = read("total, kept = 0, []", source, **live()).history_appends
+    assert [text for *_, text in found] == ["kept.append(logits)"]
+
+
+KEEPING = """
+    for x, y in loader:
+        kept.append(model(x))
+        total += criterion(model(x), y)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "",
+        "len(kept)",
+        "print(f'{total:.3f}', len(kept))",
+        "mean = float(total) / len(kept)",
+        "plt.plot([k.sum().item() for k in kept])",
+        "np.mean([float(k) for k in kept])",
+        "torch.stack(kept).mean().item()",
+        "kept.clear()\ndel total",
+        "def report():\n    return len(kept), total.item()",
+        "def other():\n    kept, total = [], 0\n    return kept, total",
+    ],
+)
+def test_what_is_only_measured_is_a_leak(use: str) -> None:
+    for order in ((use, KEEPING), (KEEPING + textwrap.indent(use, "    "),)):
+        found = read("kept, total = [], 0", *order, **live()).history_appends
+        assert [text for *_, text in found] == ["kept.append(model(x))", "total += criterion(model(x), y)"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{}",
+        "alias = {}",
+        "box = {{'a': {}}}",
+        "box['a'] = {}",
+        "box.append({})",
+        "train({})",
+        "loss = fancy({}) + 1",
+        "sum({}).backward()",
+        "loss = torch.stack({}).mean()",
+        "torch.autograd.grad({}, ps)",
+        "for part in {}: part.sum().backward()",
+        "parts = [part.sum() for part in {}]",
+        "first = {}[0]",
+        "def loss():\n    return {}",
+        "def loss():\n    yield {}[0]",
+        "later = lambda: {}",
+        "def loss({0}={0}):\n    return {0}",
+        "class Box:\n    held = {}",
+        "def len(x): return sum(x)\nlen({})",
+        "{} = elsewhere",
+        "{} = other = []",
+        "{} = other = torch.zeros(1)",
+        "from elsewhere import {}",
+        "for {} in others: pass",
+        "exec('loss = sum(things)')",
+        "%timeit -n1 f({})",
+    ],
+)
+def test_what_may_be_differentiated_is_no_leak(use: str) -> None:
+    for name, text in (("kept", "kept.append(model(x))"), ("total", "total += criterion(model(x), y)")):
+        written = use.format(name)
+        for order in ((written, KEEPING), (textwrap.dedent(KEEPING) + written,)):
+            found = read("kept, total = [], 0", *order, **live()).history_appends
+            assert text not in [found_text for *_, found_text in found]
+
+
+def test_what_starts_out_of_sight_is_no_leak() -> None:
+    assert read(KEEPING, **live()).history_appends == ()
+    assert read("def f(kept, total):" + textwrap.indent(KEEPING, "    "), "f(a, b)", **live()).history_appends == ()
+
+
+def test_the_local_list_of_a_function() -> None:
+    body = "\n        kept, total = [], 0" + textwrap.indent(KEEPING, "    ")
+    measured = "def f():" + body + "        return len(kept), total.item()\n"
+    returned = "def f():" + body + "        return kept, total\n"
+    assert len(read(measured, "f()", **live()).history_appends) == 2
+    assert read(returned, "f()", **live()).history_appends == ()
+    assert read("kept = total = 0", measured, "f()", **live()).history_appends == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("f = open('log.txt', 'w')", ("line 1: `open('log.txt', 'w')`",)),
+        ("f = open('log.txt')", ()),
+        ("path.open('a')", ("line 1: `path.open('a')`",)),
+        ("import wandb\nwandb.log({'a': 1})", ("line 2: `wandb.log({'a': 1})`",)),
+        ("!rm -rf out\nx = 1", ("line 1: `!rm -rf out`",)),
+        ("files = !ls", ("line 1: `files = !ls`",)),
+        ("x = next(batches)", ("line 1: `next(batches)`",)),
+        ("x = next(iter(loader))", ()),
+        ("for b in batches:\n    pass", ("line 1: `for b in batches`",)),
+        ("input('go? ')", ("line 1: `input('go? ')`",)),
+        ("writer.add_scalar('a', 1)", ("line 1: `writer.add_scalar('a', 1)`",)),
+        ("torch.save(model.state_dict(), 'm.pt')", ("line 1: `torch.save(model.state_dict(), 'm.pt')`",)),
+        ("def later():\n    open('a', 'w')", ()),
+    ],
+)
+def test_not_repeatable(source: str, found: tuple[str, ...]) -> None:
+    assert read(source, batches=iter([1]), loader=[1]).not_repeatable == found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "p.data.sub_(lr * p.grad)",
+        "p.data -= lr * p.grad",
+        "p.data = q",
+        "x.data[0] = 1",
+        "x.data[0].copy_(y)",
+        "model.weight.data.copy_(y)",
+        "a, p.data = (1, q)",
+        "x.numpy()[0] = 1",
+        "x.detach().numpy()[...] += 1",
+        "x.detach().numpy().fill(0)",
+        "x.detach().cpu().numpy()[0, :].sort()",
+    ],
+)
+def test_writes_past_autograd_are_not_repeatable(source: str) -> None:
+    assert read(source).not_repeatable == (f"line 1: `{source}`",)
+    looped = f"def update():\n    for p in ps:\n        {source}"
+    assert read(looped, "update()").not_repeatable == (f"cell 1, line 3: `{source}`",)
+    assert read(looped).not_repeatable == ()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "norm = p.data.norm()",
+        "y = x.data",
+        "y = x.detach().numpy().copy()",
+        "y[x.data] = 1",
+        "a = x.data[0].clone()",
+        "x.data.__len__()",
+        "p.sub_(1)",
+        "data[0] = 1",
+    ],
+)
+def test_reads_past_autograd_are_repeatable(source: str) -> None:
+    assert read(source).not_repeatable == ()
+
+
+def test_not_repeatable_in_a_function_of_another_cell() -> None:
+    assert read("def save():\n    open('a', 'w')", "save()").not_repeatable == ("cell 1, line 2: `open('a', 'w')`",)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.0)
+        self.rnn = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.rnn.weight_hh_l0  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trap":
+            raise AssertionError
+        return super().__getattr__(name)
+
+    @property
+    def training_property(self) -> bool:
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
+def test_model_facts() -> None:
+    net = Net()
+    (model,) = read("", net=net).models
+    assert (model.path, model.type_name, model.training) == ("net", "Net", True)
+    assert model.parameter_bytes == sum(
+        p.numel() * p.element_size() for p in {id(p): p for p in net.parameters()}.values()
+    )
+    assert model.blocks == ("layers",)
+    assert model.batch_norm == ("norm",)
+    assert model.dropout == ("layers.0.attention", "layers.1.attention", "rnn")
+    assert model.sequence_first == ("rnn",)
+
+
+def test_frozen_batch_norm_does_not_couple() -> None:
+    net = Net()
+    net.norm.eval()
+    assert read("", net=net).models[0].batch_norm == ()
+
+
+def test_instance_norm_couples_only_with_running_stats() -> None:
+    found = read("", a=nn.InstanceNorm1d(2, track_running_stats=True), b=nn.InstanceNorm1d(2), c=nn.SyncBatchNorm(2))
+    assert [bool(model.batch_norm) for model in found.models] == [True, False, True]
+
+
+def test_loss_facts() -> None:
+    found = read("", a=nn.CrossEntropyLoss(weight=torch.ones(2), ignore_index=7), b=nn.MSELoss(reduction="sum"))
+    a, b = found.losses
+    assert (a.reduction, a.ignore_index, a.weighted) == ("mean", 7, True)
+    assert (b.reduction, b.ignore_index, b.weighted) == ("sum", None, False)
+    assert found.models == ()
+
+
+def test_grad_disabled_at_the_line() -> None:
+    source = "with torch.no_grad():\n    f()\ng()\n"
+    assert read(source, line=2).grad_disabled
+    assert not read(source, line=3).grad_disabled
+    assert read("@torch.inference_mode()\ndef f():\n    g()\nf()\n", line=3).grad_disabled
+
+
+def test_cells_that_are_not_python_are_passed_over() -> None:
+    assert read("%%bash\nfor x in *; do echo $x; done", "def (:", PLAIN).loops[0].cell == 3

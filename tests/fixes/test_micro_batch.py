@@ -1,0 +1,747 @@
+from __future__ import annotations
+
+import textwrap
+from contextlib import nullcontext
+from typing import Any
+
+import live
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.evidence.code import facts
+from oomdoctor.fixes import _micro_live, _micro_source
+from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.session import Cells, Session
+
+PARTS = Dose.of(parts=4)
+
+SETUP = """
+    import torch
+    from torch import nn
+    from torch.nn.utils import clip_grad_norm_
+    import torch.nn.functional as F
+    device = torch.device("cpu")
+"""
+
+
+class Pairs(Dataset[Any]):
+    """42 samples in dictionaries; a batch of 16 leaves an uneven last one of 10."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[at], "labels": self.y[at]}
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def program(**other: Any) -> dict[str, Any]:
+    """A namespace as a notebook would have it, the same each time."""
+    torch.manual_seed(0)
+    x, y = torch.randn(42, 8), torch.randint(0, 4, (42,))
+    model = other.pop("model", None) or nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    found = {
+        "X": x,
+        "Y": y,
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=16),
+        "dicts": DataLoader(Pairs(x, y), batch_size=16),
+        "losses": [],
+        "correct": 0,
+    }
+    return {**found, **other}
+
+
+def cells_of(*sources: str) -> Cells:
+    return live.cells_of(*(textwrap.dedent(source) for source in sources))
+
+
+def read(cells: Cells, namespace: dict[str, Any]) -> CodeFacts:
+    modules = [(name, value) for name, value in namespace.items() if isinstance(value, nn.Module)]
+    optimizers = [(name, value) for name, value in namespace.items() if isinstance(value, torch.optim.Optimizer)]
+    return facts(cells, namespace, modules, optimizers)
+
+
+def evidence(cells: Cells, namespace: dict[str, Any], **census: Any) -> Evidence:
+    base = live.evidence(**census)
+    return Evidence(devices=base.devices, host=base.host, censuses=base.censuses, code=read(cells, namespace))
+
+
+def patched(*sources: str, dose: Dose = PARTS, **namespace: Any) -> Patch | Refused:
+    cells = cells_of(*sources)
+    return patch(cells, evidence(cells, program(**namespace)), dose)
+
+
+def run(sources: list[str], namespace: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    for source in sources:
+        exec(compile(source, "<cell>", "exec"), namespace)
+    return namespace
+
+
+def after(patch: Patch, sources: tuple[str, ...]) -> list[str]:
+    texts = [textwrap.dedent(source) for source in sources]
+    for edit in patch.edits:
+        texts[edit.cell - 1] = edit.after
+    return texts
+
+
+def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+    return live.furthest(live.values(left["model"]), live.values(right["model"]))
+
+
+def rows_seen(model: nn.Module) -> list[int]:
+    seen: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(args[0] if args else kwargs["x"])), with_kwargs=True
+    )
+    return seen
+
+
+ZERO_FIRST = """
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            logits = model(x)
+            loss = criterion(logits, y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+"""
+ZERO_BETWEEN = """
+    for i, (inputs, labels) in enumerate(loader):
+        inputs, labels = inputs.to(device), labels.to(device)
+        outputs = model(inputs)
+        loss = criterion(outputs, labels)
+        losses.append(loss.item() * inputs.size(0))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        _, predicted = torch.max(outputs.data, 1)
+        correct += (predicted == labels).sum().item()
+"""
+ZERO_LAST = """
+    model.train()
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+SUM = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().item())
+"""
+EXPRESSION = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        target = F.one_hot(y, 4).float()
+        ((model(x) - target) ** 2).mean().backward()
+        optimizer.step()
+"""
+TWO_TERMS = """
+    for x, y in loader:
+        model.zero_grad()
+        out = model(x.view(x.size(0), -1))
+        main = criterion(out, y)
+        extra = out.pow(2).mean()
+        loss = main + 0.1 * extra
+        loss.backward()
+        optimizer.step()
+"""
+UNPACKED = """
+    for batch in loader:
+        x, y = batch
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+INDEXED = """
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+"""
+DICT = """
+    for step, batch in enumerate(dicts):
+        batch = {key: value.to(device) for key, value in batch.items()}
+        out = model(**batch)
+        loss = criterion(out, batch["labels"])
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+DICT_ITEMS = """
+    for batch in dicts:
+        optimizer.zero_grad()
+        x = batch["x"].to(device)
+        y = batch["labels"].to(device)
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+NO_LOADER = """
+    for i in range(0, len(X), 16):
+        xb, yb = X[i:i + 16], Y[i:i + 16]
+        loss = criterion(model(xb), yb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+FETCHED = """
+    batches = iter(loader)
+    steps = 0
+    while steps < 3:
+        x, y = next(batches)
+        steps += 1
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+IGNORING = """
+    padded = nn.CrossEntropyLoss(ignore_index=0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = padded(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+SCALED = """
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=False):
+            logits = model(x)
+            loss = criterion(logits, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+PENALTY = """
+    step = 0
+    log = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        l2 = sum(p.pow(2).sum() for p in model.parameters())
+        loss = criterion(model(x), y) + 1e-2 * l2
+        log.append((step, loss.item()))
+        if torch.isnan(loss):
+            print("not a number")
+        step += 1
+        loss.backward()
+        optimizer.step()
+    losses, correct = [value for _, value in log], sum(step for step, _ in log)
+"""
+
+LOOPS = {
+    "penalty": PENALTY,
+    "zero first": ZERO_FIRST,
+    "zero between": ZERO_BETWEEN,
+    "zero last": ZERO_LAST,
+    "sum": SUM,
+    "expression": EXPRESSION,
+    "two terms": TWO_TERMS,
+    "unpacked": UNPACKED,
+    "indexed": INDEXED,
+    "dict": DICT,
+    "dict items": DICT_ITEMS,
+    "no loader": NO_LOADER,
+    "fetched": FETCHED,
+    "ignoring": IGNORING,
+    "scaled": SCALED,
+}
+KEYWORDS = {"dict"}
+
+
+def own_model(name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"model": Keywords()} if name in KEYWORDS else {}
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16])
+@pytest.mark.parametrize("name", LOOPS)
+def test_patched_source_leaves_the_same_parameters(name: str, parts: int) -> None:
+    sources = (SETUP, LOOPS[name])
+    made = patched(*sources, dose=Dose.of(parts=parts), **own_model(name))
+    assert isinstance(made, Patch), made
+    plain, split = program(**own_model(name)), program(**own_model(name))
+    rows = rows_seen(split["model"])
+    run([textwrap.dedent(source) for source in sources], plain)
+    run(after(made, sources), split)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["correct"] == plain["correct"]
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+    assert max(rows) == 16 // parts
+    assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
+    if "loss" in plain:
+        assert split["loss"].item() == pytest.approx(plain["loss"].item(), rel=TOLERANCE)
+
+
+# The live form reads no source: losses that pass over targets or mix reductions, and batches that come from
+# elsewhere, are not for it.
+@pytest.mark.parametrize("name", sorted(LOOPS.keys() - {"penalty", "ignoring", "no loader", "fetched", "scaled"}))
+def test_live_form_leaves_the_same_parameters(name: str) -> None:
+    sources = [textwrap.dedent(source) for source in (SETUP, LOOPS[name])]
+    plain, split = program(**own_model(name)), program(**own_model(name))
+    rows = rows_seen(split["model"])
+    run(sources, plain)
+    with apply(session(split), PARTS):
+        run(sources, split)
+    assert distance(plain, split) <= TOLERANCE
+    assert max(rows) == 4
+    assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
+
+
+def session(namespace: dict[str, Any]) -> Session:
+    def kind(cls: Any) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, value) for name, value in namespace.items() if isinstance(value, cls))
+
+    return Session(
+        namespace=namespace,
+        cells=cells_of("pass"),
+        accelerator=None,  # type: ignore[arg-type]
+        modules=kind(nn.Module),
+        optimizers=kind(torch.optim.Optimizer),
+        schedulers=kind(torch.optim.lr_scheduler.LRScheduler),
+        loaders=kind(DataLoader),
+    )
+
+
+def test_without_the_weights_the_parameters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_micro_source._Writer, "_share", lambda self: "1 / 4")
+    made = patched(SETUP, ZERO_FIRST)
+    assert isinstance(made, Patch)
+    plain = run([textwrap.dedent(s) for s in (SETUP, ZERO_FIRST)], program())
+    split = run(after(made, (SETUP, ZERO_FIRST)), program())
+    assert distance(plain, split) > 100 * TOLERANCE
+
+    monkeypatch.setattr(_micro_live, "_reduction", lambda node: _micro_live._SUM)
+    sources = [textwrap.dedent(source) for source in (SETUP, UNPACKED)]
+    plain, split = run(sources, program() | sgd()), program() | sgd()
+    with apply(session(split), PARTS):
+        run(sources, split)
+    assert distance(plain, split) > 100 * TOLERANCE
+
+
+def sgd() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+FUNCTION = """
+    def train(net, batches, loss_fn, epochs=1):
+        history = []
+        for epoch in range(epochs):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = loss_fn(net(x), y)
+                loss.backward()
+                optimizer.step()
+                history.append(loss.item())
+        return history
+"""
+
+
+def test_function_of_an_earlier_cell_is_replayed() -> None:
+    call = "losses = train(model, loader, criterion, epochs=2)"
+    made = patched(SETUP, FUNCTION, call)
+    assert isinstance(made, Patch)
+    (edit,) = made.edits
+    assert edit.cell == 2
+    assert edit.replay.startswith("def train(")
+    plain = run([textwrap.dedent(s) for s in (SETUP, FUNCTION, call)], program())
+    split = program()
+    rows = rows_seen(split["model"])
+    run([textwrap.dedent(s) for s in (SETUP, FUNCTION, edit.replay, call)], split)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+    assert max(rows) == 4
+
+
+MAIN = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def main():
+        net = Net().to(device)
+        criterion = nn.CrossEntropyLoss(reduction="sum")
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, y in loader:
+            loss = criterion(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        return net
+"""
+
+
+def test_main_that_builds_all_of_its_objects() -> None:
+    sources = (SETUP, MAIN, "model = main()")
+    cells = cells_of(*sources)
+    namespace = {"loader": program()["loader"]}
+    made = patch(cells, evidence(cells, namespace), PARTS)
+    assert isinstance(made, Patch), made
+    plain = run([textwrap.dedent(s) for s in sources], {"loader": program()["loader"]})
+    split = run(after(made, sources), {"loader": program()["loader"]})
+    assert distance(plain, split) <= TOLERANCE
+    # The sum of the losses is not weighted: its one line stands as it was.
+    assert "            loss.backward()\n" in made.edits[0].after
+    assert "len(" not in made.edits[0].after
+    norm = MAIN.replace(
+        "self.layer = nn.Linear(8, 4)", "self.layer = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))"
+    )
+    cells = cells_of(SETUP, norm, "model = main()")
+    assert isinstance(patch(cells, evidence(cells, namespace), PARTS), Refused)
+
+
+def test_patching_again_is_refused() -> None:
+    made = patched(SETUP, ZERO_FIRST)
+    assert isinstance(made, Patch)
+    again = patched(*after(made, (SETUP, ZERO_FIRST)))
+    assert isinstance(again, Refused)
+    assert "accumulates" in again.reason
+
+
+GOLDEN = """\
+--- In[2]
++++ In[2] fixed
+@@ -1,14 +1,23 @@
+ 
+ %matplotlib inline
+ for i, (x, y) in enumerate(tqdm(loader)):
+-    x = x.to(device)
+     y = y.to(device)  # the answers
+-    # forward
+-    logits = model(x)
+-    loss = criterion(logits, y)
+ 
+     optimizer.zero_grad()
+-    loss.backward()  # gradients
++    batch_loss = 0.0
++    logits_parts = []
++    # In 4 parts: the gradients of the whole batch, the activations of one part at a time.
++    for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):
++        micro_x = micro_x.to(device)
++        # forward
++        logits = model(micro_x)
++        loss = criterion(logits, micro_y)
++        loss = loss * (len(micro_x) / len(x))
++        loss.backward()  # gradients
++        batch_loss += loss.detach()
++        logits_parts.append(logits.detach())
++    loss = batch_loss
++    logits = torch.cat(logits_parts)
+     optimizer.step()
+     total += loss.item() * len(x)
+     correct += (logits.argmax(1) == y).sum().item()
+"""  # noqa: W293
+
+
+def test_golden_diff() -> None:
+    made = patched(
+        SETUP,
+        """
+        %matplotlib inline
+        for i, (x, y) in enumerate(tqdm(loader)):
+            x = x.to(device)
+            y = y.to(device)  # the answers
+            # forward
+            logits = model(x)
+            loss = criterion(logits, y)
+
+            optimizer.zero_grad()
+            loss.backward()  # gradients
+            optimizer.step()
+            total += loss.item() * len(x)
+            correct += (logits.argmax(1) == y).sum().item()
+        """,
+    )
+    assert isinstance(made, Patch), made
+    assert made.diff() == GOLDEN
+
+
+HEAD = "for x, y in loader:\n    optimizer.zero_grad()\n"
+TAIL = "    loss.backward()\n    optimizer.step()\n"
+REFUSED = {
+    "accumulates": (
+        "for i, (x, y) in enumerate(loader):\n    loss = criterion(model(x), y) / 4\n    loss.backward()\n"
+        "    if i % 4 == 3:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    ),
+    "closure": (
+        "for x, y in loader:\n    def closure():\n        loss = criterion(model(x), y)\n"
+        "        loss.backward()\n        return loss\n    optimizer.step(closure)\n"
+    ),
+    "backward 2 times": HEAD
+    + "    a = criterion(model(x), y)\n    a.backward()\n    loss = criterion(model(x), y)\n"
+    + TAIL,
+    "2 optimizers": HEAD + "    loss = criterion(model(x), y)\n" + TAIL + "    other.step()\n",
+    "`my_loss` is not a loss": HEAD + "    loss = my_loss(model(x), y)\n" + TAIL,
+    "`real` may be|given to the loss, is not part": (
+        "real = torch.ones(16)\n" + HEAD + "    loss = criterion(model(x), real)\n" + TAIL
+    ),
+    "`z.T` is not known": HEAD + "    z = model(x)\n    loss = criterion(z @ z.T, y)\n" + TAIL,
+    "dimension 0": HEAD + "    loss = criterion(model(x.t()), y)\n" + TAIL,
+    "that the batch is in dimension 0": HEAD + "    loss = criterion(model(x[1:]), y[1:])\n" + TAIL,
+    "keep the batch in dimension 0": HEAD + "    loss = criterion(model(x.view(16, -1)), y)\n" + TAIL,
+    "for the whole batch": HEAD + "    noise = torch.randn(16, 8)\n    loss = criterion(model(x + noise), y)\n" + TAIL,
+    "`hidden` is carried|passed to `model`": (
+        HEAD + "    out, hidden = model(x, hidden)\n    loss = criterion(out, y)\n" + TAIL
+    ),
+    "used after the step": HEAD
+    + "    z = model(x)\n    p = z.abs()\n    loss = criterion(p * 2, y)\n"
+    + TAIL
+    + "    print(p)\n",
+    "changed in place": HEAD + "    x[0] = 0\n    out = model(x)\n    loss = criterion(out, y)\n" + TAIL,
+    "beside the loss": HEAD + "    state.last = model(x)\n    loss = criterion(model(x), y)\n" + TAIL,
+    "more than an assignment": HEAD + "    loss = criterion(model(x), y)\n    loss += loss\n" + TAIL,
+    "class weights": "w = nn.CrossEntropyLoss(weight=c)\n" + HEAD + "    loss = w(model(x), y)\n" + TAIL,
+    "arguments": HEAD
+    + "    loss = criterion(model(x), y)\n    loss.backward(retain_graph=True)\n    optimizer.step()\n",
+    "no optimizer": "for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n",
+    "before backward": HEAD + "    loss = criterion(model(x), y)\n    optimizer.step()\n    loss.backward()\n",
+    "statement of the loop": HEAD
+    + "    loss = criterion(model(x), y)\n    if True:\n        loss.backward()\n    optimizer.step()\n",
+    "may reduce over the batch": HEAD + "    loss = model(x).mean(0).sum()\n" + TAIL,
+    "mean or a sum over the samples": HEAD + "    loss = model(x)\n" + TAIL,
+    "is not among the notebook's objects": HEAD + "    loss = criterion(unknown_net(x), y)\n" + TAIL,
+    "how the step goes on": HEAD + "    loss = criterion(model(x), y)\n    if loss > 9:\n        continue\n" + TAIL,
+    "`criterion` is not a loss": HEAD + "    loss = criterion(model(x), y)\n" + TAIL + "criterion = contrast\n",
+    "`mse_loss` is not a loss": "def mse_loss(a, b):\n    return a.std()\n"
+    + (HEAD + "    loss = mse_loss(model(x), y)\n" + TAIL),
+    "bound anew": HEAD + "    model = wrap(model)\n    loss = criterion(model(x), y)\n" + TAIL,
+    "counts the classes": HEAD + "    loss = (model(x) - F.one_hot(y)).pow(2).mean()\n" + TAIL,
+    "mixes samples|combines the samples": HEAD + "    z = model(x)\n    loss = (z - z.mean()).pow(2).mean()\n" + TAIL,
+    "does not write out its ignore_index": HEAD + "    loss = F.cross_entropy(model(x), y, ignore_index=pad)\n" + TAIL,
+    "share a line": HEAD + "    loss = criterion(model(x), y); loss.backward()\n    optimizer.step()\n",
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_of_source(reason: str) -> None:
+    made = patched(SETUP, REFUSED[reason])
+    assert isinstance(made, Refused), made.diff()
+    assert any(part in made.reason for part in reason.split("|")), made.reason
+
+
+def test_parameter_that_calls_disagree_on_hides_the_object_of_its_name() -> None:
+    function = FUNCTION.replace("loss_fn", "criterion")
+    assert isinstance(patched(SETUP, function, "train(model, loader, criterion)"), Patch)
+    refused = patched(SETUP, function, "train(model, loader, contrast)")
+    assert isinstance(refused, Refused)
+    assert "`criterion` is not a loss" in refused.reason
+
+
+def test_moved_batch_used_after_the_step_is_moved_once_before() -> None:
+    made = patched(SETUP, ZERO_BETWEEN)
+    assert isinstance(made, Patch)
+    text = made.edits[0].after
+    assert text.index("inputs, labels = inputs.to(device)") < text.index("for micro_inputs")
+
+
+def test_batch_norm_is_refused_while_it_trains() -> None:
+    def norm() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    refused = patched(SETUP, ZERO_FIRST, model=norm())
+    assert refused == Refused("model[1] normalises over the batch in training mode")
+    frozen = norm()
+    frozen[1].eval()  # type: ignore[index]
+    assert isinstance(patched(SETUP, ZERO_FIRST, model=frozen), Patch)
+    assert isinstance(patched(SETUP, ZERO_FIRST, model=norm().eval()), Patch)
+    assert isinstance(patched(SETUP, "model.train()\n" + textwrap.dedent(ZERO_FIRST), model=norm().eval()), Refused)
+    with pytest.raises(OomDoctorError, match="normalises"), apply(session(program(model=norm())), PARTS):
+        pass
+
+
+def test_sequence_first_layers_are_refused() -> None:
+    refused = patched(SETUP, ZERO_FIRST, model=nn.LSTM(8, 4))
+    assert isinstance(refused, Refused)
+    assert "dimension 1" in refused.reason
+
+
+def propose_for(source: str, **namespace: Any) -> Any:
+    cells = cells_of(SETUP, source)
+    holdings = (Holding(bytes=8 << 20, device="cuda:0", role=Role.BATCH, path="x", shape=(6, 8)),)
+    roles = ((Role.ACTIVATION, 64 << 20), (Role.BATCH, 8 << 20))
+    found = evidence(cells, program(**namespace), roles=roles, holdings=holdings)
+    return propose(live.INCIDENT, found)
+
+
+def test_proposals_are_the_mildest_first_and_no_more_parts_than_samples() -> None:
+    proposals = propose_for(ZERO_FIRST)
+    assert [one.dose.number("parts") for one in proposals] == [2, 4]
+    assert [one.saves for one in proposals] == [(73 << 20) // 2, (73 << 20) * 3 // 4]
+    assert {one.effect for one in proposals} == {FIX.effect} == {Effect.EQUIVALENT}
+    assert all("estimate" in one.basis and one.caveat is None for one in proposals)
+
+
+def test_random_draws_weaken_the_promise() -> None:
+    dropout = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1))
+    (first, *_) = propose_for(ZERO_FIRST, model=dropout)
+    assert (first.effect, first.caveat) == (
+        Effect.CHANGES_RESULT,
+        "model[1] draws other random numbers for parts of a batch than for the whole",
+    )
+    assert propose_for(ZERO_FIRST, model=dropout.eval())[0].effect is Effect.EQUIVALENT
+    noisy = ZERO_FIRST.replace("model(x)", "model(x + torch.randn_like(x))")
+    assert propose_for(noisy)[0].effect is Effect.CHANGES_RESULT
+    assert isinstance(patched(SETUP, noisy), Patch)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("print(1)", "no training loop"),
+        (REFUSED["accumulates"], "accumulates"),
+        (REFUSED["2 optimizers"], "2 optimizers"),
+    ],
+)
+def test_proposals_refused(source: str, reason: str) -> None:
+    refused = propose_for(source)
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+
+
+def test_proposal_refused_for_one_sample_and_for_nothing_to_save() -> None:
+    cells = cells_of(SETUP, ZERO_FIRST)
+    one = (Holding(bytes=8, device="cuda:0", role=Role.BATCH, path="x", shape=(1, 8)),)
+    refused = propose(live.INCIDENT, evidence(cells, program(), holdings=one))
+    assert refused == Refused("the batch has one sample: there is nothing to split")
+
+
+def everything(namespace: dict[str, Any]) -> list[Any]:
+    home = torch.nn.utils
+    return [
+        home.clip_grad_norm_,
+        home.clip_grad_value_,
+        torch.Tensor.backward,
+        DataLoader.__iter__,
+        # A mark of torch's own, by which schedulers know that an optimizer has stepped.
+        *(sorted(vars(namespace[name]).keys() - {"_opt_called"}) for name in ("optimizer", "scheduler", "model")),
+        vars(namespace["optimizer"]).get("step"),
+        vars(namespace["scheduler"]).get("step"),
+        namespace.get("clip_grad_norm_"),
+        len(_global_optimizer_pre_hooks),
+    ]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_live_form_is_undone_exactly(error: type[BaseException] | None) -> None:
+    namespace = program(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
+    before = everything(namespace)
+    with pytest.raises(error) if error else nullcontext(), apply(session(namespace), PARTS):
+        assert everything(namespace) != before
+        for x, y in namespace["loader"]:
+            functional.cross_entropy(namespace["model"](x), y).backward()
+            if error:
+                raise error
+            namespace["optimizer"].step()
+    after = everything(namespace)
+    assert after == before
+
+
+def test_undone_functions_of_torch_are_the_very_same() -> None:
+    namespace = program()
+    before = (torch.Tensor.backward, torch.nn.utils.clip_grad_norm_, DataLoader.__iter__)
+    with apply(session(namespace), PARTS):
+        pass
+    now = (torch.Tensor.backward, torch.nn.utils.clip_grad_norm_, DataLoader.__iter__)
+    assert all(left is right for left, right in zip(before, now, strict=True))
+
+
+def test_live_form_refuses_on_entering() -> None:
+    for lacking, reason in ((["loader", "dicts"], "no DataLoader"), (["optimizer"], "no optimizer")):
+        namespace = {name: value for name, value in program().items() if name not in lacking}
+        with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
+            pass
+    for loss in (nn.CrossEntropyLoss(ignore_index=1), nn.NLLLoss(weight=torch.ones(4))):
+        with pytest.raises(OomDoctorError, match="not one over samples"), apply(session(program(loss=loss)), PARTS):
+            pass
+
+
+LIVE_REFUSED = {
+    "mean or a sum": HEAD + "    loss = model(x).norm()\n" + TAIL,
+    "compares the samples": HEAD + "    z = model(x)\n    loss = criterion(z @ z.T, torch.arange(len(z)))\n" + TAIL,
+    "passes over": "lost = nn.CrossEntropyLoss(ignore_index=1)\n" + HEAD + "    loss = lost(model(x), y)\n" + TAIL,
+    "cell made itself": "new = torch.optim.SGD(model.parameters())\n"
+    + HEAD.replace("optimizer", "new")
+    + "    loss = criterion(model(x), y)\n    loss.backward()\n    new.step()\n",
+    "over the batch in training mode": "b = nn.BatchNorm1d(8)\n"
+    + HEAD
+    + "    loss = criterion(model(b(x)), y)\n"
+    + TAIL,
+    "accumulates already": "for x, y in loader:\n    criterion(model(x), y).backward()\n",
+    "closure": HEAD + "    optimizer.step(lambda: criterion(model(x), y))\n",
+}
+
+
+@pytest.mark.parametrize("reason", LIVE_REFUSED)
+def test_live_form_stops_where_it_would_lie(reason: str) -> None:
+    namespace = program()
+    with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
+        run([textwrap.dedent(SETUP), LIVE_REFUSED[reason]], namespace)
+
+
+def test_live_form_leaves_evaluation_alone() -> None:
+    namespace = program()
+    with apply(session(namespace), PARTS), torch.no_grad():
+        assert [len(x) for x, _ in namespace["loader"]] == [16, 16, 10]
+
+
+class CouplesInTraining(Keywords):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.inner(x - x.mean(0) if self.training else x)
+
+
+def test_guard_tries_the_model_in_the_mode_it_trains_in() -> None:
+    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    model = CouplesInTraining()
+    with guard(live.session(model=model), PARTS), pytest.raises(OomDoctorError, match="depends on the others"):
+        model(x=x, labels=y)
+    model.eval()
+    with guard(live.session(model=model), PARTS):
+        assert model(x=x, labels=y).shape == (16, 4)
+    assert "forward" not in vars(model)

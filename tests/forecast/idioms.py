@@ -1,0 +1,379 @@
+"""Cells as they stand in notebooks, a title before each; STEP is a training step on ``x`` and ``y``."""
+
+STEP = """
+optimizer.zero_grad()
+loss = F.cross_entropy(model(x), y)
+loss.backward()
+optimizer.step()
+"""
+
+CELLS = """
+# %% item
+losses = []
+for x, y in loader:
+    STEP
+    losses.append(loss.item())
+mean = sum(losses) / len(losses)
+
+# %% formatted losses
+for i, (x, y) in enumerate(loader):
+    STEP
+    print(f"{i} loss {loss:.4f} {loss.item():8.3f} {float(loss)}", int(loss))
+
+# %% early stopping
+best, patience = float("inf"), 0
+for epoch in range(100):
+    for x, y in loader:
+        STEP
+    if loss < best:
+        best = loss
+    else:
+        patience += 1
+        if patience > 3:
+            break
+
+# %% best so far is saved
+best = 1e9
+for x, y in loader:
+    STEP
+    if loss.item() < best:
+        best = loss.item()
+        torch.save(model.state_dict(), "/best.pt")
+
+# %% accuracy
+right = 0
+for x, y in loader:
+    STEP
+    right += (model(x).argmax(1) == y).sum().item()
+print(right / len(loader.dataset))
+
+# %% nan check
+for x, y in loader:
+    STEP
+    assert not torch.isnan(loss).any(), "diverged"
+    if not torch.isfinite(loss):
+        raise ValueError("diverged")
+
+# %% masks
+for x, y in loader:
+    STEP
+    kept = x[x > 0]
+    rows = x[y == 1]
+    x[x < 0] = 0.0
+
+# %% nonzero
+for x, y in loader:
+    STEP
+    where = (y == 3).nonzero()
+    some = x[where.squeeze(1)]
+    a, b = torch.where(x > 0)
+
+# %% unique
+for x, y in loader:
+    STEP
+    picked = torch.masked_select(x, x > 0)
+    values, counts = y.unique(return_counts=True)
+    where = torch.bincount(y, minlength=10)
+
+# %% tensors are printed
+for x, y in loader:
+    STEP
+print(loss, x, model[0].weight)
+repr(x), str(model)
+
+# %% a generator over the loader
+def batches():
+    for x, y in loader:
+        yield x, y
+for x, y in batches():
+    STEP
+
+# %% a progress bar
+import sys
+class Bar:
+    def __init__(self, items):
+        self.items = items
+    def __iter__(self):
+        for item in self.items:
+            sys.stderr.write("#")
+            sys.stderr.flush()
+            yield item
+for x, y in Bar(loader):
+    STEP
+
+# %% a closure
+def closure():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+for x, y in loader:
+    optimizer.step(closure)
+
+# %% LBFGS
+newton = torch.optim.LBFGS(model.parameters(), max_iter=4)
+def closure():
+    newton.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+for x, y in loader:
+    newton.step(closure)
+
+# %% EMA by deepcopy
+import copy
+ema = copy.deepcopy(model)
+for x, y in loader:
+    STEP
+    with torch.no_grad():
+        for a, b in zip(ema.parameters(), model.parameters()):
+            a.mul_(0.9).add_(b, alpha=0.1)
+
+# %% state dict is copied and loaded
+import copy
+state = copy.deepcopy(model.state_dict())
+model.load_state_dict(state)
+model(data)
+
+# %% gradients are clipped
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if norm > 100:
+        print(norm)
+    optimizer.step()
+
+# %% gradients are changed in place
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        p.grad = p.grad / 2
+        p.grad.data.clamp_(-1, 1)
+    optimizer.step()
+
+# %% autocast with a scaler
+scaler = torch.amp.GradScaler("cpu")
+for x, y in loader:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+# %% schedulers
+cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+for epoch in range(3):
+    for x, y in loader:
+        STEP
+        cycle.step()
+    cycle.get_last_lr()
+    plateau.step(loss)
+
+# %% numpy and lists
+for x, y in loader:
+    STEP
+    value = loss.detach().cpu().numpy()
+    predicted = model(x).detach().numpy().argmax(1)
+    share = (predicted == y.numpy()).mean()
+    labels = y.tolist(), model(x).argmax(1).tolist()
+
+# %% next of an iterator with a restart
+it = iter(loader)
+for step in range(100):
+    try:
+        x, y = next(it)
+    except StopIteration:
+        it = iter(loader)
+        x, y = next(it)
+    STEP
+
+# %% next of an iterator without one
+it = iter(loader)
+for step in range(4):
+    x, y = next(it)
+    STEP
+
+# %% enumerate and zip
+for i, ((x, y), _) in enumerate(zip(loader, loader)):
+    STEP
+    if i % 2 == 0:
+        print(i, loss.item())
+
+# %% SGD by hand
+optimizer = None
+for i in range(1000):
+    loss = model(data).sum()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+            p.grad = None
+
+# %% data is assigned
+for p in model.parameters():
+    p.data = p.data * 0.5
+    p.data.mul_(2)
+model(data).sum().backward()
+
+# %% training in double precision
+model.double()
+for x, y in loader:
+    x = x.double()
+    STEP
+
+# %% rejection sampling
+x = torch.rand(3)
+while not (x > 0.5).all():
+    x = torch.rand(3)
+while (x < 0.7).any():
+    x = x + 0.1
+model(data)
+
+# %% initialisers
+layer = nn.Linear(600, 600)
+nn.init.trunc_normal_(layer.weight)
+nn.init.orthogonal_(layer.weight)
+nn.init.kaiming_normal_(layer.weight)
+
+# %% sampling
+p = torch.softmax(model(data), -1)
+i = torch.multinomial(p, 1)
+k = torch.topk(p, 3).indices[0, 0].item()
+
+# %% a split with a loader that has workers
+from torch.utils.data import DataLoader, random_split
+a, b = random_split(loader.dataset, [100, len(loader.dataset) - 100])
+with_workers = DataLoader(a, batch_size=10, num_workers=2, pin_memory=False, persistent_workers=True)
+for x, y in with_workers:
+    STEP
+
+# %% compiled
+fast = torch.compile(model)
+@torch.compile
+def double(x):
+    return x * 2
+for x, y in loader:
+    STEP
+    double(fast(x))
+
+# %% a function of an earlier cell
+train(model, loader)
+
+# %% the graph of an earlier cell
+kept.backward()
+optimizer.step()
+
+# %% the optimizer's state dict
+for x, y in loader:
+    STEP
+state = optimizer.state_dict()
+optimizer.load_state_dict(state)
+
+# %% sleep
+import time
+start = time.time()
+time.sleep(100)
+for x, y in loader:
+    STEP
+
+# %% an exit
+import sys
+model(data)
+sys.exit()
+
+# %% functional gradients
+g, = torch.autograd.grad(model(data).sum(), [model[0].weight])
+norm = g.norm().item()
+
+# %% hooks
+seen = []
+hook = model[0].register_forward_hook(lambda m, i, o: seen.append(o.detach().mean().item()))
+model(data)
+hook.remove()
+
+# %% results are put into a buffer
+out = torch.zeros(len(data), 10)
+for i in range(0, len(data), 100):
+    out[i:i + 100] = model(data[i:i + 100])
+
+# %% literals
+w = torch.tensor([1.0, 2.0])
+assert w[1].item() == 2.0
+assert w.tolist() == [1.0, 2.0]
+steps = 0
+for i in range(torch.tensor([1, 2]).sum().item()):
+    steps += 1
+assert steps == 3
+model(data)
+
+# %% lengths
+lengths = torch.tensor([3, 2, 1])
+a, b, c = torch.split(torch.randn(6, 2), lengths.tolist())
+assert (len(a), len(b), len(c)) == (3, 2, 1)
+pad = torch.zeros(3, int(lengths.max()))
+padded = nn.utils.rnn.pad_sequence([a, b, c])
+model(data)
+
+# %% a counter that was there before
+for i in range(3):
+    counter += 1
+assert counter.item() == 8
+assert int(counter) + counter.tolist() == 16
+model(data)
+
+# %% a buffer that counts
+norm = nn.BatchNorm1d(256)
+for i in range(3):
+    norm(data)
+assert norm.num_batches_tracked.item() == 3
+
+# %% no grad and inference mode
+model.eval()
+with torch.no_grad():
+    for x, y in loader:
+        out = model(x)
+with torch.inference_mode():
+    for x, y in loader:
+        out = model(x)
+        scores = out.max(1).values.cpu().numpy()
+
+# %% cuda if there is one
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model.to(device)
+for x, y in loader:
+    x, y = x.to(device), y.to(device, non_blocking=True)
+    STEP
+torch.cuda.empty_cache()
+
+# %% per-sample gradients
+from torch.func import functional_call, grad, vmap
+params = {name: p.detach() for name, p in model.eval().named_parameters()}
+def loss_of(params, x):
+    return functional_call(model, params, (x[None],)).sum()
+grads = vmap(grad(loss_of), in_dims=(None, 0))(params, data[:8])
+
+# %% threads
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(2) as pool:
+    squares = list(pool.map(lambda i: i * i, range(4)))
+assert squares == [0, 1, 4, 9]
+model(data)
+"""
+
+
+def cells() -> dict[str, str]:
+    """Return the cells by title, with the steps written out."""
+    found = {}
+    for part in CELLS.split("# %% ")[1:]:
+        title, _, body = part.partition("\n")
+        lines = []
+        for line in body.splitlines():
+            indent = line[: len(line) - len(line.lstrip())]
+            lines += [indent + step for step in STEP.strip().splitlines()] if line.strip() == "STEP" else [line]
+        found[title] = "\n".join(lines)
+    return found

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import gc
+import linecache
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomdoctor.incident import all_from_exception, find_oom, from_exception
+from oomdoctor.incident.scan import FORMATS
+from oomdoctor.model.incident import Family
+from oomdoctor.model.sizes import GIB, MIB
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 4.00 GiB of which 64.00 MiB "
+    "is free. Of the allocated memory 3.50 GiB is allocated by PyTorch, and 128.00 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+def caught(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def run_cell(source, number=3, **names):
+    """Run a cell as IPython does: compiled under a name of its own, with its text in linecache."""
+    name = f"/tmp/ipykernel_1/{number}.py"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    return caught(lambda: exec(compile(source, name, "exec"), names)), {name: number}
+
+
+def test_a_real_refusal_of_the_cpu_allocator_is_recognised_with_its_size():
+    error, cells = run_cell("import torch\nsize = 1 << 50\nx = torch.empty(size, dtype=torch.uint8)\n")
+    incident = from_exception(error, cells)
+    assert (incident.is_oom, incident.family, incident.device) == (True, Family.HOST, "cpu")
+    assert incident.requested == 1 << 50
+    assert incident.cell is not None
+    assert (incident.cell.number, incident.cell.line) == (3, 3)
+    assert incident.cell.source_line == "x = torch.empty(size, dtype=torch.uint8)"
+
+
+def test_a_real_refusal_of_numpy_is_recognised_with_its_exact_size():
+    incident = from_exception(caught(lambda: np.zeros((1 << 40, 333), dtype=np.float32)), {})
+    assert (incident.family, incident.requested) == (Family.NUMPY, 333 * 4 << 40)
+    assert incident.exc_type == "numpy._core._exceptions._ArrayMemoryError"
+
+
+@pytest.mark.parametrize(
+    ("error", "family"),
+    [
+        (MemoryError(), Family.HOST),
+        (torch.OutOfMemoryError(CUDA), Family.CUDA),
+        (torch.OutOfMemoryError(), Family.CUDA),
+        (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 1.00 GiB."), Family.XPU),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"), Family.CUDA),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), Family.CUDNN),
+        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "), Family.WORKER_KILLED),
+        (OSError(12, "Cannot allocate memory"), Family.HOST),
+        (type("MyMemory", (MemoryError,), {})("mine"), Family.HOST),
+    ],
+)
+def test_one_exception(error, family):
+    assert find_oom(error) is error
+    assert from_exception(error, {}).family is family
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("out of memory"),
+        KeyboardInterrupt(),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        OSError(28, "No space left on device"),
+        Exception(),
+    ],
+)
+def test_what_is_not_for_want_of_memory(error):
+    assert find_oom(error) is None
+    assert not from_exception(error, {}).is_oom
+
+
+def test_the_root_of_a_chain_is_found_through_cause_context_and_groups():
+    root = torch.OutOfMemoryError(CUDA)
+
+    def context():
+        try:
+            raise root
+        except RuntimeError:
+            {}["while handling it"]
+
+    inner = caught(context)
+    wrapped = RuntimeError("training failed")
+    wrapped.__cause__ = inner
+    group = ExceptionGroup("workers", [ValueError("other"), wrapped])
+    assert find_oom(group) is root
+    assert from_exception(group, {}).requested == 512 * MIB
+
+
+def test_the_first_of_two_failures_is_the_root():
+    first, second = MemoryError(), torch.OutOfMemoryError(CUDA)
+    second.__context__ = first
+    assert find_oom(second) is first
+
+
+def test_an_interrupt_during_the_handling_is_an_interrupt():
+    stop = KeyboardInterrupt()
+    stop.__context__ = MemoryError()
+    assert find_oom(stop) is None
+
+
+def test_notes_and_errors_of_another_process_are_read():
+    noted = RuntimeError("job failed")
+    noted.add_note(f"torch.OutOfMemoryError: {CUDA}")
+    assert from_exception(noted, {}).total == 4 * GIB
+
+    class RemoteError(Exception):
+        def __init__(self, ename, evalue):
+            super().__init__("remote")
+            self.ename, self.evalue = ename, evalue
+
+    assert from_exception(RemoteError("OutOfMemoryError", CUDA), {}).family is Family.CUDA
+    assert find_oom(RemoteError("ValueError", "no")) is None
+
+
+class RaisingStr(RuntimeError):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+class RaisingEverything(MemoryError):
+    def __getattribute__(self, name):
+        raise SystemExit(name)
+
+
+class StrangeStr(RuntimeError):
+    def __str__(self):
+        return 7
+
+
+class Recursive(RuntimeError):
+    def __str__(self):
+        return str(self)
+
+
+@pytest.mark.parametrize("kind", [RaisingStr, RaisingEverything, StrangeStr, Recursive])
+def test_no_exception_object_makes_the_check_raise(kind):
+    error = kind("x")
+    found = find_oom(error)
+    assert (found is not None) == issubclass(kind, MemoryError)
+    from_exception(error, {})
+
+
+def test_a_cycle_and_a_very_long_chain_end():
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__context__ = second, first
+    assert find_oom(first) is None
+    last = root = ValueError("0")
+    for number in range(5_000):
+        following = ValueError(str(number))
+        following.__context__ = last
+        last = following
+    assert find_oom(last) is None
+    root.__context__ = last
+    assert find_oom(last) is None
+
+
+def test_the_cell_line_is_the_outermost_in_a_cell_the_inner_line_the_innermost_the_frame_that_of_all():
+    source = (
+        "def step(n):\n"
+        "    return fail(n)\n"
+        "\n"
+        "for n in range(3):\n"
+        "    step(n)\n"
+    )  # fmt: skip
+
+    def fail(n):
+        raise torch.OutOfMemoryError(CUDA)
+
+    error, cells = run_cell(source, 9, fail=fail)
+    incident = from_exception(error, cells)
+    assert incident.cell is not None
+    assert (incident.cell.number, incident.cell.line, incident.cell.function) == (9, 5, "<module>")
+    assert incident.cell.source_line == "step(n)"
+    assert incident.inner is not None
+    assert (incident.inner.number, incident.inner.line, incident.inner.function) == (9, 2, "step")
+    assert incident.inner.source_line == "return fail(n)"
+    assert incident.framework_frame is not None
+    assert incident.framework_frame.endswith(" fail")
+    assert "test_recognise.py:" in incident.framework_frame
+
+
+def test_the_cell_line_is_found_when_a_library_caught_the_failure_below_the_cell():
+    def library():
+        try:
+            raise torch.OutOfMemoryError(CUDA)
+        except RuntimeError as error:
+            raise ValueError("wrapped") from error
+
+    error, cells = run_cell("a = 1\nlibrary()\n", 4, library=library)
+    incident = from_exception(error, cells)
+    assert incident.cell is not None
+    assert (incident.cell.number, incident.cell.line) == (4, 2)
+    assert incident.exc_type == "torch.OutOfMemoryError"
+
+
+def test_nothing_that_the_traceback_holds_is_kept_alive():
+    class Big:
+        pass
+
+    alive = []
+
+    def fail():
+        big = Big()
+        alive.append(weakref.ref(big))
+        raise torch.OutOfMemoryError(CUDA)
+
+    error, cells = run_cell("fail()\n", 2, fail=fail)
+    incident = from_exception(error, cells)
+    assert find_oom(error) is error
+    assert alive[0]() is not None
+    del error
+    gc.collect()
+    assert alive[0]() is None
+    assert incident.is_oom
+
+
+def test_pinning_and_first_use_are_told_by_the_frames_above_the_same_words():
+    def pin_memory():
+        raise RuntimeError("CUDA error: out of memory")
+
+    def _lazy_init():
+        raise RuntimeError("CUDA error: out of memory")
+
+    assert from_exception(caught(pin_memory), {}).family is Family.PINNED
+    assert from_exception(caught(_lazy_init), {}).family is Family.CUDA_INIT
+
+
+def test_no_torch_is_imported():
+    code = (
+        "import sys\nfrom oomdoctor.incident import find_oom, from_exception\n"
+        "assert find_oom(MemoryError()) is not None\nfrom_exception(ValueError(), {})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+_TEXTS = st.one_of(st.text(max_size=60), st.sampled_from([row.sample for row in FORMATS]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.recursive(
+        st.builds(RuntimeError, _TEXTS) | st.builds(KeyError, _TEXTS) | st.builds(RaisingStr, _TEXTS),
+        lambda inner: st.builds(ExceptionGroup, _TEXTS, st.lists(inner, min_size=1, max_size=3)),
+        max_leaves=6,
+    ),
+    st.lists(_TEXTS, max_size=2),
+)
+def test_any_tree_of_exceptions_gives_incidents_and_never_an_error(error, notes):
+    for note in notes:
+        error.add_note(note)
+    told = all_from_exception(error)
+    assert told[0] == from_exception(error, {})
+    assert (find_oom(error) is not None) == told[0].is_oom
+    assert all(one.is_oom for one in told) or len(told) == 1

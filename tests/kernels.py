@@ -1,0 +1,116 @@
+"""A real Jupyter kernel of this interpreter, driven over its own protocol."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Reply:
+    """What a cell answered and put out."""
+
+    status: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def data(self, mime: str) -> list[str]:
+        """Everything that was displayed as ``mime``."""
+        return [m["content"]["data"][mime] for m in self.messages if mime in m["content"].get("data", {})]
+
+    @property
+    def stdout(self) -> str:
+        return self._stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._stream("stderr")
+
+    def _stream(self, name: str) -> str:
+        return "".join(m["content"]["text"] for m in self.messages if m["content"].get("name") == name)
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [m["content"] for m in self.messages if m["header"]["msg_type"] == "error"]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [m["header"]["msg_type"] for m in self.messages]
+
+    @property
+    def text(self) -> str:
+        """All that a person would read."""
+        shown = [self.stdout, self.stderr, *self.data("text/plain")]
+        shown += ["\n".join(error["traceback"]) for error in self.errors]
+        return _ANSI.sub("", "\n".join(shown))
+
+
+class Kernel:
+    """One kernel process with folders of its own."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="oomdoctor-kernel-")
+        home = Path(self._home.name)
+        self._manager = KernelManager(connection_file=str(home / "connection.json"))
+        self._manager._kernel_spec = None
+        self._manager.kernel_cmd = []
+        self._manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self._manager.start_kernel(
+            env={**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})},
+            cwd=str(home),
+        )
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+
+    def run(self, code: str, *, timeout: float = 120, ok: bool | None = None) -> Reply:
+        """Run a cell; ``ok`` asserts how it answers."""
+        return self._wait(self._client.execute(code, store_history=True, allow_stdin=False), timeout, ok)
+
+    def value(self, expression: str) -> Any:
+        """Return the value of an expression that JSON can carry. No cell is run for it."""
+        asked = {"value": f"__import__('json').dumps({expression})"}
+        reply = self._wait(self._client.execute("", user_expressions=asked, store_history=False), 120, True)
+        answer = reply.content["user_expressions"]["value"]
+        assert answer["status"] == "ok", answer
+        return json.loads(ast.literal_eval(answer["data"]["text/plain"]))
+
+    def _wait(self, sent: str, timeout: float, ok: bool | None) -> Reply:
+        reply, end = Reply(""), time.monotonic() + timeout
+        while True:
+            message = self._client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+            if message["parent_header"].get("msg_id") != sent:
+                continue
+            kind = message["header"]["msg_type"]
+            if kind == "status" and message["content"]["execution_state"] == "idle":
+                break
+            if kind not in ("status", "execute_input"):
+                reply.messages.append(message)
+        answer = self._client.get_shell_msg(timeout=max(0.1, end - time.monotonic()))
+        while answer["parent_header"].get("msg_id") != sent:
+            answer = self._client.get_shell_msg(timeout=max(0.1, end - time.monotonic()))
+        reply.content = answer["content"]
+        reply.status = answer["content"]["status"]
+        if ok is not None:
+            assert (reply.status == "ok") is ok, reply.text
+        return reply
+
+    def interrupt(self) -> None:
+        self._manager.interrupt_kernel()
+
+    def stop(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        self._home.cleanup()

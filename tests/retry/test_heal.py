@@ -1,0 +1,215 @@
+"""The healing loop: whatever a trial does, the state is a known one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.evidence.host import HostAccelerator
+from oomdoctor.model.case import OutcomeKind, State
+from oomdoctor.model.session import Attempt
+from oomdoctor.retry import Transaction, Trial, heal
+
+
+class Doomed(MemoryError):
+    """What the program raises in these tests for want of memory."""
+
+
+def outcome_of(
+    sources: list[str],
+    *,
+    most: int = 3,
+    live: Any = None,
+    log: list[Any] | None = None,
+    more: dict[str, Any] | None = None,
+    room: int = 1 << 20,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
+    log = [] if log is None else log
+    log.append(0)
+    namespace: dict[str, Any] = {"log": log, "Doomed": Doomed, "OomDoctorError": OomDoctorError, "__name__": "__main__"}
+    namespace |= more or {}
+    transaction = Transaction(namespace, "log.append(1)", lambda: room)
+    namespace["log"].append("wreck")
+    trials = [
+        Trial(fix=source.partition("#")[2] or str(at), label=f"trial {at}",
+              attempt=Attempt(source=source, live=(live,) if live else ()))
+        for at, source in enumerate(sources)
+    ]  # fmt: skip
+
+    async def run(attempt: Attempt) -> BaseException | None:
+        try:
+            exec(attempt.source, namespace)
+        except Exception as exc:  # noqa: BLE001 - the program's own failure is what is asked for
+            return exc
+        return None
+
+    result, error = asyncio.run(
+        heal(
+            transaction, trials, run,
+            accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
+            most_attempts=most, time_budget_s=60,
+        )
+    )  # fmt: skip
+    return result, error, namespace
+
+
+def test_the_first_that_runs_through_heals() -> None:
+    outcome, error, namespace = outcome_of(["log.append(1); raise Doomed", "log.append(2)", "log.append(3)"])
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.HEALED, State.CLEAN, 2)
+    assert outcome.fixes == ("trial 1",)
+    assert error is None
+    assert namespace["log"] == [0, 2]
+
+
+def test_when_none_does_the_state_is_that_of_the_start() -> None:
+    outcome, error, namespace = outcome_of(["log.append(1); raise Doomed"] * 2)
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.ROLLED_BACK, State.RESTORED, 2)
+    assert isinstance(error, Doomed)
+    assert namespace["log"] == [0]
+
+
+def test_an_error_of_the_program_ends_it_and_the_state_is_that_of_the_start() -> None:
+    outcome, error, namespace = outcome_of(["log.append(1); raise KeyError('mine')", "log.append(2)"])
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.FAILED, State.RESTORED, 1)
+    assert isinstance(error, KeyError)
+    assert namespace["log"] == [0]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "optimizer.step()",
+        "try:\n    optimizer.step()\nexcept Exception: pass",
+        "for _ in range(3):\n    try:\n        optimizer.step()\n    except Exception: pass",
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_attempt_changes_weights_that_could_not_be_copied(step: str, fused: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    more = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0, fused=fused)}
+    sources = [f"log.append(1)\n{step}\nraise Doomed", f"log.append(2)\n{step}"]
+    outcome, error, namespace = outcome_of(sources, more=more, room=100)
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.REFUSED, State.RESTORED, 2)
+    assert "`weight` could not be kept: there was not enough host memory" in outcome.why
+    assert error is None
+    assert namespace["log"] == [0]
+    assert weight.equal(torch.ones(1000))
+    assert outcome_of(sources, more=more)[0].kind is OutcomeKind.HEALED
+
+
+def test_no_attempt_changes_buffers_that_could_not_be_copied() -> None:
+    norm = torch.nn.BatchNorm1d(512)
+    x = torch.randn(4, 512)
+    forward = "for _ in range(3):\n    try:\n        norm(x)\n    except Exception: pass"
+    outcome, _, _ = outcome_of([f"{forward}\nraise Doomed", forward], more={"norm": norm, "x": x}, room=100)
+    assert (outcome.kind, outcome.state) == (OutcomeKind.REFUSED, State.RESTORED)
+    assert norm.running_mean.equal(torch.zeros(512))
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(4).to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.empty(4, device="meta"),
+    ],
+    ids=["sparse", "csr", "mkldnn", "jagged", "meta"],
+)
+def test_an_odd_tensor_stands_in_nobodys_way(odd: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    more = {"odd": odd(), "weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0)}
+    outcome, _, _ = outcome_of(["optimizer.step(); raise Doomed", "optimizer.step()"], more=more)
+    assert (outcome.kind, outcome.state) == (OutcomeKind.HEALED, State.CLEAN)
+    assert weight.equal(torch.zeros(1000))
+
+
+def test_a_tensor_whose_storage_was_freed_is_not_read() -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    emptied = torch.ones(1 << 20)
+    emptied.untyped_storage().resize_(0)
+    more = {"emptied": emptied, "weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0)}
+    outcome, _, _ = outcome_of(["optimizer.step(); raise Doomed", "optimizer.step()"], more=more)
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "`emptied` could not be kept" in outcome.why
+    assert weight.equal(torch.ones(1000))
+
+
+def test_what_was_made_in_inference_mode_comes_back() -> None:
+    with torch.inference_mode():
+        counts = torch.zeros(8)
+    source = "import torch\nwith torch.inference_mode(): counts += 1"
+    outcome, _, _ = outcome_of([f"{source}\nraise Doomed", source], more={"counts": counts})
+    assert (outcome.kind, outcome.state) == (OutcomeKind.HEALED, State.CLEAN)
+    assert counts.tolist() == [1.0] * 8
+
+
+def test_no_attempt_follows_one_that_cannot_be_taken_back() -> None:
+    kept = torch.ones(1000)
+    sources = ["log.append(1); kept.add_(1); raise Doomed", "log.append(2); kept.add_(1)"]
+    outcome, error, _ = outcome_of(sources, more={"kept": kept})
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.ROLLED_BACK, State.UNVERIFIED, 1)
+    assert "`kept` was written in place and no copy was kept" in outcome.why
+    assert isinstance(error, Doomed)
+
+
+def test_attempts_are_bounded() -> None:
+    outcome, _, namespace = outcome_of(["log.append(1); raise Doomed"] * 3 + ["log.append(2)"], most=3)
+    assert (outcome.kind, outcome.attempts) == (OutcomeKind.ROLLED_BACK, 3)
+    assert namespace["log"] == [0]
+
+
+def test_a_fix_that_finds_itself_unfit_is_passed_over_with_its_stronger_doses() -> None:
+    unfit = "log.append(1); raise OomDoctorError('couples its samples')#same"
+    outcome, _, namespace = outcome_of([unfit, unfit, "log.append(2)"], most=1)
+    assert (outcome.kind, outcome.attempts) == (OutcomeKind.HEALED, 2)
+    assert namespace["log"] == [0, 2]
+    outcome, error, namespace = outcome_of([unfit, unfit])
+    assert (outcome.kind, outcome.state) == (OutcomeKind.REFUSED, State.RESTORED)
+    assert "couples its samples" in outcome.why
+    assert error is None
+    assert namespace["log"] == [0]
+
+
+def test_a_live_change_that_cannot_be_made_is_passed_over() -> None:
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        raise OomDoctorError("not with this loader")
+        yield
+
+    outcome, _, namespace = outcome_of(["log.append(1)"], live=refusing)
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "not with this loader" in outcome.why
+    assert namespace["log"] == [0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_what_escapes_a_trial_goes_on_after_the_state_is_back(error: type[BaseException]) -> None:
+    @contextmanager
+    def broken() -> Iterator[None]:
+        yield
+        raise error
+
+    log: list[Any] = []
+    with pytest.raises(error):
+        outcome_of(["log.append(1)"], live=broken, log=log)
+    assert log == [0]
+
+
+def test_without_trials_nothing_is_tried() -> None:
+    outcome, error, namespace = outcome_of([])
+    assert (outcome.kind, outcome.attempts, error) == (OutcomeKind.REFUSED, 0, None)
+    assert namespace["log"] == [0]

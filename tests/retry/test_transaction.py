@@ -1,0 +1,440 @@
+"""The snapshot brings back the state at the start of a cell, bit for bit, or says what it cannot bring back."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from argparse import Namespace
+from collections import OrderedDict, deque, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from oomdoctor.errors import StateError
+from oomdoctor.retry import Transaction
+from oomdoctor.retry.digest import state_digests
+from oomdoctor.retry.shape import Shape
+
+ROOM = 1 << 30
+
+
+class Counter:
+    """An object of the notebook's own class."""
+
+    __module__ = "__main__"
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.history: list[float] = []
+
+
+SETUP = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.{optimizer}
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+scaler = torch.amp.GradScaler("cpu", enabled=True)
+average = torch.optim.swa_utils.AveragedModel(model)
+counter = Counter()
+losses, config, seen = [1.0], {{"lr": 0.1, "nested": {{"deep": [1, 2]}}}}, {{1, 2}}
+generator = torch.Generator().manual_seed(3)
+numbers = np.random.default_rng(7)
+x, y = torch.randn(16, 8), torch.randint(0, 2, (16,))
+
+def step():
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    average.update_parameters(model)
+    counter.seen += 1
+    counter.history.append(loss.item())
+    losses.append(loss.item())
+    return loss
+"""
+
+OPTIMIZERS = (
+    "SGD(model.parameters(), lr=0.1, momentum=0.9)",
+    "AdamW(model.parameters(), lr=0.01)",
+    "AdamW(model.parameters(), lr=0.01, fused=True)",
+    "Adam(model.parameters(), lr=0.01, foreach=False)",
+)
+
+CELLS = {
+    "before the first step": "model(x)\nraise MemoryError",
+    "after the first step": "step()\nraise MemoryError",
+    "third iteration": "for _ in range(3):\n    loss = step()\nraise MemoryError",
+    "containers": "config['nested']['deep'].append(3); config['b'] = 1\nseen.add(9); losses.clear()\nraise MemoryError",
+    "bindings": "del losses; config = 3; fresh = [1]; x = torch.zeros(3)\nraise MemoryError",
+    "random": "torch.rand(3); random.random(); np.random.rand(); numbers.random(); torch.rand(2, generator=generator)\n"
+    "raise MemoryError",
+    "evaluation": "step(); model.eval(); model(x); model.requires_grad_(False)\nraise MemoryError",
+    "hooks": "model.register_forward_hook(lambda *a: None); model.extra = 3; model.relu = nn.ReLU()\nraise MemoryError",
+    "settings": "optimizer.step(); optimizer.param_groups[0]['lr'] = 7.0; scheduler.step()\nraise MemoryError",
+    "loaded": "model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})",
+}
+
+
+def program(optimizer: str = OPTIMIZERS[1], *, warm: bool = False) -> dict[str, Any]:
+    """A namespace after its setup cell, and after some training where ``warm``."""
+    random.seed(0)
+    np.random.seed(0)
+    namespace: dict[str, Any] = {
+        "torch": torch, "nn": nn, "np": np, "random": random, "Counter": Counter, "__name__": "__main__"
+    }  # fmt: skip
+    exec(SETUP.format(optimizer=optimizer), namespace)
+    if warm:
+        namespace["step"]()
+    return namespace
+
+
+def run(cell: str, namespace: dict[str, Any], transaction: Transaction) -> None:
+    with transaction.armed(), suppress(MemoryError):
+        exec(cell, namespace)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("cell", [name for name in CELLS if name != "loaded"])
+def test_the_state_is_back_bit_for_bit(cell: str, optimizer: str, warm: bool) -> None:
+    namespace = program(optimizer, warm=warm)
+    before = state_digests(namespace)
+    transaction = Transaction(namespace, CELLS[cell], lambda: ROOM)
+    for _ in range(2):  # a second attempt may fail as well
+        run(CELLS[cell], namespace, transaction)
+        if cell != "before the first step" or warm:
+            assert state_digests(namespace) != before
+        assert transaction.losses() == ()
+        transaction.restore()
+        after = state_digests(namespace)
+        assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == set()
+
+
+def test_a_retry_goes_on_as_a_first_run_would() -> None:
+    namespace, twin = program(warm=True), program(warm=True)
+    transaction = Transaction(namespace, CELLS["third iteration"], lambda: ROOM)
+    run(CELLS["third iteration"], namespace, transaction)
+    transaction.restore()
+    for one in (namespace, twin):
+        random.seed(1)
+        torch.manual_seed(1)
+        exec("for _ in range(4):\n    loss = step()", one)
+    assert state_digests(namespace) == state_digests(twin)
+
+
+def test_identity_is_kept() -> None:
+    namespace = program()
+    kept = {name: namespace[name] for name in ("model", "optimizer", "losses", "config", "counter", "x")}
+    weight = namespace["model"][0].weight
+    transaction = Transaction(namespace, CELLS["bindings"], lambda: ROOM)
+    run("step(); " + CELLS["bindings"], namespace, transaction)
+    transaction.restore()
+    assert all(namespace[name] is value for name, value in kept.items())
+    assert namespace["model"][0].weight is weight
+    assert namespace["optimizer"].param_groups[0]["params"][0] is weight
+
+
+def test_gradients_of_before_come_back() -> None:
+    namespace = program(warm=True)
+    before = [p.grad.clone() for p in namespace["model"].parameters()]
+    cell = "optimizer.zero_grad()\nloss = model(x).sum()\nloss.backward()\nraise MemoryError"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    assert transaction.losses() == ()
+    transaction.restore()
+    for parameter, gradient in zip(namespace["model"].parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("with torch.no_grad(): big.mul_(2)", "`big` was written in place"),
+        (CELLS["loaded"], "was written in place and no copy was kept"),
+        ("model.half()", "was written in place"),
+        ("big = big * 2", "`big` was replaced or deleted"),
+        ("for _ in batches: pass", "`batches` is an iterator"),
+        ("numbers_file.read()", "`numbers_file` is an iterator or an open file"),
+        ("holder['big'] = None", "`holder['big']` was replaced"),
+        ("model[0] = nn.Linear(8, 64)", "`model[0]` was replaced"),
+    ],
+)
+def test_what_cannot_be_brought_back_is_told(cell: str, told: str, tmp_path: Any) -> None:
+    namespace = program()
+    (tmp_path / "numbers").write_text("1")
+    namespace["batches"] = iter([1, 2, 3])
+    namespace["holder"] = {"big": torch.ones(1 << 16)}
+    with (tmp_path / "numbers").open() as namespace["numbers_file"]:
+        namespace["big"] = torch.ones(1 << 16)
+        transaction = Transaction(namespace, cell, lambda: ROOM)
+        run(cell, namespace, transaction)
+        assert any(told in sentence for sentence in transaction.losses()), transaction.losses()
+
+
+HIDDEN = {
+    "closure": """
+def make():
+    hidden = nn.Linear(8, 2)
+    stepper = torch.optim.SGD(hidden.parameters(), lr=0.1, momentum=0.9)
+    def hidden_step():
+        loss = hidden(x).sum()
+        loss.backward()
+        stepper.step()
+        return hidden.weight
+    return hidden_step
+hidden_step = make()
+hidden_step()
+""",
+    "plain holder": """
+import types
+holder = types.SimpleNamespace(model=nn.Linear(8, 2), count=0)
+holder.optimizer = torch.optim.SGD(holder.model.parameters(), lr=0.1, momentum=0.9)
+def hidden_step():
+    holder.model(x).sum().backward()
+    holder.optimizer.step()
+    holder.count += 1
+    return holder.model.weight
+hidden_step()
+""",
+    "nonlocal counter": """
+def make():
+    count = 0
+    def hidden_step():
+        nonlocal count
+        count += 1
+        return torch.tensor(float(count))
+    return hidden_step
+hidden_step = make()
+""",
+    "numpy": """
+table = np.zeros(8)
+legacy = np.random.RandomState(3)
+def hidden_step():
+    table[0] += legacy.rand()
+    return torch.tensor(table)
+""",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_only_a_function_or_a_holder_leads_to_comes_back(name: str) -> None:
+    namespace = program()
+    exec(HIDDEN[name], namespace)
+    cell = "hidden_step(); hidden_step()\nraise MemoryError"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    assert transaction.losses() == ()
+    transaction.restore()
+    twin = program()
+    exec(HIDDEN[name], twin)
+    assert torch.equal(namespace["hidden_step"](), twin["hidden_step"]())
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell", "told"),
+    [
+        ("it = iter(range(9))\ndef following(): return next(it)", "following()", "`it` is an iterator"),
+        ("import itertools; sums = itertools.accumulate([1, 2])", "next(sums)", "`sums` is an iterator"),
+        ("class Config:\n    step = 0", "Config.step = 1", "`Config.step` was changed"),
+        ("class Point:\n    __slots__ = ('x',)\npoint = Point(); point.x = 1", "point.x = 2", "`point.x` was changed"),
+        ("long = dict.fromkeys(range(30_000))", "long[-1] = 0", "`long` has more than"),
+        ("class Odd(list):\n    def __iter__(self): raise ValueError\nodd = Odd()", "odd", "`odd` could not be"),
+        ("w = torch.zeros(1 << 16); v = w\ndef bump(): w.add_(1)", "bump(); w = torch.ones(3)", "written in place"),
+    ],
+)
+def test_what_else_cannot_be_brought_back_is_told(setup: str, cell: str, told: str) -> None:
+    namespace = program()
+    exec(setup, namespace)
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    assert any(told in sentence for sentence in transaction.losses()), transaction.losses()
+
+
+def test_for_good_nothing_of_ours_stays_in_the_namespace_and_what_is_gone_is_told() -> None:
+    namespace = program()
+    cell = "del model, optimizer, scheduler, average, step\nraise MemoryError"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    gc.collect()
+    missing = transaction.settle()
+    assert any("`model` was replaced or deleted" in sentence for sentence in missing)
+    assert "model" not in namespace
+    assert not any("released" in repr(value) for value in namespace.values())
+
+
+def test_what_the_cell_binds_before_it_reads_need_not_come_back() -> None:
+    namespace = program()
+    namespace["big"] = torch.ones(1 << 16)
+    cell = "big = torch.zeros(1 << 16)\nbig.add_(1)\nraise MemoryError"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    assert transaction.losses() == ()
+
+
+def test_without_room_for_copies_it_says_so() -> None:
+    namespace = program()
+    transaction = Transaction(namespace, CELLS["after the first step"], lambda: 64)
+    run(CELLS["after the first step"], namespace, transaction)
+    assert any("not enough host memory" in sentence for sentence in transaction.losses())
+
+
+def test_the_snapshot_keeps_nothing_heavy_alive() -> None:
+    namespace = program(warm=True)
+    namespace["outputs"] = [torch.ones(1 << 16)]
+    namespace["pair"] = (torch.ones(1 << 16), 1)
+    gone = [weakref.ref(value) for value in (namespace["model"], namespace["outputs"][0], namespace["pair"][0])]
+    cell = "del model, optimizer, scheduler, scaler, average, step, outputs, pair"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert transaction.losses() == ()
+
+
+def test_a_graph_of_an_earlier_cell_stays_usable_after_a_restore() -> None:
+    namespace = program()
+    exec("output = model(x).sum()", namespace)
+    cell = "step()\nraise MemoryError"
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    transaction.restore()
+    exec("output.backward()", namespace)
+
+
+def test_hooks_are_gone_when_the_cell_is_done() -> None:
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    namespace = program(warm=True)
+    before = len(module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)
+    transaction = Transaction(namespace, "step()", lambda: ROOM)
+    run("step()", namespace, transaction)
+    run("pass", namespace, transaction)
+    assert (len(module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)) == before
+
+
+def test_a_snapshot_that_fails_never_stops_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Shape, "__init__", broken)
+    transaction = Transaction(program(), "pass", lambda: ROOM)
+    assert "planted" in transaction.losses()[0]
+    with pytest.raises(StateError, match="planted"):
+        transaction.restore()
+
+
+def test_a_sabotaged_restore_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from oomdoctor.retry.vault import TensorVault
+
+    namespace = program()
+    before = state_digests(namespace)
+    transaction = Transaction(namespace, CELLS["after the first step"], lambda: ROOM)
+    run(CELLS["after the first step"], namespace, transaction)
+    monkeypatch.setattr(TensorVault, "restore", lambda self: None)
+    transaction.restore()
+    assert state_digests(namespace) != before
+
+
+class Answer(OrderedDict):  # as transformers' outputs are
+    pass
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tensor: tensor,
+        lambda tensor: [tensor],
+        lambda tensor: (tensor,),
+        lambda tensor: {"key": [tensor]},
+        lambda tensor: Answer(key=tensor),
+        lambda tensor: Pair(tensor, 1),
+        lambda tensor: deque([tensor]),
+        lambda tensor: Namespace(held=tensor),
+        lambda tensor: lambda: tensor,
+        lambda tensor: partial(print, tensor),
+    ],
+    ids=["tensor", "list", "tuple", "dict", "output", "named", "deque", "object", "closure", "partial"],
+)
+def test_what_a_cell_lets_go_of_is_freed_at_once(make: Callable[[Any], Any]) -> None:
+    tensor = torch.ones(1 << 16)
+    watched = weakref.ref(tensor)
+    namespace = {"it": make(tensor)}
+    del tensor
+    gc.disable()
+    try:
+        transaction = Transaction(namespace, "del it", lambda: 1 << 20)
+        with transaction.armed():
+            del namespace["it"]
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_a_snapshot_is_let_go_of_without_the_collector() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    gradient = weakref.ref(model.weight.grad)
+    namespace = {"model": model, "optimizer": optimizer, "f": lambda: model}
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(tensor) for tensor in gc.get_objects() if type(tensor) is torch.Tensor}
+        transaction = Transaction(namespace, "optimizer.step()", lambda: 1 << 20)
+        with transaction.armed():
+            optimizer.zero_grad(set_to_none=True)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert transaction.kept_bytes
+        del transaction
+        made = [tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor and id(tensor) not in before]
+        state = [value for state in optimizer.state.values() for value in state.values()]
+        assert all(any(tensor is one for one in (*state, model.weight.grad, model.bias.grad)) for tensor in made)
+        assert gradient() is None
+    finally:
+        gc.enable()
+
+
+def test_containers_of_other_kinds_come_back() -> None:
+    tensor = torch.ones(1 << 16)
+    answer, ring, named = Answer(key=tensor), deque([tensor], maxlen=4), Pair(tensor, 1)
+    namespace: dict[str, Any] = {"answer": answer, "ring": ring, "named": named, "tensor": tensor}
+    transaction = Transaction(namespace, "pass", lambda: 1 << 20)
+    namespace["answer"]["key"] = namespace["answer"]["more"] = 0
+    namespace["ring"].append(1)
+    namespace["named"] = None
+    transaction.restore()
+    assert namespace["answer"] is answer
+    assert dict(answer) == {"key": tensor}
+    assert list(ring) == [tensor]
+    assert type(namespace["named"]) is Pair
+    assert namespace["named"].first is tensor
+
+
+def test_what_the_last_restore_could_not_bring_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    weight.grad = torch.ones(100)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    transaction = Transaction({"weight": weight, "optimizer": optimizer}, "optimizer.step()", lambda: ROOM)
+    with transaction.armed():
+        optimizer.step()
+
+    def refuse(tensor: Any, copy: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("oomdoctor.retry.vault._write", refuse)
+    assert transaction.losses() == ()
+    assert transaction.settle() == ("`weight` could not be brought back",)

@@ -1,0 +1,233 @@
+"""What a failure's evidence looks like, each with the rule that must come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import (
+    Census,
+    CodeFacts,
+    DeviceMemory,
+    DeviceProcess,
+    Evidence,
+    Holding,
+    HostMemory,
+    PrivatePool,
+    Role,
+    TrainingLoop,
+)
+from oomdoctor.model.finding import Cause
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.sizes import GIB, MIB
+
+NONE = Unavailable("not read here")
+
+
+def evidence(*, roles=(), holdings=(), code=None, device=None, host=None):
+    memory = {"total": 8 * GIB, "free": GIB, "allocated": 6 * GIB, "reserved": 7 * GIB} | (device or {})
+    machine = {one.name: NONE for one in fields(HostMemory)} | (host or {})
+    return Evidence(
+        devices=(DeviceMemory(name="cuda:0", tensor_device="cuda:0", **memory),),
+        host=HostMemory(**machine),
+        censuses=(
+            Census(
+                device="cuda:0",
+                found=sum(size for _, size in roles),
+                allocated=memory["allocated"],
+                roles=tuple(roles),
+                holdings=tuple(holdings),
+            ),
+        ),
+        code=code or CodeFacts(),
+    )
+
+
+CUDA = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=64 * MIB, total=8 * GIB, free=32 * MIB)
+LOOP = TrainingLoop(
+    cell=3,
+    line=1,
+    function=None,
+    in_failing_run=True,
+    loader="loader",
+    batch=("x", "y"),
+    models=("model",),
+    optimizers=("optimizer",),
+    loss="loss",
+    loss_call="criterion(model(x), y)",
+    order=("zero_grad", "forward", "backward", "step"),
+)
+TRAINING = CodeFacts(loops=(LOOP,), optimizers=(("optimizer", "AdamW"),))
+
+
+def held(role, size, path="x", shape=None, dtype="float32"):
+    return Holding(bytes=size, device="cuda:0", role=role, path=path, shape=shape, dtype=dtype)
+
+
+def training(**more):
+    return replace(TRAINING, **more)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What was found, and the rule that must come first."""
+
+    first: str
+    cause: Cause
+    roles: tuple = ()
+    holdings: tuple = ()
+    code: CodeFacts = TRAINING
+    device: dict = field(default_factory=dict)
+    host: dict = field(default_factory=dict)
+    incident: Incident = CUDA
+    silent: tuple = ()
+
+
+MODEL_STATE = ((Role.PARAMETER, GIB), (Role.GRADIENT, GIB), (Role.OPTIMIZER_STATE, 2 * GIB))
+OTHER = DeviceProcess(pid=4711, bytes=3 * GIB, name="python")
+SCENES = (
+    Scene("activations_dominate", Cause.BATCH_OR_ACTIVATION, ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB))),
+    Scene(
+        "eager_attention",
+        Cause.QUADRATIC_ATTENTION,
+        ((Role.ACTIVATION, 5 * GIB),),
+        code=training(eager_attention="In[2] line 8: (q @ k.mT).softmax(-1)"),
+    ),
+    Scene(
+        "attention_scores_saved",
+        Cause.QUADRATIC_ATTENTION,
+        ((Role.ACTIVATION, 5 * GIB),),
+        (held(Role.ACTIVATION, 2 * GIB, "saved by model.attn", (8, 8, 2896, 2896)),),
+    ),
+    Scene(
+        "logits_of_large_vocabulary",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.ACTIVATION, 5 * GIB),),
+        (held(Role.ACTIVATION, 2 * GIB, "saved by model.head", (8, 512, 128_000)),),
+    ),
+    Scene(
+        "later_batch_longer",
+        Cause.BATCH_OR_ACTIVATION,
+        (*MODEL_STATE, (Role.ACTIVATION, 4 * GIB)),
+        code=training(sequence_varies=True),
+    ),
+    Scene(
+        "batch_itself_large",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.BATCH, 3 * GIB), (Role.ACTIVATION, 2 * GIB)),
+        (held(Role.BATCH, 3 * GIB, "images"),),
+    ),
+    Scene(
+        "predictions_gathered",
+        Cause.LEAK_OR_PINNED_GRAPH,
+        ((Role.USER_TENSOR, 4 * GIB), (Role.PARAMETER, GIB)),
+        (held(Role.USER_TENSOR, 4 * GIB, "preds"),),
+        CodeFacts(gathers_predictions="In[5] line 4: preds.append(out)", grad_disabled=True),
+        silent=("user_tensors_fill", "one_tensor_holds_most"),
+    ),
+    Scene(
+        "data_set_on_device",
+        Cause.SINGLE_HUGE_TENSOR,
+        ((Role.USER_TENSOR, 5 * GIB),),
+        (held(Role.USER_TENSOR, 5 * GIB, "x_train"),),
+        training(dataset_on_device="In[1] line 2: x_train = x_train.cuda()"),
+        silent=("user_tensors_fill", "one_tensor_holds_most"),
+    ),
+    Scene(
+        "checkpoint_loaded_on_device",
+        Cause.LEAK_OR_PINNED_GRAPH,
+        ((Role.USER_TENSOR, 3 * GIB), (Role.PARAMETER, GIB)),
+        (held(Role.USER_TENSOR, 3 * GIB, "checkpoint['optimizer']"),),
+        training(loads_on_device="In[2] line 4: torch.load(path)"),
+    ),
+    Scene(
+        "one_tensor_holds_most",
+        Cause.SINGLE_HUGE_TENSOR,
+        ((Role.USER_TENSOR, 5 * GIB),),
+        (held(Role.USER_TENSOR, 5 * GIB, "distances", (36_000, 36_000)),),
+        CodeFacts(),
+        silent=("user_tensors_fill",),
+    ),
+    Scene(
+        "kv_cache_grows",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.KV_CACHE, 3 * GIB), (Role.PARAMETER, 3 * GIB)),
+        (held(Role.KV_CACHE, 3 * GIB, "past_key_values"),),
+        CodeFacts(grad_disabled=True),
+    ),
+    Scene("parameters_dominate", Cause.MODEL_TOO_LARGE, ((Role.PARAMETER, 5 * GIB),), code=CodeFacts()),
+    Scene("several_roles_share", Cause.BATCH_OR_ACTIVATION, (*MODEL_STATE, (Role.ACTIVATION, 2 * GIB))),
+    Scene(
+        "training_state_fills",
+        Cause.MODEL_TOO_LARGE,
+        ((Role.PARAMETER, 2 * GIB), (Role.GRADIENT, 2 * GIB), (Role.OPTIMIZER_STATE, GIB), (Role.ACTIVATION, GIB)),
+    ),
+    Scene(
+        "state_dominates",
+        Cause.OPTIMIZER_STATE,
+        ((Role.PARAMETER, GIB), (Role.GRADIENT, GIB), (Role.OPTIMIZER_STATE, 3 * GIB), (Role.ACTIVATION, GIB // 2)),
+    ),
+    Scene(
+        "first_step_state",
+        Cause.OPTIMIZER_STATE,
+        ((Role.PARAMETER, 2 * GIB), (Role.GRADIENT, 2 * GIB), (Role.OPTIMIZER_STATE, GIB)),
+        incident=replace(CUDA, framework_frame="torch/optim/adam.py:180 _init_group"),
+        silent=("step_temporaries",),
+    ),
+    Scene(
+        "step_temporaries",
+        Cause.OPTIMIZER_STATE,
+        (*MODEL_STATE, (Role.ACTIVATION, GIB)),
+        incident=replace(CUDA, framework_frame="torch/optim/adam.py:700 _multi_tensor_adam"),
+        silent=("first_step_state",),
+    ),
+    Scene(
+        "second_notebook",
+        Cause.OTHER_PROCESS,
+        ((Role.ACTIVATION, GIB),),
+        device={"allocated": GIB, "reserved": GIB, "elsewhere": 3 * GIB, "processes": (OTHER,)},
+        silent=("other_process", "held_by_no_process"),
+    ),
+    Scene(
+        "held_by_no_process",
+        Cause.OTHER_PROCESS,
+        ((Role.PARAMETER, GIB // 8),),
+        device={"allocated": 3 * GIB, "reserved": 3 * GIB, "elsewhere": 3 * GIB, "processes": ()},
+        silent=("other_process", "second_notebook"),
+    ),
+    Scene(
+        "memory_cap_reached",
+        Cause.MEMORY_CAP,
+        ((Role.ACTIVATION, 3 * GIB),),
+        device={"allocated": 3 * GIB, "reserved": 4 * GIB - MIB, "cap": 4 * GIB, "free": 3 * GIB},
+    ),
+    Scene(
+        "jax_preallocates",
+        Cause.CUDA_CONTEXT,
+        ((Role.ACTIVATION, GIB),),
+        code=training(framework="jax"),
+        device={"allocated": GIB, "reserved": GIB, "context": 6 * GIB, "elsewhere": 0, "processes": ()},
+        silent=("context_takes_much", "other_process"),
+    ),
+    Scene(
+        "first_device_gathers",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.ACTIVATION, 5 * GIB),),
+        code=training(data_parallel="In[2] line 3: nn.DataParallel(model)"),
+    ),
+    Scene(
+        "private_pools_reserve",
+        Cause.FRAGMENTATION,
+        ((Role.PARAMETER, 2 * GIB), (Role.USER_TENSOR, 2 * GIB)),
+        device={
+            "inactive_split": 512 * MIB,
+            "private_pools": (PrivatePool(name="(0, 1)", reserved=GIB, allocated=GIB // 2),),
+        },
+        code=CodeFacts(cuda_graphs="In[4] line 1: torch.cuda.graph(g)"),
+        silent=("fragmentation",),
+    ),
+)
+
+
+def of(scene):
+    return evidence(roles=scene.roles, holdings=scene.holdings, code=scene.code, device=scene.device, host=scene.host)

@@ -1,0 +1,193 @@
+"""Facts of the machine: what was measured and is no single number, and what the driver tells beside what is derived."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.evidence import (
+    Census,
+    CodeFacts,
+    DeviceMemory,
+    DeviceProcess,
+    Evidence,
+    Holding,
+    HostMemory,
+    HostProcess,
+    Measured,
+    ModelFacts,
+    Pressure,
+    PrivatePool,
+    Role,
+)
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.rulebook.cards import smallest_for
+from oomdoctor.rulebook.context import SYMBOLS, Fact, bound, kind_of
+from oomdoctor.rulebook.facts import complete, facts_of
+
+NONE = Unavailable("not read here")
+
+
+def facts(
+    device: dict[str, Any] | None = None,
+    holdings: tuple[Holding, ...] = (),
+    code: CodeFacts | None = None,
+    requested: int = MIB,
+    **host: Any,
+) -> dict[str, dict[str, Fact]]:
+    memory = {"total": 8 * GIB, "free": GIB, "allocated": 4 * GIB, "reserved": 5 * GIB} | (device or {})
+    evidence = Evidence(
+        devices=(DeviceMemory(name="cuda:0", tensor_device="cuda:0", **memory),),
+        host=HostMemory(**{field.name: NONE for field in fields(HostMemory)} | host),
+        censuses=(Census(device="cuda:0", found=0, allocated=0, holdings=holdings),),
+        code=code or CodeFacts(),
+    )
+    incident = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=requested)
+    found = facts_of(incident, evidence)
+    bound(found)
+    return {group: dict(values) for group, values in found.items()}
+
+
+def worker(uss: Measured) -> HostProcess:
+    return HostProcess(pid=1, label="DataLoader worker 0", rss=GIB, uss=uss, pss=NONE)
+
+
+@pytest.mark.parametrize("kind", [HostMemory, DeviceMemory])
+def test_every_measured_number_is_a_fact(kind: type) -> None:
+    group, renamed = ("host", {}) if kind is HostMemory else ("device", {"elsewhere": "others"})
+    measured = [field.name for field in fields(kind) if field.type == "Measured"]
+    assert len(measured) > 10
+    assert not [name for name in measured if kind_of(f"{group}.{renamed.get(name, name)}") is not float]
+
+
+def test_what_was_measured_is_told_and_what_was_not_is_null() -> None:
+    host = facts(cgroup_oom_kills=2, tmpfs=3 * GIB, overcommit=2)["host"]
+    assert (host["cgroup_oom_kills"], host["tmpfs"], host["overcommit"], host["dirty"]) == (2, 3 * GIB, 2, None)
+    assert set(host) <= set(SYMBOLS["host"])
+
+
+def test_pressure_is_two_ratios() -> None:
+    host = facts(pressure=Pressure(some=0.5, full=0.25))["host"]
+    assert (host["pressure_some_ratio"], host["pressure_full_ratio"]) == (0.5, 0.25)
+    assert facts()["host"].get("pressure_some_ratio") is None
+
+
+def test_children_are_their_number_and_what_is_theirs_alone() -> None:
+    host = facts(children=(worker(GIB), worker(NONE), worker(2 * GIB)))["host"]
+    assert (host["children"], host["children_uss"]) == (3, 3 * GIB)
+    assert facts(children=())["host"]["children"] == 0
+    assert facts()["host"].get("children") is None
+
+
+def test_what_others_hold_is_told_beside_all_that_is_outside_of_the_pool() -> None:
+    device = facts({"elsewhere": GIB, "context": 512 * MIB, "retries": 3, "ooms": 1})["device"]
+    assert (device["others"], device["elsewhere"], device["context"]) == (GIB, 2 * GIB, 512 * MIB)
+    assert (device["retries"], device["ooms"], device["cap"]) == (3, 1, None)
+    assert facts()["device"]["others"] is None
+
+
+def holding(role: Role, size: int, **more: Any) -> Holding:
+    return Holding(bytes=size, device="cuda:0", role=role, **{"path": "x", "expression": "x", **more})
+
+
+def test_every_fact_of_the_code_is_told() -> None:
+    told = {field.name: field.type for field in fields(CodeFacts)}
+    words = {name: name for name, kind in told.items() if kind == "str | None"}
+    flags = {name: True for name, kind in told.items() if kind == "bool"}
+    numbers = {name: at for at, (name, kind) in enumerate(told.items(), 2) if kind in {"int", "int | None"}}
+    given = words | flags | numbers
+    assert set(told) - set(given) == {"loops", "models", "losses", "optimizers", "history_appends", "not_repeatable"}
+    code = facts(code=CodeFacts(**given))["code"]
+    assert {name: code[name] for name in given} == given
+    assert {name: kind_of(f"code.{name}") for name in given} == (
+        dict.fromkeys(words, str) | dict.fromkeys(flags, bool) | dict.fromkeys(numbers, float)
+    )
+    plain = facts()["code"]
+    assert (plain["retain_graph"], plain["num_workers"], plain["autocast"], plain["reruns"]) == (None, None, False, 0)
+
+
+def test_the_largest_holding_is_described() -> None:
+    scores = holding(Role.ACTIVATION, GIB, path="scores", shape=(8, 12, 512, 512))
+    weight = holding(Role.PARAMETER, 2 * GIB, path="head.weight", shape=(50257, 768))
+    first = facts(holdings=(scores,))["census"]
+    assert (first["largest_role"], first["largest_last_dim"], first["largest_ndim"]) == ("activation", 512, 4)
+    assert (first["largest_is_square"], first["activation_last_dim"]) == (True, 512)
+    both = facts(holdings=(weight, scores))["census"]
+    assert (both["largest_role"], both["largest_path"], both["largest_last_dim"]) == ("parameter", "head.weight", 768)
+    assert (both["largest_is_square"], both["activation_last_dim"]) == (False, 512)
+    assert facts()["census"].get("largest_role") is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "square"),
+    [((512, 512), False), ((4, 255, 255), False), ((4, 256, 256), True), ((4, 256, 257), False), (None, None)],
+)
+def test_scores_of_attention_are_square(shape: tuple[int, ...] | None, square: bool | None) -> None:
+    assert facts(holdings=(holding(Role.ACTIVATION, GIB, shape=shape),))["census"]["largest_is_square"] is square
+
+
+def test_parameters_that_only_an_optimizer_or_a_graph_holds_have_no_name() -> None:
+    held = (
+        holding(Role.PARAMETER, 4 * MIB, path="model.fc.weight", expression="model.fc.weight"),
+        holding(Role.PARAMETER, MIB, path="net.ema.w", expression="net.ema.w"),
+        holding(Role.PARAMETER, MIB, path="net.body.w", expression="net.body.w"),
+        holding(Role.PARAMETER, 8 * MIB, path="opt.param_groups[0]['params'][0]", expression="opt.param_groups[0]"),
+        holding(Role.PARAMETER, 16 * MIB, path="losses[0:9] → graph", expression="losses[0:9]"),
+        holding(Role.PARAMETER, 32 * MIB, path="(no name leads here)", expression=None),
+        holding(Role.ACTIVATION, GIB, path="(no name leads here)", expression=None),
+    )
+    roots = [ModelFacts(path=p, type_name="N", training=True, parameter_bytes=1) for p in ("net.ema", "net.body")]
+    census = facts(holdings=held, code=CodeFacts(models=tuple(roots)))["census"]
+    assert (census["unnamed_parameter"], census["models"]) == (56 * MIB, 3)
+    assert facts(holdings=held)["census"]["models"] == 2
+
+
+def test_width_of_the_parameters_is_that_of_most_of_them() -> None:
+    half = holding(Role.PARAMETER, 4 * MIB, dtype="bfloat16")
+    single = holding(Role.PARAMETER, 6 * MIB, dtype="float32")
+    assert facts(holdings=(half, single))["census"]["parameter_bytes_each"] == 2
+    assert facts(holdings=(single,))["census"]["parameter_bytes_each"] == 4
+    assert facts(holdings=(holding(Role.ACTIVATION, GIB, dtype="float16"),))["census"]["parameter_bytes_each"] is None
+
+
+def test_neighbours_on_the_device() -> None:
+    own = DeviceProcess(pid=7, bytes=4 * GIB, name="python", is_own=True)
+    small = DeviceProcess(pid=8, bytes=MIB, name="Xorg")
+    large = DeviceProcess(pid=9, bytes=2 * GIB, name="python3")
+    untold = DeviceProcess(pid=10, bytes=NONE)
+    device = facts({"processes": (own, small, untold, large)})["device"]
+    assert (device["processes"], device["other_name"], device["other_pid"]) == (3, "python3", "9")
+    assert device["other_bytes"] == 2 * GIB
+    assert facts({"processes": (own,)})["device"]["processes"] == 0
+    assert facts({"processes": (untold,)})["device"]["other_bytes"] is None
+    assert facts()["device"].get("processes") is None
+
+
+def test_private_pools_are_summed() -> None:
+    pools = (
+        PrivatePool(name="graph", reserved=3 * MIB, allocated=MIB),
+        PrivatePool(name="b", reserved=MIB, allocated=0),
+    )
+    device = facts({"private_pools": pools, "card": "NVIDIA L4"})["device"]
+    assert (device["private_pools"], device["private_pools_unused"], device["card"]) == (4 * MIB, 3 * MIB, "NVIDIA L4")
+    assert facts()["device"]["private_pools"] == 0
+
+
+def test_the_card_that_fits_is_told_where_this_one_does_not() -> None:
+    device = facts({"total": 8 * GIB, "allocated": 7 * GIB}, requested=4 * GIB)["device"]
+    card = smallest_for(11 * GIB)
+    assert card is not None
+    assert (device["card_that_fits"], device["card_that_fits_memory"]) == (card.name, card.memory)
+    assert facts({"total": 16 * GIB, "allocated": 7 * GIB}, requested=4 * GIB)["device"].get("card_that_fits") is None
+    assert facts({"allocated": 7 * GIB}, requested=4000 * GIB)["device"].get("card_that_fits") is None
+    assert facts({"allocated": NONE}, requested=4 * GIB)["device"].get("card_that_fits") is None
+
+
+def test_the_card_that_fits_is_found_from_the_text_alone() -> None:
+    incident: dict[str, Fact] = {"total": 8 * GIB, "allocated": 7 * GIB, "requested": 4 * GIB}
+    assert complete({"incident": incident})["device"]["card_that_fits"]
+    assert complete({"incident": {**incident, "device": "cpu"}})["device"].get("card_that_fits") is None

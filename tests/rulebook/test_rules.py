@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scenes import CUDA, LOOP, SCENES, TRAINING, evidence, held, of, training
+
+from oomdoctor import fixes
+from oomdoctor.incident import from_text
+from oomdoctor.model.evidence import CodeFacts, Holding, ModelFacts, Role
+from oomdoctor.model.finding import Cause
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.sizes import GIB, MIB, parse_size
+from oomdoctor.rulebook import load, locate
+from oomdoctor.rulebook.context import kind_of
+from oomdoctor.rulebook.facts import complete
+
+BOOK = load([locate()], known_fixes=fixes.ids())
+
+
+@pytest.mark.parametrize("path", sorted(locate().rglob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_of_each_rule_hold(path):
+    """Loading matches each example of the file against its rule and refuses the file where one does not hold."""
+    (rule,) = load([path], known_fixes=fixes.ids()).rules
+    assert rule.file.id == path.stem
+
+
+def test_activations_that_fill_the_device_are_named_with_the_users_numbers():
+    holding = Holding(bytes=4 * GIB, device="cuda:0", role=Role.ACTIVATION, path="saved by model.encoder")
+    found = BOOK.match(CUDA, evidence(roles=((Role.ACTIVATION, 4 * GIB), (Role.PARAMETER, GIB)), holdings=(holding,)))
+    assert found[0].rule == "activations_dominate"
+    assert found[0].cause is Cause.BATCH_OR_ACTIVATION
+    assert "4.00 GiB of 5.00 GiB found on cuda:0 are activations." in found[0].because
+    assert "The largest group of them is held by saved by model.encoder." in found[0].because
+
+
+def test_a_leak_comes_before_what_it_makes_large():
+    roles = ((Role.ACTIVATION, 4 * GIB), (Role.GRAPH_KEPT_ALIVE, 2 * GIB))
+    code = CodeFacts(history_appends=((3, 7, "losses.append(loss)"),))
+    found = BOOK.match(CUDA, evidence(roles=roles, code=code))
+    assert [finding.rule for finding in found[:2]] == ["graph_kept_alive", "activations_dominate"]
+    assert found[0].fixes == ("detach_history",)
+    assert "In[3] line 7: losses.append(loss) keeps a tensor with its graph." in found[0].because
+
+
+def test_evaluation_with_gradients_takes_the_place_of_activations():
+    model = ModelFacts(path="net", type_name="Net", training=False, parameter_bytes=MIB)
+    roles = ((Role.ACTIVATION, 5 * GIB),)
+    found = BOOK.match(CUDA, evidence(roles=roles, code=CodeFacts(models=(model,))))
+    assert found[0].rule == "evaluation_with_gradients"
+    assert "activations_dominate" not in {finding.rule for finding in found}
+    found = BOOK.match(CUDA, evidence(roles=roles, code=CodeFacts(models=(model,), grad_disabled=True)))
+    assert "evaluation_with_gradients" not in {finding.rule for finding in found}
+
+
+def test_a_collector_that_could_not_read_keeps_its_rules_silent():
+    host = Incident(is_oom=True, family=Family.HOST, device="cpu", requested=MIB)
+    roles = ((Role.ACTIVATION, 4 * GIB),)
+    limited = {"data_limit": 2 * GIB, "data_used": 2 * GIB - MIB}
+    rules = {finding.rule for finding in BOOK.match(host, evidence(roles=roles, host=limited))}
+    assert "limit_reached_by_activations" in rules
+    rules = {finding.rule for finding in BOOK.match(host, evidence(roles=roles))}
+    assert "limit_reached_by_activations" not in rules
+
+
+# The hint about fragmentation and expandable segments is printed always; only the numbers may decide.
+@pytest.mark.parametrize(("unallocated", "fires"), [("10.00 MiB", False), ("2.00 GiB", True)])
+def test_fragmentation_is_measured_and_not_read_from_the_hint(unallocated, fires):
+    (incident,) = from_text(
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 100.00 MiB is "
+        f"free. Of the allocated memory 5.50 GiB is allocated by PyTorch, and {unallocated} is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+    assert ("fragmentation" in {finding.rule for finding in BOOK.match(incident, None)}) == fires
+
+
+def test_memory_that_this_process_holds_outside_of_pytorch_is_not_blamed_on_others():
+    def text(process):
+        return (
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which "
+            f"8.00 MiB is free. Including non-PyTorch memory, this process has {process} memory in use. Of the "
+            "allocated memory 9.00 GiB is allocated by PyTorch, and 1.00 MiB is reserved by PyTorch but unallocated."
+        )
+
+    def rules(process):
+        return [finding.rule for finding in BOOK.match(from_text(text(process))[0], None)]
+
+    assert rules("9.50 GiB")[0] == "other_process"
+    assert "other_process" not in rules("23.90 GiB")
+
+
+def test_what_is_no_lack_of_memory_gets_no_finding():
+    assert BOOK.match(Incident(is_oom=False, family=Family.NOT_OOM, requested=2, free=1), None) == ()
+
+
+def test_findings_come_most_likely_first():
+    roles = ((Role.OUTPUT_CACHE, GIB), (Role.TRACEBACK, GIB), (Role.ACTIVATION, 4 * GIB))
+    found = BOOK.match(CUDA, evidence(roles=roles))
+    confidences = [finding.confidence for finding in found]
+    assert confidences == sorted(confidences, reverse=True)
+    assert len(confidences) >= 3
+
+
+FROM_TEXT_ALONE = {
+    "pool_fills_device",
+    "request_larger_than_free",
+    "many_small_requests",
+    "large_card_filled_in_pieces",
+    "driver_refused",
+    "refused_while_free",
+    "model_before_handle",
+}
+LEAST_SURE = 0.35
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.first)
+def test_what_was_found_names_the_rule_that_fits_it_best(scene):
+    found = BOOK.match(scene.incident, of(scene))
+    assert (found[0].rule, found[0].cause) == (scene.first, scene.cause), [finding.rule for finding in found]
+    assert found[0].because
+    assert not {finding.rule for finding in found} & {*scene.silent, *FROM_TEXT_ALONE}
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.first)
+def test_a_finding_that_rests_on_little_never_stands_beside_one_that_rests_on_much(scene):
+    """What is generic is silent or far below, and advice comes last and does not crowd the rest."""
+    found = BOOK.match(scene.incident, of(scene))
+    assert sum(finding.title.startswith("Advice:") for finding in found) <= 3
+    generic = [finding.confidence for finding in found if finding.rule in ("several_roles_share", "holder_not_found")]
+    assert all(confidence <= LEAST_SURE for confidence in generic)
+    assert len(found) <= 7, [finding.rule for finding in found]
+
+
+def message(tried, *, total="8.00 GiB", free="1.00 MiB", allocated="7.00 GiB", unallocated="10.00 MiB"):
+    (incident,) = from_text(
+        f"CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {total} of which {free} is "
+        f"free. Of the allocated memory {allocated} is allocated by PyTorch, and {unallocated} is reserved by PyTorch "
+        "but unallocated."
+    )
+    return incident
+
+
+def rules_of(incident, found=None):
+    return [finding.rule for finding in BOOK.match(incident, found)]
+
+
+# The message prints the segment that the pool wanted: 2 MiB is the small pool's, which never uses blocks of the large.
+@pytest.mark.parametrize(("tried", "fires"), [("2.00 MiB", False), ("20.00 MiB", True), ("1.00 GiB", True)])
+def test_a_request_of_the_small_pool_proves_no_fragmentation(tried, fires):
+    incident = message(tried, allocated="4.50 GiB", unallocated="3.00 GiB")
+    assert ("fragmentation" in rules_of(incident)) == fires
+    measured = evidence(roles=((Role.PARAMETER, 5 * GIB),), device={"inactive_split": 3 * GIB})
+    assert ("fragmentation" in rules_of(incident, measured)) == fires
+
+
+@pytest.mark.parametrize(("largest", "fires"), [(32 * MIB, True), (512 * MIB, False)])
+def test_a_free_block_that_would_have_served_speaks_against_fragmentation(largest, fires):
+    measured = evidence(device={"inactive_split": 900 * MIB, "largest_free_block": largest})
+    assert ("fragmentation" in rules_of(CUDA, measured)) == fires
+
+
+def test_from_the_text_alone_a_full_device_has_two_readings():
+    found = BOOK.match(message("20.00 MiB", allocated="7.90 GiB"), None)
+    assert [finding.cause for finding in found[:2]] == [Cause.BATCH_OR_ACTIVATION, Cause.MODEL_TOO_LARGE]
+    assert found[0].confidence < 0.5
+    large = BOOK.match(message("48.00 MiB", total="79.00 GiB", allocated="78.00 GiB"), None)
+    assert [finding.cause for finding in large[:2]] == [Cause.MODEL_TOO_LARGE, Cause.BATCH_OR_ACTIVATION]
+
+
+def test_a_bare_error_of_the_driver_is_guessed_at_with_little_confidence():
+    (incident,) = from_text("RuntimeError: CUDA error: out of memory")
+    found = BOOK.match(incident, None)
+    assert {finding.cause for finding in found[:2]} == {Cause.BATCH_OR_ACTIVATION, Cause.HOST_RAM}
+    assert all(finding.confidence <= LEAST_SURE for finding in found)
+
+
+def test_rules_that_know_nothing_say_nothing():
+    """Null is not below null: an expression over two facts that are not known must not hold."""
+    assert [rule.id for rule in BOOK.rules if rule.fires(complete({}))] == []
+    for family in (Family.CUDA, Family.HIP, Family.XPU):
+        assert rules_of(Incident(is_oom=True, family=family)) == []
+
+
+def test_what_the_census_did_not_see_is_said_and_not_guessed():
+    found = BOOK.match(CUDA, evidence(roles=((Role.PARAMETER, GIB),), device={"allocated": 7 * GIB}))
+    assert [finding.rule for finding in found] == ["holder_not_found"]
+    assert found[0].cause is Cause.UNKNOWN
+
+
+def test_autocast_is_not_sold_for_what_it_does_not_save():
+    roles = ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB))
+    weights = (held(Role.PARAMETER, GIB, "model"),)
+    found = {
+        finding.rule: finding for finding in BOOK.match(CUDA, evidence(roles=roles, holdings=weights, code=TRAINING))
+    }
+    assert "It would leave 1.00 GiB of parameters" in " ".join(found["mixed_precision_not_used"].because)
+    state = ((Role.PARAMETER, 2 * GIB), (Role.GRADIENT, 2 * GIB), (Role.OPTIMIZER_STATE, GIB), (Role.ACTIVATION, GIB))
+    rules = rules_of(CUDA, evidence(roles=state, holdings=weights, code=training(autocast=True)))
+    assert "master_weights_stay" in rules
+    assert "mixed_precision_not_used" not in rules
+
+
+def test_accumulation_is_not_sold_for_what_it_does_not_divide():
+    accumulating = training(loops=(replace(LOOP, accumulates=True),))
+    state = ((Role.PARAMETER, 2 * GIB), (Role.GRADIENT, 2 * GIB), (Role.OPTIMIZER_STATE, GIB), (Role.ACTIVATION, GIB))
+    assert "accumulation_cannot_help" in rules_of(CUDA, evidence(roles=state, code=accumulating))
+    assert "accumulation_cannot_help" not in rules_of(CUDA, evidence(roles=state, code=TRAINING))
+
+
+def test_a_larger_card_is_named_where_no_smaller_batch_would_do():
+    state = ((Role.PARAMETER, 3 * GIB), (Role.OPTIMIZER_STATE, 4 * GIB))
+    asked = replace(CUDA, requested=2 * GIB, allocated=7 * GIB)
+    found = {f.rule: f for f in BOOK.match(asked, evidence(roles=state, device={"allocated": 7 * GIB}))}
+    assert "at least a GeForce RTX 3060 or RTX 4070." in found["larger_card"].because[0]
+    batch = ((Role.PARAMETER, GIB), (Role.ACTIVATION, 6 * GIB))
+    assert "larger_card" not in rules_of(asked, evidence(roles=batch, device={"allocated": 7 * GIB}))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in BOOK.rules if "advice" in rule.path], ids=lambda rule: rule.id)
+def test_advice_calls_itself_so_names_no_fix_and_stays_below_every_diagnosis(rule):
+    assert rule.title.startswith("Advice: ")
+    assert rule.file.fixes == []
+    assert rule.file.confidence < 0.3
+    assert any(letter.isdigit() for letter in rule.file.why) or any(":size}" in text for text in rule.file.because)
+
+
+def test_the_rule_base_is_as_wide_as_it_says():
+    assert len(BOOK.rules) >= 50
+    assert {rule.file.cause for rule in BOOK.rules} == set(Cause)
+    assert all(rule.file.references for rule in BOOK.rules)
+
+
+@pytest.mark.parametrize("rule", BOOK.rules, ids=lambda rule: rule.id)
+def test_a_rule_that_fires_on_the_message_alone_has_something_to_say(rule):
+    for example in rule.file.examples.fires:
+        if set(example) == {"incident"}:
+            facts = complete({"incident": {name: read(name, value) for name, value in example["incident"].items()}})
+            assert rule.finding(facts).because, example
+
+
+def read(name, value):
+    return parse_size(value) if kind_of(f"incident.{name}") is float and isinstance(value, str) else value

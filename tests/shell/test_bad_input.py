@@ -1,0 +1,55 @@
+"""Bad input gets one clear line and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kernels import Kernel
+
+LINES = {
+    "%oomdoctor frobnicate": "there is no verb 'frobnicate': there are status, auto, fix",
+    "%oomdoctor simulate lots": "'lots' is not a memory size",
+    "%oomdoctor simulate": "simulate takes a size",
+    "%oomdoctor simulate -3GiB": "'-3GiB' is not a memory size",
+    "%oomdoctor auto always": "auto takes one of off, exact, any, not 'always'",
+    "%oomdoctor fix": "no cell has run out of memory so far",
+    "%oomdoctor diff 3": "no cell has run out of memory so far",
+    "%oomdoctor undo": "there is nothing to undo",
+    "%oomdoctor status now": "status does not take 'now'",
+    "%oomdoctor 'fix": "cannot be read",
+    "%memreport --tpo 3": "%memreport does not take '--tpo'",
+    "%memreport --top many": "--top needs a number above zero, not 'many'",
+    "%memreport --html": "--html needs a path",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Kernel]:
+    kernel = Kernel()
+    kernel.run("%load_ext oomdoctor", ok=True)
+    yield kernel
+    kernel.stop()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_one_line_and_nothing_changed(loaded: Kernel, line: str) -> None:
+    names = "sorted(name for name in globals() if not name.startswith('_'))"
+    before = loaded.value(names)
+    settings = loaded.run("%oomdoctor config", ok=True).stdout
+    reply = loaded.run(line, ok=True)
+    assert LINES[line] in reply.stderr
+    assert reply.stderr.count("\n") == 1
+    assert reply.stdout == ""
+    assert loaded.value(names) == before
+    assert loaded.run("%oomdoctor config", ok=True).stdout == settings
+
+
+def test_a_fix_that_does_not_exist(loaded: Kernel) -> None:
+    loaded.run("import torch\n%config OomDoctor.forecast_time_s = 0\n%oomdoctor simulate 64MiB", ok=True)
+    loaded.run("torch.ones(1 << 26)", ok=False)
+    for word in ("99", "0", "nosuchfix"):
+        reply = loaded.run(f"%oomdoctor fix {word}", ok=True)
+        assert f"there is no fix {word!r}" in reply.stderr
+        assert reply.stderr.count("\n") == 1
+    loaded.run("%oomdoctor simulate off", ok=True)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import cases
+import pytest
+from cases import CASES
+from jinja2 import UndefinedError
+from seen import Seen
+
+from oomdoctor.model.case import Case
+from oomdoctor.model.evidence import Role
+from oomdoctor.views import html
+from oomdoctor.views.growth import growth_rows
+from oomdoctor.views.survey import survey
+
+VIEWS: dict[str, Callable[[Case], str]] = {
+    "case": html.case,
+    "notice": html.notice,
+    "report": lambda case: html.report(survey(case.evidence)),
+    "grown report": lambda case: html.report(cases.grown(case)),
+    "growth": lambda case: html.growth(growth_rows(cases.weights().evidence, case.evidence, cases.HOSTILE)),
+    "explanation": lambda case: html.explanation(cases.explained(case)),
+    "plan": lambda case: html.plan(case.plan),
+}
+EVERY = pytest.mark.parametrize(("view", "name"), [(view, name) for view in VIEWS for name in CASES])
+
+# What JupyterLab's sanitiser lets through in an untrusted notebook, as far as it is used here.
+TAGS = {
+    *("br", "code", "details", "div", "em", "h3", "h4", "li", "ol", "p", "pre", "section", "small", "span"),
+    *("strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul"),
+}
+ATTRIBUTES = {"style", "title", "scope"}
+PROPERTIES = {
+    *("background", "background-color", "background-image", "background-size", "border", "border-bottom"),
+    *("border-collapse", "border-left", "border-radius", "border-right", "box-sizing", "color", "cursor", "display"),
+    *("float", "font-family", "font-size", "font-weight", "height", "left", "line-height", "margin", "margin-bottom"),
+    *("margin-right", "margin-top", "max-width", "min-width", "opacity", "overflow", "overflow-x", "padding"),
+    *(
+        "padding-left",
+        "position",
+        "table-layout",
+        "text-align",
+        "text-overflow",
+        "top",
+        "vertical-align",
+        "white-space",
+        "width",
+    ),
+    "word-break",
+}
+THEMED = re.compile(r"var\(--jp-[\w-]+, var\(--vscode-[\w-]+, (inherit|monospace|14px)\)\)")
+LITERAL_TEXT_COLOUR = {"inherit", "#ffffff"}
+
+
+@EVERY
+def test_only_what_an_untrusted_notebook_keeps_is_used(view: str, name: str) -> None:
+    seen = Seen(VIEWS[view](CASES[name]()))
+    assert set(seen.tags) <= TAGS
+    assert {attribute for _, attribute, _ in seen.attributes} <= ATTRIBUTES
+    assert {prop for _, prop, _ in seen.styles} <= PROPERTIES
+
+
+@EVERY
+def test_text_takes_its_colours_from_the_theme(view: str, name: str) -> None:
+    for _, prop, value in Seen(VIEWS[view](CASES[name]())).styles:
+        if prop == "color":
+            assert THEMED.fullmatch(value) or value in LITERAL_TEXT_COLOUR
+        elif "var(" in value:
+            assert THEMED.fullmatch(value)
+
+
+@EVERY
+def test_there_is_no_style_block_and_no_script(view: str, name: str) -> None:
+    page = VIEWS[view](CASES[name]()).lower()
+    assert "<style" not in page
+    assert "<script" not in page
+    assert "javascript:" not in page
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_hostile_names_stay_text(view: str) -> None:
+    page = VIEWS[view](cases.hostile())
+    seen = Seen(page)
+    assert "img" not in seen.tags
+    assert not [name for _, name, _ in seen.attributes if name.startswith("on")]
+    assert "<img" not in page
+    assert cases.HOSTILE in seen.text
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_the_escaping_test_can_fail() -> None:
+    environment = html._templates()
+    unsafe = environment.from_string("{{ name | safe }}").render(name=cases.HOSTILE)
+    assert "img" in Seen(unsafe).tags
+
+
+def test_a_fact_that_a_template_misspells_is_an_error() -> None:
+    with pytest.raises(UndefinedError):
+        html._templates().from_string("{{ story.hedline }}").render(story={})
+
+
+def _widths(page: str) -> list[float]:
+    return [float(width) for width in re.findall(r"float:left;height:26px;width:([\d.]+)%", page)]
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"unavailable"}))
+def test_the_segments_fill_the_bar_and_never_more(name: str) -> None:
+    widths = _widths(html.case(CASES[name]()))
+    assert len(widths) >= 2
+    assert 99 < sum(widths) <= 100
+
+
+def test_every_segment_has_a_line_in_the_legend_and_a_tooltip() -> None:
+    page = html.case(cases.offered())
+    seen = Seen(page)
+    tips = [value for tag, name, value in seen.attributes if name == "title" and tag == "div"]
+    for tip in tips[: len(_widths(page))]:
+        assert tip in seen.text
+
+
+def test_every_kind_of_memory_looks_different() -> None:
+    fills = [html._fill(kind) for kind in html._FILLS]
+    assert len(set(fills)) == len(fills)
+    colours = [html._FILLS[kind][0] for kind in ("process", *(role.value for role in Role))]
+    assert colours.count(colours[0]) == 1, "both stand in the bar of this process"
+
+
+def test_refusals_are_folded() -> None:
+    page = html.case(cases.offered())
+    assert re.search(r"<details[^>]*>\s*<summary[^>]*>Considered and refused</summary>", page)
+    assert page.index("chunked_forward") > page.index("<details")

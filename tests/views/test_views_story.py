@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import pytest
+from cases import CASES
+
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.case import Outcome, OutcomeKind
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.incident import CellLine, Family
+from oomdoctor.model.plan import Forecast, Plan, Verdict
+from oomdoctor.model.sizes import GIB
+from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.bar import device_bar, host_bar
+from oomdoctor.views.prices import fix_rows, prices
+from oomdoctor.views.story import headline, tell
+from oomdoctor.views.survey import survey
+from oomdoctor.views.words import clean
+
+
+def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() -> None:
+    assert headline(cases.incident(), cases.evidence()) == (
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB, 2.10 GiB more than was free of the 8.00 GiB of cuda:0; "
+        "71 % of what is held is activations."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"requested": None}, "ran out of the 8.00 GiB of cuda:0."),
+        ({"requested": None, "total": None}, "ran out of memory on cuda:0."),
+        ({"total": None}, "asked for 2.41 GiB of cuda:0, which could not be had."),
+        ({"free": None}, "asked for 2.41 GiB of the 8.00 GiB of cuda:0, which could not be had."),
+        (
+            {"free": 3 * GIB},
+            "asked for 2.41 GiB, which could not be had although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
+        ),
+        ({"family": Family.SHM}, "ran out of shared memory (/dev/shm)."),
+        ({"family": Family.WORKER_KILLED}, "lost a DataLoader worker, which was killed."),
+        ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory, which could not be had."),
+        ({"device": None, "total": None}, "asked for 2.41 GiB of the device, which could not be had."),
+        ({"is_oom": False, "exc_type": "ValueError"}, "failed with ValueError, not for lack of memory."),
+    ],
+)
+def test_the_headline_says_no_more_than_is_known(changes: dict[str, object], sentence: str) -> None:
+    assert headline(cases.incident(**changes)) == f"`loss.backward()` (In[5], line 7) {sentence}"
+
+
+def test_the_headline_without_a_cell_and_within_a_function() -> None:
+    assert headline(cases.incident(cell=None, total=None, requested=None)) == "The program ran out of memory on cuda:0."
+    inside = CellLine(number=None, line=2, source_line="y = f(x)", function="train")
+    assert headline(cases.incident(cell=inside, requested=None)).startswith("`y = f(x)` (line 2, in `train`) ran")
+
+
+def test_the_share_is_left_out_where_another_device_was_searched() -> None:
+    found = cases.evidence(devices=(cases.device(name="cuda:1"),))
+    assert "of what is held" not in headline(cases.incident(device="cuda:1"), found)
+
+
+def test_a_simulated_device_is_called_so_everywhere() -> None:
+    case = cases.simulated()
+    story = tell(case)
+    assert "cuda:0 (simulated)" in story.headline
+    assert story.bar is not None
+    assert story.bar.title == "cuda:0 (simulated)"
+    assert survey(case.evidence).cards[0].title == "cuda:0 (simulated)"
+
+
+def test_the_bar_splits_the_request_at_the_budget() -> None:
+    bar = tell(cases.offered()).bar
+    assert bar is not None
+    by_kind = {segment.kind: segment for segment in bar.segments}
+    assert list(by_kind)[:4] == ["activation", "optimizer_state", "parameter", "gradient"]
+    assert by_kind["over"].size == "2.10 GiB"
+    assert by_kind["asked"].size == "317 MiB"
+    assert by_kind["outside"].size == "461 MiB"
+    assert "free" not in by_kind
+    assert sum(segment.ratio for segment in bar.segments) == pytest.approx(1)
+    before_budget = sum(segment.ratio for segment in bar.segments if segment.kind != "over")
+    assert before_budget == pytest.approx(bar.budget_ratio)
+
+
+def test_the_bar_of_a_request_that_would_fit_keeps_free_memory() -> None:
+    bar = device_bar(cases.device(free=4 * GIB, allocated=3 * GIB, reserved=3 * GIB), None, asked=GIB)
+    assert bar is not None
+    assert [(segment.kind, segment.size) for segment in bar.segments] == [
+        ("unexplained", "3.00 GiB"),
+        ("outside", "1.00 GiB"),
+        ("asked", "1.00 GiB"),
+        ("free", "3.00 GiB"),
+    ]
+    assert bar.budget_ratio == 1
+
+
+def test_the_bar_takes_the_total_from_the_message_where_the_device_cannot_say() -> None:
+    blind = cases.device(total=Unavailable("no driver"), free=Unavailable("no driver"))
+    without = device_bar(blind, cases.census())
+    assert without is not None
+    assert without.budget is None
+    with_total = device_bar(blind, cases.census(), total=8 * GIB)
+    assert with_total is not None
+    assert with_total.budget == "8.00 GiB"
+
+
+def test_there_is_no_bar_without_any_number() -> None:
+    assert tell(cases.unavailable()).bar is None
+    assert host_bar(cases.unavailable().evidence.host) is None
+
+
+def test_a_census_that_saw_more_than_the_allocator_leaves_nothing_unexplained() -> None:
+    bar = device_bar(cases.device(allocated=GIB), cases.census())
+    assert bar is not None
+    assert Role.UNEXPLAINED.value not in {segment.kind for segment in bar.segments}
+
+
+def test_each_unavailable_value_is_named_once_with_its_reason() -> None:
+    assert tell(cases.unavailable()).missing == (
+        "total, free, allocated, reserved not available: the driver does not answer",
+    )
+
+
+def test_estimates_are_marked_and_their_basis_is_named() -> None:
+    micro_batch, checkpoint, autocast, shard = fix_rows(cases.PLAN)
+    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.41 GiB → ≈ 5.62 GiB", "shadow run, ± 3 %")
+    assert (micro_batch.slowdown, micro_batch.verdict_text) == ("≈ ×1.07", "✓ fits")  # noqa: RUF001
+    assert (checkpoint.verdict, checkpoint.decided_by) == (Verdict.BORDERLINE, "")
+    assert (autocast.verdict, autocast.decided_by) == (Verdict.TOO_LARGE, "reserved ≈ 8.40 GiB")
+    assert (shard.peak, shard.basis, shard.verdict) == ("no forecast", "", Verdict.UNKNOWN)
+
+
+def test_a_cell_that_fits_needs_no_change() -> None:
+    priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
+    assert priced.unchanged == "Unchanged, this cell needs ≈ 5.00 GiB of 8.00 GiB: ✓ fits (shadow run, ± 3 %)."
+    assert priced.unfixed == "No change is needed."
+    assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
+
+
+def test_only_what_can_be_applied_or_shown_has_a_command() -> None:
+    commands = [(row.apply, row.diff) for row in fix_rows(cases.PLAN)]
+    assert commands == [
+        ("%oomdoctor fix 1", "%oomdoctor diff 1"),
+        ("%oomdoctor fix 2", None),
+        ("%oomdoctor fix 3", "%oomdoctor diff 3"),
+        (None, None),
+    ]
+
+
+def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
+    held = tell(cases.offered()).holders
+    assert [row.path for row in held.rows][:2] == ["loss.grad_fn (encoder.layers)", "optimizer.state"]
+    assert held.more == "and 2 smaller holders, 246 MiB in all"
+    assert held.rows[0].share == "58 %"
+    assert held.accounted == (
+        "Accounted for 99.6 % of allocated (7.02 GiB of 7.05 GiB); no holder was found for 30.7 MiB."
+    )
+
+
+def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
+    facts = dict(aftermath(cases.healed()).facts)
+    assert facts["Peak"] == (
+        "forecast ≈ 5.62 GiB (shadow run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
+        "forecast 1.3 % too high; budget 8.00 GiB"
+    )
+    assert facts["Keep it"].startswith("`%oomdoctor diff 1`")
+    assert facts["State"].startswith("clean")
+
+
+def test_a_forecast_that_was_too_low_is_called_so() -> None:
+    case = cases.healed()
+    low = replace(case, outcome=replace(case.outcome, peak=cases.MICRO_BATCH.forecast.peak * 2))  # type: ignore[operator]
+    assert "forecast 50.0 % too low" in dict(aftermath(low).facts)["Peak"]
+    met = replace(case, outcome=replace(case.outcome, peak=cases.MICRO_BATCH.forecast.peak))
+    assert "forecast met" in dict(aftermath(met).facts)["Peak"]
+
+
+def test_a_stronger_dose_than_was_priced_is_told_apart() -> None:
+    case = cases.healed()
+    stronger = replace(case, outcome=replace(case.outcome, fixes=("micro_batch(micro_batch=8)",), attempts=2))
+    facts = dict(aftermath(stronger).facts)
+    assert "(micro_batch=8)" in facts["Changed"]
+    assert facts["Keep it"].endswith("there with micro_batch=16: write micro_batch=8 instead")
+    assert facts["Peak"] == "measured 5.55 GiB (the allocator's high-water mark); budget 8.00 GiB"
+    assert facts["Time"] == "12.3 s"
+
+
+def test_a_fix_that_is_not_in_the_plan_is_named_all_the_same() -> None:
+    assert dict(aftermath(cases.failed()).facts)["Tried"] == "`unheard_of(dose=2)`"
+
+
+def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
+    least = cases.forecast(9.5, basis="held and asked for", error_ratio=0.3, refused="the cell opens a file.")
+    assert prices(Plan(unchanged=least)).unchanged == (
+        "Unchanged, this cell needs ≈ 9.50 GiB of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
+        "No better forecast: the cell opens a file."
+    )
+    (row,) = fix_rows(Plan(unchanged=least, candidates=(replace(cases.MICRO_BATCH, caveat=None, forecast=least),)))
+    assert row.notes == ("No better forecast: the cell opens a file.",)
+
+
+def test_what_was_not_priced_yet_is_not_called_impossible() -> None:
+    priced = prices(Plan(unchanged=Forecast(basis="not priced yet")))
+    assert priced.unchanged == "Unchanged, this cell has no forecast: not priced yet."
+    assert priced.unfixed is None
+
+
+@pytest.mark.parametrize("kind", OutcomeKind)
+def test_every_ending_has_a_notice(kind: OutcomeKind) -> None:
+    end = aftermath(cases.offered(outcome=Outcome(kind=kind, why="because of the log")))
+    assert "In[5]" in end.title
+    assert ("Why", "because of the log") in end.facts
+    assert (end.mark == "✓") is (kind is OutcomeKind.HEALED)
+
+
+def test_what_was_tried_is_not_offered_again() -> None:
+    end = aftermath(cases.offered(outcome=Outcome(kind=OutcomeKind.ROLLED_BACK, fixes=(cases.MICRO_BATCH.label,))))
+    assert dict(end.facts)["Offered"].startswith("`%oomdoctor fix 2`")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_can_be_told(name: str) -> None:
+    story = tell(CASES[name]())
+    assert story.headline.endswith(".")
+
+
+def test_clean_spells_out_what_could_drive_a_terminal_and_cuts_in_the_middle() -> None:
+    assert clean("a\x1b[2Jb\u202ec\nd") == "a\\x1b[2Jb\\u202ec\\nd"
+    assert clean("\ud800") == "\\ud800"
+    assert clean("x" * 50 + "END", 20) == "x" * 12 + "…" + "xxxxEND"
+    assert len(clean("x" * 50, 20)) == 20
