@@ -11,11 +11,6 @@ from kernels import Kernel
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the census against its truth first: it counts every tensor of the process, those that tests leave as well."""
-    items.sort(key=lambda item: item.path.name != "test_truth.py")
-
-
 @pytest.fixture
 def start_kernel() -> Iterator[Callable[..., Kernel]]:
     """Start real kernels; they are shut down at the end of the test."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,9 +24,14 @@ from oomdoctor.model.evidence import Census, Holding, Role
 
 
 @pytest.fixture(autouse=True)
-def _nothing_shown_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put away what other tests left: the census counts every tensor of the process, and these have no name here."""
     for name in ("last_value", "last_exc", "last_traceback"):
         monkeypatch.delattr(sys, name, raising=False)
+    gc.collect()
+    gc.freeze()  # what is frozen, the garbage collector does not list
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("moment", Moment)
