@@ -29,7 +29,7 @@ from oomdoctor.evidence.storages import is_fake, storages_of, tensor_types
 from oomdoctor.evidence.walk import CACHE_NAMES, Found, Path, Root, Walk, member, tensors_in
 from oomdoctor.model.aside import without_apart
 from oomdoctor.model.evidence import Census, Role
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict, submodules
+from oomdoctor.model.kinds import Kind, kind_of, plain_dict, registered, submodules
 
 __all__ = ["Program", "take", "unobserved"]
 
@@ -96,11 +96,15 @@ def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
 
 @dataclass(slots=True)
 class _Held:
-    """Tensors met on the walk, and what the graph behind each of them holds, in their order."""
+    """Tensors met on the walk, those that require grad, and what the graph behind each holds, in their order."""
 
     found: Found
     origin: _Origin
+    requiring: list[Any] = field(init=False)
     saved: list[Saved | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.requiring = list(compress(self.found.tensors, map(_requires_grad, self.found.tensors)))
 
 
 class _Count:
@@ -111,6 +115,8 @@ class _Count:
         self._ledger = Ledger(places)
         self._walk = Walk(program.passed_over)
         self._graphs = Graphs()
+        self._parameters: dict[int, Path] = {}
+        self._stepped_by: dict[int, str] = {}
         self._inputs: set[int] = set()
         self._fakes = 0
         self._skips_graphs = in_backward_elsewhere()
@@ -119,16 +125,15 @@ class _Count:
     def run(self) -> tuple[Census, ...]:
         """Walk from all roots, then let the owners claim in their order."""
         self._claim_all([_Held(found, origin) for origin, roots in self._roots() for found in self._walk.run(roots)])
-        tensors = _all_tensors()
-        if not self._ledger.owns(tensors):
+        if nameless := self._ledger.ownerless(_all_tensors()):
             self._claim_all([_Held(found, _Origin.NAME) for found in self._walk.resume()])
-            self._claim_rest(tensors)
+            self._claim_rest(self._ledger.ownerless(nameless))
         self._claim_shared()
         return self._ledger.censuses(tuple(self._notes()), self._walk.aliases)
 
     def _claim_all(self, held: list[_Held]) -> None:
-        parameters = dict(self._claim_modules())
-        self._claim_optimizers(parameters)
+        self._claim_modules()
+        self._claim_optimizers()
         for one in sorted(held, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
             self._follow(one)
         for one in held:
@@ -150,22 +155,20 @@ class _Count:
                 drives = frame.is_program and kind_of(type(frame.values.get("self"))) is not Kind.MODULE
                 yield origin, [(Root(name, frame.place, drives), value) for name, value in frame.values.items()]
 
-    def _claim_modules(self) -> Iterator[tuple[int, str]]:
-        """Claim parameters, gradients and buffers; yield the expression of every parameter by its ``id``."""
-        steps = self._stepped_by()
-        for path, module in self._walk.modules:
-            registers: Any = plain_dict(module) or {}
-            root = path.root.name
-            free = f"del {root}" if not path.root.place else None
-            for name, parameter in _tensors(registers.get("_parameters")):
+    def _claim_modules(self) -> None:
+        """Claim parameters, gradients and buffers of the modules met since the last time."""
+        self._note_steps()
+        while self._walk.modules:
+            path, module = self._walk.modules.popleft()
+            free = path.root.deletion
+            for name, parameter in _tensors(module, "_parameters"):
                 at = path.child(member(module, name, "_parameters"))
                 self._claim((parameter,), Role.PARAMETER, at, frees=free)
-                self._claim_gradient(
-                    parameter, at, f"{steps.get(id(parameter), root)}.zero_grad(set_to_none=True)" if free else None
-                )
+                owner = self._stepped_by.get(id(parameter), path.root.name)
+                self._claim_gradient(parameter, at, _cleared(owner) if free else None)
                 if not at.root.place:
-                    yield id(parameter), at.names()[1]
-            for name, buffer in _tensors(registers.get("_buffers")):
+                    self._parameters[id(parameter)] = at
+            for name, buffer in _tensors(module, "_buffers"):
                 role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
                 self._claim((buffer,), role, path.child(member(module, name, "_buffers")), frees=free)
 
@@ -173,32 +176,29 @@ class _Count:
         """Have the ledger know of names that lead to a module which another name leads to as well."""
         for path, module in self._walk.shared:
             for _, part in submodules(module):
-                held: Any = plain_dict(part) or {}
-                tensors = [one for register in ("_parameters", "_buffers") for _, one in _tensors(held.get(register))]
+                tensors = [one for register in ("_parameters", "_buffers") for _, one in _tensors(part, register)]
                 self._claim(tensors, Role.PARAMETER, path)
 
-    def _stepped_by(self) -> dict[int, str]:
-        """Return the expression for the optimizer of every parameter, by the parameter's ``id``."""
-        found: dict[int, str] = {}
+    def _note_steps(self) -> None:
+        """Note the expression for the optimizer of every parameter, by the parameter's ``id``."""
         for path, optimizer in self._walk.optimizers:
             if not path.root.place:
                 for group in (plain_dict(optimizer) or {}).get("param_groups") or ():
-                    found |= dict.fromkeys(map(id, group["params"]), path.names()[1])
-        return found
+                    self._stepped_by |= dict.fromkeys(map(id, group["params"]), path.names()[1])
 
-    def _claim_optimizers(self, parameters: Mapping[int, str]) -> None:
-        for path, optimizer in self._walk.optimizers:
+    def _claim_optimizers(self) -> None:
+        while self._walk.optimizers:
+            path, optimizer = self._walk.optimizers.popleft()
             held: Any = plain_dict(optimizer) or {}
-            root = path.root.name
-            free = f"del {root}" if not path.root.place else None
+            root, free = path.root.name, path.root.deletion
             for at, group in enumerate(held.get("param_groups") or ()):
                 for index, parameter in enumerate(group["params"]):
                     here = path.child(f".param_groups[{at}]['params'][{index}]")
                     self._claim((parameter,), Role.PARAMETER, here, frees=free)
-                    self._claim_gradient(parameter, here, f"{root}.zero_grad(set_to_none=True)" if free else None)
+                    self._claim_gradient(parameter, here, _cleared(root) if free else None)
             for parameter, state in list(dict.items(held.get("state") or {})):
-                key = parameters.get(id(parameter))
-                here = path.child(f".state[{key}]" if key else f" → state of a parameter of {root}")
+                of = self._parameters.get(id(parameter))
+                here = path.child(f".state[{of.names()[1]}]" if of else f" → state of a parameter of {root}")
                 for name, value in list(dict.items(state)) if kind_of(type(state)) is Kind.MAPPING else ():
                     tensors = tuple(tensors_in(value))
                     self._claim(tensors, Role.OPTIMIZER_STATE, here.child(f"[{name!r}]"), frees=free)
@@ -224,10 +224,9 @@ class _Count:
         return held.origin is _Origin.NAME and root.name in self._program.step_names and not held.found.contained
 
     def _follow(self, held: _Held) -> None:
-        tensors = held.found.tensors
-        if self._skips_graphs or not any(map(_grad_fn, tensors)):
+        if self._skips_graphs or not any(map(_grad_fn, held.requiring)):
             return
-        held.saved = [self._graphs.behind(tensor) for tensor in tensors]
+        held.saved = [self._graphs.behind(tensor) for tensor in held.found.tensors]
         if self._is_of_step(held):
             for saved in filter(None, held.saved):
                 given = [one for one in saved.tensors if type(one) is torch.Tensor and not _requires_grad(one)]
@@ -247,7 +246,7 @@ class _Count:
                 items = found.item(index)
                 self._claim((tensor,), role, found.path, items=items, sliceable=found.sliceable, frees=frees)
                 self._fakes += is_fake(tensor)
-        for tensor in compress(tensors, map(_requires_grad, tensors)):
+        for tensor in held.requiring:
             clear = f"{found.path.names()[1]}.grad = None" if held.origin is _Origin.NAME else None
             self._claim_gradient(tensor, found.path, clear)
 
@@ -337,6 +336,10 @@ class _Count:
             yield "there are more objects than were looked at, so some holders have no name here"
 
 
+def _cleared(owner: str) -> str:
+    return f"{owner}.zero_grad(set_to_none=True)"
+
+
 def _is_pinned(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_pinned()
 
@@ -352,8 +355,7 @@ def _all_tensors() -> list[Any]:
         sys.setswitchinterval(pause)
 
 
-def _tensors(register: Any) -> Iterator[tuple[str, Any]]:
-    if kind_of(type(register)) is Kind.MAPPING:
-        for name, value in list(dict.items(register)):
-            if kind_of(type(value)) is Kind.TENSOR:
-                yield str(name), value
+def _tensors(module: Any, register: str) -> Iterator[tuple[str, Any]]:
+    for name, value in registered(module, register):
+        if kind_of(type(value)) is Kind.TENSOR:
+            yield str(name), value

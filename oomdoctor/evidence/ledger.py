@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
@@ -76,6 +77,7 @@ class Ledger:
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         self._owned: dict[int, _Entry] = {}
+        self._claimed: set[int] = set()
         self._entries: list[list[_Entry]] = [[] for _ in places]
         self._by_device: dict[torch.device, list[tuple[int, bool]]] = {}
 
@@ -99,6 +101,7 @@ class Ledger:
             suffix: written behind the path: that the graph of what stands there holds them.
             frees: the line that lets go of them.
         """
+        self._claimed.update(map(id, tensors))
         if len(tensors) > _MANY and self._take_together(tensors, role, path, items, sliceable, suffix, frees):
             return
         taken: dict[int, _Entry] = {}
@@ -132,11 +135,15 @@ class Ledger:
         self._owned.update(zip(keys, repeat(self._enter(place[0][0], _Entry(total, *how)))))
         return True
 
-    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether all storages of ``tensors`` have an owner."""
-        columns = plain_storages(tensors)
-        keys = columns[0] if columns is not None else [key for key, *_ in storages_of(tensors)]
-        return all(map(self._owned.__contains__, keys))
+    def ownerless(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``tensors`` that nobody has claimed and that lie in a storage without an owner."""
+        if self._claimed.issuperset(map(id, tensors)):
+            return []
+        new = [one for one in tensors if id(one) not in self._claimed]
+        columns = plain_storages(new)
+        if columns is not None:
+            return [one for one, key in zip(new, columns[0], strict=True) if key not in self._owned]
+        return [one for one in new if any(key not in self._owned for key, *_ in storages_of((one,)))]
 
     def _at(self, device: torch.device, tensor: torch.Tensor) -> int | None:
         """Return which place a storage is at. A simulated one shares its device's name and must be asked."""
@@ -168,21 +175,25 @@ class Ledger:
 
 
 def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...]) -> Census:
-    holdings = [_holding(device.name, group) for group in _groups(entries)]
     roles: dict[Role, int] = {}
-    for holding in holdings:
-        roles[holding.role] = roles.get(holding.role, 0) + holding.bytes
+    for entry in entries:
+        roles[entry.role] = roles.get(entry.role, 0) + entry.total.bytes
     found = sum(roles.values())
     if not isinstance(device.allocated, Unavailable) and device.allocated > found:
         roles[Role.UNEXPLAINED] = roles.get(Role.UNEXPLAINED, 0) + device.allocated - found
+    groups = nlargest(_MOST_HOLDINGS, _groups(entries), key=_bytes)
     return Census(
         device=device.name,
         found=found,
         allocated=device.allocated,
         roles=tuple(sorted(roles.items(), key=lambda item: -item[1])),
-        holdings=tuple(sorted(holdings, key=lambda holding: -holding.bytes)[:_MOST_HOLDINGS]),
+        holdings=tuple(_holding(device.name, group) for group in groups),
         notes=notes,
     )
+
+
+def _bytes(group: list[_Entry]) -> int:
+    return sum(entry.total.bytes for entry in group)
 
 
 def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
@@ -201,13 +212,12 @@ def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
 
 
 def _holding(device: str, group: list[_Entry]) -> Holding:
-    bytes_held = sum(entry.total.bytes for entry in group)
     largest = max((entry.total for entry in group), key=lambda total: total.most).largest
     spans = [entry.items for entry in group if entry.items is not None]
     items = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
     text, expression = group[0].path.names(items, sliceable=group[0].sliceable)
     return Holding(
-        bytes=bytes_held,
+        bytes=_bytes(group),
         device=device,
         role=group[0].role,
         path=text + group[0].suffix,

@@ -7,7 +7,7 @@ and slots. Large containers are looked over in bulk first, and those that can ho
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from oomdoctor.evidence.frames import leads_nowhere, locals_of
-from oomdoctor.model.kinds import Kind, held_by, items_of, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, held_by, items_of, kind_of, plain_dict, registered
 
 __all__ = ["CACHE_NAMES", "Found", "Path", "Root", "Walk", "attributes", "member", "tensors_in"]
 
@@ -57,6 +57,11 @@ class Root:
     place: str = ""
     is_program: bool = True
     ident: int = 0
+
+    @property
+    def deletion(self) -> str | None:
+        """The statement that unbinds the name, None for a local of a frame."""
+        return None if self.place else f"del {self.name}"
 
 
 class Path(NamedTuple):
@@ -135,7 +140,7 @@ class Walk:
         passed_over: objects by their ``id`` that lead nowhere here.
 
     Attributes:
-        modules: every ``nn.Module`` once, with its path; likewise ``optimizers``.
+        modules: every ``nn.Module`` once, with its path, until it is taken from here; likewise ``optimizers``.
         stopped: whether there were more objects than are looked at.
         later: large containers that were not looked into yet.
         shared: modules met again from another root, with the path from there.
@@ -143,8 +148,8 @@ class Walk:
     """
 
     passed_over: frozenset[int] = frozenset()
-    modules: list[tuple[Path, Any]] = field(default_factory=list)
-    optimizers: list[tuple[Path, Any]] = field(default_factory=list)
+    modules: deque[tuple[Path, Any]] = field(default_factory=deque)
+    optimizers: deque[tuple[Path, Any]] = field(default_factory=deque)
     stopped: bool = False
     later: list[_Todo] = field(default_factory=list)
     shared: list[tuple[Path, Any]] = field(default_factory=list)
@@ -279,8 +284,7 @@ def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
     elif type(value) in (GeneratorType, CoroutineType):
         yield from _suspended(value)
     elif kind is Kind.MODULE:
-        children: Any = (plain_dict(value) or {}).get("_modules") or {}
-        yield from ((member(value, name, "_modules"), child) for name, child in list(dict.items(children)))
+        yield from ((member(value, name, "_modules"), child) for name, child in registered(value, "_modules"))
         yield from attributes(value)
     elif kind is not Kind.GENERATOR_STATE and not leads_nowhere(type(value)):
         yield from attributes(value)

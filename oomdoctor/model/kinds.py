@@ -14,7 +14,7 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, Meth
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-__all__ = ["Kind", "child_path", "held_by", "items_of", "kind_of", "pairs_of", "plain_dict", "submodules"]
+__all__ = ["Kind", "child_path", "held_by", "items_of", "kind_of", "pairs_of", "plain_dict", "registered", "submodules"]
 
 
 class Kind(Enum):
@@ -163,9 +163,23 @@ def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(module))
         yield path, module
-        children = (plain_dict(module) or {}).get("_modules")
-        if isinstance(children, dict):
-            todo += [(child_path(path, name), child) for name, child in reversed(children.items()) if child is not None]
+        children = reversed(registered(module, "_modules"))
+        todo += [(child_path(path, name), child) for name, child in children if child is not None]
+
+
+def registered(module: Any, register: str) -> list[tuple[str, Any]]:
+    """Return what a module holds in ``_parameters``, ``_buffers`` or ``_modules``, by name.
+
+    A scripted module holds them in C++. Source: ``OrderedDictWrapper``, ``OrderedModuleDict`` in torch/jit/_script.py.
+    """
+    table: Any = (plain_dict(module) or {}).get(register)
+    if kind_of(type(table)) is not Kind.MAPPING:
+        wrapped = plain_dict(table) or {}
+        table = wrapped.get("_python_modules") or wrapped.get("_c")
+        if type(table) is not dict:
+            is_in_c = type.__dict__["__module__"].__get__(type(table)) in ("torch", "torch._C")
+            return list(table.items()) if is_in_c else []
+    return list(dict.items(table))
 
 
 def child_path(path: str, name: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import queue
 import subprocess
 import sys
+import warnings
 import weakref
 from collections import deque, namedtuple
 from dataclasses import replace
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.evidence import census
 from oomdoctor.evidence.frames import frames_of, locals_of
+from oomdoctor.evidence.ledger import Ledger
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.aside import keep_apart
@@ -520,3 +523,31 @@ def test_what_has_no_name_and_what_was_not_found_are_both_unexplained() -> None:
     assert nameless >= kept[0].nbytes
     assert found.bytes_of(Role.UNEXPLAINED) == nameless + (1 << 40) - found.found
     assert sum(size for _, size in found.roles) == 1 << 40
+
+
+def test_scripted_modules_are_looked_into() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)))
+        saved = io.BytesIO()
+        torch.jit.save(scripted, saved)
+        saved.seek(0)
+        loaded = torch.jit.load(saved)
+    found = taken({"loaded": loaded})
+    weight = holding(found, "loaded._modules['0'].weight")
+    assert (weight.bytes, weight.role) == (4 * 32 * 32, Role.PARAMETER)
+    assert holding(found, "loaded._modules['1'].running_var").role is Role.BUFFER
+
+
+def test_modules_found_before_large_containers_are_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims: list[str] = []
+    claim = Ledger.claim
+
+    def counted(self: Ledger, tensors: Any, role: Role, path: Any, **more: Any) -> None:
+        claims.append(path.names()[0])
+        claim(self, tensors, role, path, **more)
+
+    monkeypatch.setattr(Ledger, "claim", counted)
+    found = taken({"model": nn.Linear(32, 32), "rows": [{"x": number, "y": big(2)} for number in range(300)]})
+    assert holding(found, "rows[299]['y']").bytes == 8
+    assert claims.count("model.weight") == 1
