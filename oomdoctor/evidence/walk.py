@@ -10,6 +10,7 @@ import gc
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from math import isfinite
 from types import CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
@@ -24,9 +25,12 @@ _MOST_OBJECTS: Final = 100_000
 """From one set of roots."""
 _FEW: Final = 3
 """Up to so many tensors of one container are named one by one."""
-_BULK: Final = 16
 _LARGE: Final = 200
+"""Containers of more items are looked into last, and in bulk first: so many items at a time, so deep."""
+_BULK: Final = 1000
 _BARREN_DEPTH: Final = 12
+_MOST_BELOW: Final = 16
+"""They are told in bulk unless they lead to more than so many objects each."""
 _ARROW: Final = " → "
 CACHE_NAMES: Final = frozenset(
     {"past_key_values", "past_key_value", "kv_cache", "k_cache", "v_cache", "cache_k", "cache_v"}
@@ -171,8 +175,7 @@ class Walk:
         while self.later and not self.stopped:
             todo = self.later.pop()
             items = items_of(todo.value, kind_of(type(todo.value)))
-            if not _is_barren(items):
-                found += self._down(self._below(todo))
+            found += self._down(self._below(todo, _fruitful(items)))
         return found
 
     def _down(self, todos: Iterable[_Todo]) -> list[Found]:
@@ -224,11 +227,12 @@ class Walk:
                 return
         below += self._below(todo)
 
-    def _below(self, todo: _Todo) -> Iterator[_Todo]:
+    def _below(self, todo: _Todo, which: Iterable[bool] = repeat(True)) -> Iterator[_Todo]:
+        """Yield what a value holds, of a container the items that ``which`` says."""
         value, path, kind = todo.value, todo.path, kind_of(type(todo.value))
         inside = todo.contained or kind in _CONTAINERS
         is_cache = todo.is_cache or (kind is Kind.OBJECT and _is_cache(type(value)))
-        for suffix, child in _children(value, kind):
+        for suffix, child in compress(_children(value, kind), which):
             if kind_of(type(child)) is not Kind.ATOM:
                 yield _Todo(child, path.child(suffix), inside, is_cache or suffix.strip(".['\"]") in CACHE_NAMES)
 
@@ -340,16 +344,22 @@ def _is_cache(cls: type) -> bool:
     return any(type.__dict__["__module__"].__get__(base) == "transformers.cache_utils" for base in mro)
 
 
+def _fruitful(items: Sequence[Any]) -> Iterator[bool]:
+    """Yield for each item whether it may lead to a tensor, told in bulk."""
+    for first in range(0, len(items), _BULK):
+        some = items[first : first + _BULK]
+        yield from repeat(not _is_barren(some), len(some))
+
+
 def _is_barren(items: Sequence[Any]) -> bool:
-    """Return whether many items can be told in bulk to lead to no tensor."""
-    if len(items) <= _BULK:
-        return False
-    level, most = items, 8 * len(items)
+    """Return whether many items can be told to lead to no tensor."""
+    level, most = items, _MOST_BELOW * len(items)
     for _ in range(_BARREN_DEPTH):
-        kinds = set(map(kind_of, set(map(type, level))))
-        if kinds <= {Kind.ATOM}:
+        kinds = {cls: kind_of(cls) for cls in set(map(type, level))}
+        holders = {cls for cls, kind in kinds.items() if kind is not Kind.ATOM}
+        if not holders:
             return True
-        if not kinds <= _PLAIN_CONTAINERS or len(level) > most:
+        if not _PLAIN_CONTAINERS.issuperset(kinds.values()) or len(level) > most:
             return False
-        level = gc.get_referents(*level)
+        level = gc.get_referents(*compress(level, map(holders.__contains__, map(type, level))))
     return False

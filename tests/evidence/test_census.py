@@ -551,3 +551,11 @@ def test_modules_found_before_large_containers_are_claimed_once(monkeypatch: pyt
     found = taken({"model": nn.Linear(32, 32), "rows": [{"x": number, "y": big(2)} for number in range(300)]})
     assert holding(found, "rows[299]['y']").bytes == 8
     assert claims.count("model.weight") == 1
+
+
+def test_the_one_record_among_many_that_holds_a_tensor_is_found() -> None:
+    rows: list[Any] = [{"x": {"y": [number, Slotted]}} for number in range(5000)]
+    rows[4321] = {"x": {"y": [0, big()]}}
+    assert holding(taken({"rows": rows}), "rows[4321]['x']['y'][1]").bytes == 4 * 4096
+    by_key = {f"key {number}": row for number, row in enumerate(rows)}
+    assert holding(taken({"rows": by_key}), "rows['key 4321']['x']['y'][1]").bytes == 4 * 4096
