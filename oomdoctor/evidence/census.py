@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
 from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
 from oomdoctor.evidence.ledger import Ledger, Place
+from oomdoctor.evidence.paths import Found, Path, Root, member
 from oomdoctor.evidence.storages import is_fake, storages_of, tensor_types
-from oomdoctor.evidence.walk import CACHE_NAMES, Found, Path, Root, Walk, member, tensors_in
+from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
 from oomdoctor.model.aside import without_apart
 from oomdoctor.model.evidence import Census, Role
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict, registered, submodules

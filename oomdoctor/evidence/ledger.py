@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from oomdoctor.evidence.paths import Path
 from oomdoctor.evidence.storages import PLAIN, plain_storages, storages_of
-from oomdoctor.evidence.walk import Path
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
 

@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from oomdoctor.evidence.frames import leads_nowhere, locals_of
+from oomdoctor.evidence.paths import ARROW, Found, Path, Root, member
 from oomdoctor.model.kinds import Kind, held_by, items_of, kind_of, plain_dict, registered
 
-__all__ = ["CACHE_NAMES", "Found", "Path", "Root", "Walk", "attributes", "member", "tensors_in"]
+__all__ = ["CACHE_NAMES", "Walk", "attributes", "tensors_in"]
 
 _MOST_OBJECTS: Final = 100_000
 """From one set of roots."""
@@ -31,7 +32,6 @@ _BULK: Final = 1000
 _BARREN_DEPTH: Final = 12
 _MOST_BELOW: Final = 16
 """They are told in bulk unless they lead to more than so many objects each."""
-_ARROW: Final = " → "
 CACHE_NAMES: Final = frozenset(
     {"past_key_values", "past_key_value", "kv_cache", "k_cache", "v_cache", "cache_k", "cache_v"}
 )
@@ -42,91 +42,7 @@ _PLAIN_CONTAINERS: Final = _CONTAINERS | {Kind.TUPLE, Kind.ARRAY, Kind.ATOM}
 _SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
 _REGISTERS: Final = frozenset({dict, OrderedDict, list, set, tuple})
 """A module has a dozen of them, and most are empty."""
-_INDEXED: Final = frozenset({"Sequential", "ModuleList", "ParameterList"})
 _CLAIMED_APART: Final = frozenset({"_parameters", "_buffers", "_modules", "state", "param_groups"})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Root:
-    """Where a walk sets out.
-
-    Attributes:
-        name: a name, or an expression that stands for one.
-        place: the frame that the name is a local of, in words; empty for a name of the namespace.
-        ident: the ``id`` of what it is bound to.
-        is_program: whether code of the notebook that drives modules binds the name, not a module's or a library's.
-    """
-
-    name: str
-    place: str = ""
-    is_program: bool = True
-    ident: int = 0
-
-    @property
-    def deletion(self) -> str | None:
-        """The statement that unbinds the name, None for a local of a frame."""
-        return None if self.place else f"del {self.name}"
-
-
-class Path(NamedTuple):
-    """One step of the way from a root. ``suffix`` is Python, or words after an arrow that no expression can follow."""
-
-    root: Root
-    parent: Path | None
-    suffix: str
-
-    def child(self, suffix: str) -> Path:
-        """Return the path of something that this one leads to."""
-        return Path(self.root, self, suffix)
-
-    def names(self, items: tuple[int, int] | None = None, *, sliceable: bool = True) -> tuple[str, str]:
-        """Return the path as a person reads it, and the expression for it or for its nearest holder.
-
-        Args:
-            items: first and last index, exclusive, of the items that are meant of the sequence that it leads to.
-            sliceable: whether an expression can ask for them.
-        """
-        steps = self._suffixes()
-        holder = steps[: next((at for at, step in enumerate(steps) if step.startswith(_ARROW)), len(steps))]
-        if items is not None:
-            first, last = items
-            which = f"[{first}]" if last == first + 1 else f"[{first}:{last}]"
-            if len(holder) == len(steps) and (sliceable or last == first + 1):
-                holder = [*holder, which]
-            steps = [*steps, which]
-        text = "".join(steps)
-        text = f"local `{text}` of {self.root.place}" if self.root.place else text
-        return text, "".join(holder) if self.root.name else ""
-
-    def _suffixes(self) -> list[str]:
-        steps: list[str] = []
-        step: Path | None = self
-        while step is not None:
-            steps.append(step.suffix)
-            step = step.parent
-        return steps[::-1]
-
-
-class Found(NamedTuple):
-    """Tensors met on the walk.
-
-    Attributes:
-        first: index of the first, where they are items of the sequence at ``path``; None for one of its own.
-        sliceable: whether that sequence can be sliced.
-        contained: whether a container or an object other than a module holds them.
-        is_cache: whether they are keys and values that a decoder keeps.
-    """
-
-    tensors: Sequence[Any]
-    path: Path
-    first: int | None = None
-    sliceable: bool = True
-    contained: bool = False
-    is_cache: bool = False
-
-    def item(self, index: int) -> tuple[int, int] | None:
-        """Return the bounds of one of them as an item of the sequence, None where they are not items."""
-        return None if self.first is None else (self.first + index, self.first + index + 1)
 
 
 class _Todo(NamedTuple):
@@ -252,15 +168,6 @@ def _found_together(tensors: Sequence[Any], todo: _Todo, kind: Kind) -> Found:
     return Found(tensors, todo.path, 0, sliceable, todo.contained or kind is not Kind.TUPLE, todo.is_cache)
 
 
-def member(module: Any, name: Any, register: str) -> str:
-    """Return the part of a path that leads from a module to what one of its registers holds under ``name``."""
-    if type(name) is not str:
-        return f".{register}[{name!r}]"
-    if name.isdigit() and _INDEXED.intersection(map(_name_of, type.__dict__["__mro__"].__get__(type(module)))):
-        return f"[{name}]"
-    return f".{name}" if name.isidentifier() else f".{register}[{name!r}]"
-
-
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the tensors in a value, through a few levels of containers and plain objects."""
     kind = kind_of(type(value))
@@ -276,9 +183,9 @@ def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
     if kind is Kind.MAPPING:
         for key, item in list(dict.items(value)):
             is_plain = type(key) in (str, int, bool) or (type(key) is float and isfinite(key))
-            yield f"[{key!r}]" if is_plain else f"{_ARROW}value", item
+            yield f"[{key!r}]" if is_plain else f"{ARROW}value", item
     elif kind is Kind.SET:
-        yield from ((f"{_ARROW}element", item) for item in items_of(value, kind))
+        yield from ((f"{ARROW}element", item) for item in items_of(value, kind))
     elif kind in (Kind.SEQUENCE, Kind.TUPLE):
         yield from ((f"[{index}]", item) for index, item in enumerate(items_of(value, kind)))
     elif kind is Kind.CALLABLE:
@@ -299,10 +206,10 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     held, slots = plain_dict(value), _slots(type(value))
     if (held is None and not slots) or _name_of(type(value)) == "_lru_cache_wrapper":
         # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
-        yield from ((f"{_ARROW}held", item) for item in gc.get_referents(value))
+        yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
     for name, item in list((held or {}).items()):
         if type(item) not in _SIMPLE and name not in _CLAIMED_APART and not (type(item) in _REGISTERS and not item):
-            yield f".{name}" if name.isidentifier() else f"{_ARROW}{name!r}", item
+            yield f".{name}" if name.isidentifier() else f"{ARROW}{name!r}", item
     for name, slot in slots:
         try:
             yield f".{name}", slot.__get__(value)

@@ -1,0 +1,109 @@
+"""The way to what was found, from a name that the user can type, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+__all__ = ["ARROW", "Found", "Path", "Root", "member"]
+
+ARROW: Final = " → "
+"""Begins a step that no expression can follow."""
+_INDEXED: Final = frozenset({"Sequential", "ModuleList", "ParameterList"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Root:
+    """Where a walk sets out.
+
+    Attributes:
+        name: a name, or an expression that stands for one.
+        place: the frame that the name is a local of, in words; empty for a name of the namespace.
+        ident: the ``id`` of what it is bound to.
+        is_program: whether code of the notebook that drives modules binds the name, not a module's or a library's.
+    """
+
+    name: str
+    place: str = ""
+    is_program: bool = True
+    ident: int = 0
+
+    @property
+    def deletion(self) -> str | None:
+        """The statement that unbinds the name, None for a local of a frame."""
+        return None if self.place else f"del {self.name}"
+
+
+class Path(NamedTuple):
+    """One step of the way from a root. ``suffix`` is Python, or words after an arrow that no expression can follow."""
+
+    root: Root
+    parent: Path | None
+    suffix: str
+
+    def child(self, suffix: str) -> Path:
+        """Return the path of something that this one leads to."""
+        return Path(self.root, self, suffix)
+
+    def names(self, items: tuple[int, int] | None = None, *, sliceable: bool = True) -> tuple[str, str]:
+        """Return the path as a person reads it, and the expression for it or for its nearest holder.
+
+        Args:
+            items: first and last index, exclusive, of the items that are meant of the sequence that it leads to.
+            sliceable: whether an expression can ask for them.
+        """
+        steps = self._suffixes()
+        holder = steps[: next((at for at, step in enumerate(steps) if step.startswith(ARROW)), len(steps))]
+        if items is not None:
+            first, last = items
+            which = f"[{first}]" if last == first + 1 else f"[{first}:{last}]"
+            if len(holder) == len(steps) and (sliceable or last == first + 1):
+                holder = [*holder, which]
+            steps = [*steps, which]
+        text = "".join(steps)
+        text = f"local `{text}` of {self.root.place}" if self.root.place else text
+        return text, "".join(holder) if self.root.name else ""
+
+    def _suffixes(self) -> list[str]:
+        steps: list[str] = []
+        step: Path | None = self
+        while step is not None:
+            steps.append(step.suffix)
+            step = step.parent
+        return steps[::-1]
+
+
+class Found(NamedTuple):
+    """Tensors met on the walk.
+
+    Attributes:
+        first: index of the first, where they are items of the sequence at ``path``; None for one of its own.
+        sliceable: whether that sequence can be sliced.
+        contained: whether a container or an object other than a module holds them.
+        is_cache: whether they are keys and values that a decoder keeps.
+    """
+
+    tensors: Sequence[Any]
+    path: Path
+    first: int | None = None
+    sliceable: bool = True
+    contained: bool = False
+    is_cache: bool = False
+
+    def item(self, index: int) -> tuple[int, int] | None:
+        """Return the bounds of one of them as an item of the sequence, None where they are not items."""
+        return None if self.first is None else (self.first + index, self.first + index + 1)
+
+
+def member(module: Any, name: Any, register: str) -> str:
+    """Return the part of a path that leads from a module to what one of its registers holds under ``name``."""
+    if type(name) is not str:
+        return f".{register}[{name!r}]"
+    if name.isdigit() and _INDEXED.intersection(_class_names(module)):
+        return f"[{name}]"
+    return f".{name}" if name.isidentifier() else f".{register}[{name!r}]"
+
+
+def _class_names(value: Any) -> Iterator[str]:
+    return (type.__dict__["__name__"].__get__(base) for base in type.__dict__["__mro__"].__get__(type(value)))
