@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator
 from typing import Any, Final
 
 from oomdoctor.model.chain import chained
+from oomdoctor.model.kinds import mro_of
 
 __all__ = ["earlier_errors"]
 
@@ -45,7 +46,7 @@ def _alive() -> Iterator[BaseException]:
         kind = type(value)
         is_error = known.get(kind)
         if is_error is None:
-            is_error = known[kind] = BaseException in type.__dict__["__mro__"].__get__(kind)
+            is_error = known[kind] = BaseException in mro_of(kind)
         if is_error:
             yield value
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes, place
+from oomdoctor.model.kinds import mro_of
 
 __all__ = [
     "compiles",
@@ -54,7 +55,7 @@ def data_parallel(basis: Scopes) -> str | None:
 def distributed(basis: Scopes, modules: Iterable[tuple[str, Any]]) -> str | None:
     """Return what spreads the training over ranks: the name of the class, or ``deepspeed``."""
     for _, module in modules:
-        names = [base.__name__ for base in type.__dict__["__mro__"].__get__(type(module))]
+        names = [base.__name__ for base in mro_of(type(module))]
         found = next((_SHARDING[name] for name in names if name in _SHARDING), None)
         if found:
             return found

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.chain import chained
+from oomdoctor.model.kinds import module_of
 
 __all__ = ["Frame", "frames_of", "in_backward_elsewhere", "leads_nowhere", "locals_of", "running_frames"]
 
@@ -123,7 +124,7 @@ def in_backward_elsewhere() -> bool:
 
 def leads_nowhere(cls: type) -> bool:
     """Return whether objects of a class hold nothing of the user's but lead to a great deal."""
-    return _is_of(type.__dict__["__module__"].__get__(cls), _LEADS_NOWHERE)
+    return _is_of(module_of(cls), _LEADS_NOWHERE)
 
 
 def _is_of(name: Any, packages: frozenset[str]) -> bool:

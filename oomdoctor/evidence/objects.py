@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, held_by, kind_of, pairs_of, plain_dict, submodules
+from oomdoctor.model.kinds import (
+    Kind,
+    held_by,
+    kind_of,
+    members_of,
+    module_of,
+    mro_of,
+    pairs_of,
+    plain_dict,
+    submodules,
+)
 from oomdoctor.model.names import is_users
 
 __all__ = ["class_attributes", "find", "output_cache", "user_names"]
@@ -33,10 +43,8 @@ def class_attributes(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             home = vars(value).get("__file__")
             if type(home) is str and not home.startswith(_INSTALLED) and "site-packages" not in home:
                 yield from ((f"{name}.{key}", item) for key, item in list(vars(value).items()) if key[:2] != "__")
-        elif type in type.__dict__["__mro__"].__get__(type(value)) and type.__dict__["__module__"].__get__(
-            value
-        ) == namespace.get("__name__"):
-            held = type.__dict__["__dict__"].__get__(value)
+        elif type in mro_of(type(value)) and module_of(value) == namespace.get("__name__"):
+            held = members_of(value)
             yield from ((f"{name}.{key}", item) for key, item in held.items() if key[:2] != "__")
 
 

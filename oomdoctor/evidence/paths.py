@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+from oomdoctor.model.kinds import mro_of, name_of
 
 __all__ = ["ARROW", "Found", "Path", "Root", "member"]
 
@@ -100,10 +102,6 @@ def member(module: Any, name: Any, register: str) -> str:
     """Return the part of a path that leads from a module to what one of its registers holds under ``name``."""
     if type(name) is not str:
         return f".{register}[{name!r}]"
-    if name.isdigit() and _INDEXED.intersection(_class_names(module)):
+    if name.isdigit() and _INDEXED.intersection(map(name_of, mro_of(type(module)))):
         return f"[{name}]"
     return f".{name}" if name.isidentifier() else f".{register}[{name!r}]"
-
-
-def _class_names(value: Any) -> Iterator[str]:
-    return (type.__dict__["__name__"].__get__(base) for base in type.__dict__["__mro__"].__get__(type(value)))

@@ -18,7 +18,18 @@ from weakref import WeakKeyDictionary
 
 from oomdoctor.evidence.frames import leads_nowhere, locals_of
 from oomdoctor.evidence.paths import ARROW, Found, Path, Root, member
-from oomdoctor.model.kinds import Kind, held_by, items_of, kind_of, plain_dict, registered
+from oomdoctor.model.kinds import (
+    Kind,
+    held_by,
+    items_of,
+    kind_of,
+    members_of,
+    module_of,
+    mro_of,
+    name_of,
+    plain_dict,
+    registered,
+)
 
 __all__ = ["CACHE_NAMES", "Walk", "attributes", "tensors_in"]
 
@@ -204,7 +215,7 @@ def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object's ``__dict__`` and slots hold, with the part of a path for each."""
     held, slots = plain_dict(value), _slots(type(value))
-    if (held is None and not slots) or _name_of(type(value)) == "_lru_cache_wrapper":
+    if (held is None and not slots) or name_of(type(value)) == "_lru_cache_wrapper":
         # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
         yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
     for name, item in list((held or {}).items()):
@@ -223,11 +234,11 @@ _slots_of: WeakKeyDictionary[type, tuple[tuple[str, MemberDescriptorType], ...]]
 def _slots(cls: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
     """Return the ``__slots__`` of a class and its bases: descriptors made in C, which run nothing of the user's."""
     if cls not in _slots_of:
-        mro = type.__dict__["__mro__"].__get__(cls)
+        mro = mro_of(cls)
         _slots_of[cls] = tuple(
             (name, slot)
             for base in mro
-            for name, slot in type.__dict__["__dict__"].__get__(base).items()
+            for name, slot in members_of(base).items()
             if type(slot) is MemberDescriptorType and name[:2] + name[-2:] != "____"
         )
     return _slots_of[cls]
@@ -241,14 +252,10 @@ def _suspended(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{prefix}_frame.f_locals[{name!r}]", item) for name, item in locals_of(frame).items())
 
 
-def _name_of(cls: type) -> str:
-    return str(type.__dict__["__name__"].__get__(cls))
-
-
 def _is_cache(cls: type) -> bool:
     """Return whether a class is a decoder's cache. Source: transformers.cache_utils (``DynamicCache`` and its like)."""
-    mro = type.__dict__["__mro__"].__get__(cls)
-    return any(type.__dict__["__module__"].__get__(base) == "transformers.cache_utils" for base in mro)
+    mro = mro_of(cls)
+    return any(module_of(base) == "transformers.cache_utils" for base in mro)
 
 
 def _fruitful(items: Sequence[Any]) -> Iterator[bool]:

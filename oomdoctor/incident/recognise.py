@@ -24,6 +24,7 @@ from oomdoctor.incident.clean import clean
 from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.kinds import module_of, qualname_of
 
 __all__ = ["all_from_exception", "find_oom", "from_exception"]
 
@@ -151,8 +152,8 @@ def _known_class(kind: type[BaseException]) -> Family | None:
 
 
 def _class_name(kind: type[BaseException]) -> str:
-    module = type.__dict__["__module__"].__get__(kind)
-    name = str(type.__dict__["__qualname__"].__get__(kind))
+    module = module_of(kind)
+    name = qualname_of(kind)
     return name if module in ("builtins", "__main__") or not isinstance(module, str) else f"{module}.{name}"
 
 

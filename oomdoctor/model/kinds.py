@@ -6,7 +6,7 @@ With one exception: types are keys of dictionaries here, so a metaclass's own ``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -14,7 +14,30 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, Meth
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-__all__ = ["Kind", "child_path", "held_by", "items_of", "kind_of", "pairs_of", "plain_dict", "registered", "submodules"]
+__all__ = [
+    "Kind",
+    "child_path",
+    "held_by",
+    "items_of",
+    "kind_of",
+    "members_of",
+    "module_of",
+    "mro_of",
+    "name_of",
+    "pairs_of",
+    "plain_dict",
+    "qualname_of",
+    "registered",
+    "submodules",
+]
+
+_of_types: Final = vars(type)
+# What a class is, asked past its metaclass.
+mro_of: Final[Callable[[type], tuple[type, ...]]] = _of_types["__mro__"].__get__
+name_of: Final[Callable[[type], str]] = _of_types["__name__"].__get__
+qualname_of: Final[Callable[[type], str]] = _of_types["__qualname__"].__get__
+module_of: Final[Callable[[type], str]] = _of_types["__module__"].__get__
+members_of: Final[Callable[[type], Mapping[str, Any]]] = _of_types["__dict__"].__get__
 
 
 class Kind(Enum):
@@ -90,19 +113,19 @@ def kind_of(cls: type) -> Kind:
 
 
 def _classify(cls: type) -> Kind:
-    mro = type.__dict__["__mro__"].__get__(cls)
+    mro = mro_of(cls)
     for base in mro:
-        names = type.__dict__["__module__"].__get__(base), type.__dict__["__name__"].__get__(base)
+        names = module_of(base), name_of(base)
         if (kind := _BY_NAME.get(names)) is not None:
             return kind
-    advances = any("__next__" in type.__dict__["__dict__"].__get__(base) for base in mro)
+    advances = any("__next__" in members_of(base) for base in mro)
     return Kind.ITERATOR if advances else Kind.OBJECT
 
 
 def plain_dict(value: object) -> dict[str, Any] | None:
     """Return the instance ``__dict__`` of ``value`` without running a property, None where it has none."""
-    for base in type.__dict__["__mro__"].__get__(type(value)):
-        slot = type.__dict__["__dict__"].__get__(base).get("__dict__")
+    for base in mro_of(type(value)):
+        slot: Any = members_of(base).get("__dict__")
         # Made in C; a class of the user's may have a property of this name.
         if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
             found = slot.__get__(value)
@@ -177,7 +200,7 @@ def registered(module: Any, register: str) -> list[tuple[str, Any]]:
         wrapped = plain_dict(table) or {}
         table = wrapped.get("_python_modules") or wrapped.get("_c")
         if type(table) is not dict:
-            is_in_c = type.__dict__["__module__"].__get__(type(table)) in ("torch", "torch._C")
+            is_in_c = module_of(type(table)) in ("torch", "torch._C")
             return list(table.items()) if is_in_c else []
     return list(dict.items(table))
 
