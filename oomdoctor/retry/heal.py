@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
@@ -54,65 +54,94 @@ async def heal(
         The outcome, and the error of the user's code that ended it, None if it was healed. After ``healed`` the state
         is that of the changed cell, after everything else that of the cell's start.
     """
-    started_s = time.monotonic()
-    tried: list[str] = []
-
-    def outcome(kind: OutcomeKind, state: State, why: str, peak: int | None = None) -> Outcome:
-        return Outcome(
-            kind=kind,
-            fixes=tuple(tried[-1:]),
-            attempts=len(tried),
-            state=state,
-            peak=peak,
-            measure=accelerator.measure,
-            elapsed_s=time.monotonic() - started_s,
-            why=why,
-        )
-
-    def back(kind: OutcomeKind, why: str) -> Outcome:
-        missing = dict.fromkeys((*transaction.losses(), *transaction.settle()))
-        return outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *missing]))
-
-    error: BaseException | None = None
-    why = "there was no change to try"
-    unfit: set[str] = set()
-    ran_out = 0
+    log = _Log(transaction, accelerator)
     for trial in trials:
-        if trial.fix in unfit:
+        if trial.fix in log.unfit:
             continue
-        if ran_out == most_attempts:
+        if log.ran_out == most_attempts:
             break
-        if tried and time.monotonic() - started_s > time_budget_s:
-            why = f"the time allowed for retries ({time_budget_s:g} s) was used up"
+        if log.tried and log.elapsed_s > time_budget_s:
+            log.why = f"the time allowed for retries ({time_budget_s:g} s) was used up"
             break
-        tried.append(trial.label)
+        log.tried.append(trial.label)
         try:
             error = await _attempt(transaction, trial.attempt, run, accelerator)
         except OomDoctorError as exc:
-            why = f"{trial.label}: {exc}"
-            unfit.add(trial.fix)
+            log.unfit_for(trial, exc)
             continue
         except BaseException:
             transaction.restore()
             raise
         if error is None and not transaction.stopped:
-            return outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), None
+            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), None
         if error is not None:
             release(error, shell)
-        if transaction.stopped:
-            ran_out += 1
-            why, error = f"{trial.label}: {transaction.stopped}", None
-        elif isinstance(error, OomDoctorError):  # the change found in the user's code that it would not be right
-            why, error = f"{trial.label}: {error}", None
-            unfit.add(trial.fix)
-        elif error is not None and is_oom(error):
-            ran_out += 1
-            why = f"memory ran out with {trial.label} as well"
-        else:
-            return back(OutcomeKind.FAILED, f"the changed cell raised {_name(error)}"), error
+        if not log.goes_on_after(trial, error, is_oom):
+            return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
         if transaction.losses():
             break
-    return back(OutcomeKind.REFUSED if error is None else OutcomeKind.ROLLED_BACK, why), error
+    return log.back(OutcomeKind.REFUSED if log.error is None else OutcomeKind.ROLLED_BACK, log.why), log.error
+
+
+@dataclass(slots=True)
+class _Log:
+    """What was tried, and how the last of it ended.
+
+    Attributes:
+        unfit: ids of the fixes that found themselves unfit for the program.
+        ran_out: how many trials ran out of memory.
+        error: what the user's code raised in the last trial, unless it was a fix that stopped it.
+    """
+
+    transaction: Transaction
+    accelerator: Accelerator
+    started_s: float = field(default_factory=time.monotonic)
+    tried: list[str] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)
+    ran_out: int = 0
+    why: str = "there was no change to try"
+    error: BaseException | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def unfit_for(self, trial: Trial, why: object) -> None:
+        """Note that the change, or its guard, found that it would not be right for this program."""
+        self.unfit.add(trial.fix)
+        self.why = f"{trial.label}: {why}"
+
+    def goes_on_after(self, trial: Trial, error: BaseException | None, is_oom: Callable[[BaseException], bool]) -> bool:
+        """Note how a trial failed; return whether another one may cure that."""
+        if self.transaction.stopped:
+            self.ran_out += 1
+            self.why, self.error = f"{trial.label}: {self.transaction.stopped}", None
+        elif isinstance(error, OomDoctorError):
+            self.unfit_for(trial, error)
+            self.error = None
+        elif error is not None and is_oom(error):
+            self.ran_out += 1
+            self.why, self.error = f"memory ran out with {trial.label} as well", error
+        else:
+            return False
+        return True
+
+    def back(self, kind: OutcomeKind, why: str) -> Outcome:
+        """Put the state of the cell's start back, and return the outcome."""
+        missing = dict.fromkeys((*self.transaction.losses(), *self.transaction.settle()))
+        return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *missing]))
+
+    def outcome(self, kind: OutcomeKind, state: State, why: str, peak: int | None = None) -> Outcome:
+        return Outcome(
+            kind=kind,
+            fixes=tuple(self.tried[-1:]),
+            attempts=len(self.tried),
+            state=state,
+            peak=peak,
+            measure=self.accelerator.measure,
+            elapsed_s=self.elapsed_s,
+            why=why,
+        )
 
 
 async def _attempt(
@@ -134,7 +163,3 @@ async def _attempt(
 def _peak(accelerator: Accelerator) -> int | None:
     peak = accelerator.read().peak_allocated
     return None if isinstance(peak, Unavailable) else peak
-
-
-def _name(error: BaseException | None) -> str:
-    return type(error).__name__
