@@ -135,11 +135,18 @@ def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
 
 def _limit(form: _Form, folder: Path, stat: _proc.Table) -> Measured:
     """Return the strictest limit of one group; v1 tells in ``memory.stat`` also that of groups above it."""
-    limits = [_proc.number(folder / name) for name in form.limits]
-    if form is _V1:
-        limits.append(stat["hierarchical_memory_limit"])
-    set_here = [limit for limit in limits if isinstance(limit, int) and limit < _UNLIMITED]
-    return min(set_here) if set_here else _NO_LIMIT
+    own = [_bound(folder / name) for name in form.limits]
+    above = [stat["hierarchical_memory_limit"]] if form is _V1 else []
+    told = [limit for limit in (*own, *above) if isinstance(limit, int)]
+    if told and min(told) < _UNLIMITED:
+        return min(told)
+    return next((limit for limit in own if isinstance(limit, Unavailable)), _NO_LIMIT)
+
+
+def _bound(path: Path) -> Measured:
+    """Return the number in ``path``, in which v2 writes ``max`` for no limit."""
+    found = _proc.text(path)
+    return _UNLIMITED if isinstance(found, str) and found.strip() == "max" else _proc.number(path)
 
 
 def _ooms(form: _Form, folder: Path) -> Measured:
@@ -166,8 +173,8 @@ def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
     if isinstance(memberships, Unavailable) or isinstance(mountinfo, Unavailable):
         return Unavailable("the kernel does not tell which cgroup this process is in")
     found = _membership(memberships)
-    if found is None:
-        return Unavailable("this process is in no memory cgroup")
+    if isinstance(found, Unavailable):
+        return found
     form, path = found
     mounts = [mount for mount in _mounts(mountinfo, root) if mount.form is form]
     if not mounts:
@@ -179,26 +186,33 @@ def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
     return (form, folders) if folders else Unavailable("this process is in the root of the cgroups, without a limit")
 
 
-def _membership(text: str) -> tuple[_Form, str] | None:
+def _membership(text: str) -> tuple[_Form, str] | Unavailable:
     """Return version and path of this process's memory cgroup, by ``/proc/self/cgroup``."""
     unified = None
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
+    lines = [line.split(":", 2) for line in text.split("\n") if line]
+    known = [line for line in lines if len(line) == 3]
+    for _, controllers, path in known:
         if "memory" in controllers.split(","):
             return _V1, path
         if not controllers:
             unified = _V2, path
-    return unified
+    if unified is not None:
+        return unified
+    if len(known) < len(lines):
+        return Unavailable("the list of this process's cgroups has another form than is known")
+    return Unavailable("this process is in no memory cgroup")
 
 
 def _mounts(text: str, root: Path) -> Iterator[_Mount]:
     """Yield the hierarchies that may have the memory controller, by ``/proc/self/mountinfo``."""
-    for line in text.splitlines():
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.split(" ", 2)
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            _, _, _, top, point, *_ = fields.split(" ")
-            yield _Mount(_V2 if kind == "cgroup2" else _V1, _plain(top), root / _plain(point).lstrip("/"))
+    for line in text.split("\n"):
+        before, _, behind = line.partition(" - ")
+        fields, kinds = before.split(" "), behind.split(" ", 2)
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
+            top, point = _plain(fields[3]), _plain(fields[4])
+            yield _Mount(_V2 if kinds[0] == "cgroup2" else _V1, top, root / point.lstrip("/"))
 
 
 def _plain(path: str) -> str:
@@ -213,13 +227,13 @@ def _place(mount: _Mount, path: str) -> Path | None:
     if ".." in group.parts or not group.is_relative_to(top):
         return None
     folder = mount.folder / group.relative_to(top)
-    return folder if folder.is_dir() else None
+    return folder if _proc.may_exist(folder) else None
 
 
 def _upwards(form: _Form, own: Path, top: Path) -> Iterator[Path]:
     """Yield the folders with a memory controller from ``own`` up to ``top``, those whose limit counts for it."""
     for folder in (own, *own.parents):
-        if (folder / form.usage).exists():
+        if _proc.may_exist(folder / form.usage):
             yield folder
         # Before Linux 5.11 the groups below a v1 group were not counted in it unless told so, by this file.
         if folder == top or _proc.number(folder.parent / "memory.use_hierarchy") == 0:

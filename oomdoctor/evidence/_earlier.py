@@ -11,14 +11,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Container, Iterator
-from typing import Any, Final
+from typing import Any
 
-from oomdoctor.model.chain import chained
+from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.kinds import mro_of
 
 __all__ = ["earlier_errors"]
 
-_traceback: Final = vars(BaseException)["__traceback__"].__get__
 
 
 def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
@@ -52,7 +51,7 @@ def _alive() -> Iterator[BaseException]:
 
 
 def _passed(error: BaseException, filenames: Container[str]) -> bool:
-    traceback: Any = _traceback(error)
+    traceback: Any = traceback_of(error)
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename in filenames:
             return True

@@ -25,7 +25,7 @@ from oomdoctor.model.evidence import Measured, Pressure
 
 __all__ = ["Machine", "pressure", "read"]
 
-_SHARE: Final = re.compile(r"^(some|full) avg10=([\d.]+)", re.MULTILINE)
+_SHARE: Final = re.compile(r"^(some|full) avg10=(\d{1,3}\.\d\d) ", re.MULTILINE | re.ASCII)
 _LINUX_ONLY: Final = Unavailable("only Linux tells this")
 
 
@@ -93,7 +93,7 @@ def _shared(root: Path, name: str) -> Measured:
 def _told(ask: Callable[[], Any], name: str, reason: str = "the system does not tell it") -> Measured:
     try:
         return int(getattr(ask(), name))
-    except (AttributeError, OSError, RuntimeError, psutil.Error):
+    except (AttributeError, OSError, RuntimeError, ValueError, psutil.Error):
         return Unavailable(reason)
 
 
@@ -112,6 +112,6 @@ def _pressure(path: Path) -> Pressure | Unavailable:
     if isinstance(found, Unavailable):
         return found
     shares = {kind: float(percent) / 100 for kind, percent in _SHARE.findall(found)}
-    if shares.keys() < {"some", "full"}:
+    if len(shares) < 2 or max(shares.values()) > 1:
         return Unavailable(f"{path} has another form than is known")
     return Pressure(some=shares["some"], full=shares["full"])

@@ -16,19 +16,46 @@ from typing import Final
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Measured
 
-__all__ = ["ROOT", "Table", "less", "number", "table", "text", "total"]
+__all__ = ["ROOT", "Table", "less", "may_exist", "number", "table", "text", "total"]
 
 ROOT: Final = Path("/")
+
+_LARGEST_FILE: Final = 16 << 20
+"""Far above what the kernel writes: ``mountinfo`` of a host with thousands of containers has a few MiB."""
+_PIECE: Final = 1 << 16
+"""The kernel makes a buffer of the size asked for before it reads a file of ``/proc/sys``, and refuses a large one."""
+_LARGEST: Final = 1 << 64
+"""The kernel counts in 64 bits."""
+_DIGITS: Final = len(str(_LARGEST))
 
 
 def text(path: Path) -> str | Unavailable:
     """Return the text of a file; bytes that are not UTF-8 are kept as surrogates."""
+    found = bytearray()
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        with path.open("rb", buffering=0) as file:
+            while len(found) <= _LARGEST_FILE and (more := file.read(_PIECE)):
+                found += more
     except FileNotFoundError:
         return Unavailable(f"there is no {path}")
     except OSError as error:
-        return Unavailable(f"{path} cannot be read: {error.strerror}")
+        return Unavailable(f"{path} cannot be read: {error.strerror or error}")
+    except ValueError as error:  # a NUL in the path
+        return Unavailable(f"{path} cannot be read: {error}")
+    if len(found) > _LARGEST_FILE:
+        return Unavailable(f"{path} is too long to be what the kernel writes")
+    return found.decode("utf-8", "surrogateescape")
+
+
+def may_exist(path: Path) -> bool:
+    """Return whether there is a file or folder, or it cannot be told, because the way to it is forbidden."""
+    try:
+        path.stat()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def number(path: Path) -> Measured:
@@ -36,36 +63,48 @@ def number(path: Path) -> Measured:
     found = text(path)
     if isinstance(found, Unavailable):
         return found
-    try:
-        return int(found)
-    except ValueError:
-        return Unavailable(f"{path} holds no number")
+    count = _count(found.strip())
+    return Unavailable(f"{path} holds no number") if count is None else count
+
+
+def _count(word: str, unit: int = 1) -> int | None:
+    """Return how many times ``unit`` the word says, None where it is no number that the kernel could have counted."""
+    if not (word.isascii() and word.isdigit() and len(word) <= _DIGITS):
+        return None
+    return count if (count := int(word) * unit) < _LARGEST else None
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The numbers of one file by their keys, sizes in bytes; a key that is not there says so."""
+    """The numbers of one file by their keys, sizes in bytes; a key that is not there says so.
+
+    Attributes:
+        values: None for a key whose value is no number.
+    """
 
     path: Path
-    values: Mapping[str, int] | Unavailable
+    values: Mapping[str, int | None] | Unavailable
 
     def __getitem__(self, key: str) -> Measured:
         """Return the number for ``key``."""
         if isinstance(self.values, Unavailable):
             return self.values
-        return self.values.get(key, Unavailable(f"{self.path} has no {key}"))
+        if key not in self.values:
+            return Unavailable(f"{self.path} has no {key}")
+        value = self.values[key]
+        return Unavailable(f"{self.path} holds no number for {key}") if value is None else value
 
 
 def table(path: Path) -> Table:
-    """Return the table that a file holds; lines whose value is no number are left out."""
+    """Return the table that a file holds."""
     found = text(path)
     if isinstance(found, Unavailable):
         return Table(path, found)
-    values = {}
+    values: dict[str, int | None] = {}
     for line in found.splitlines():
         words = line.split()
-        if len(words) > 1 and words[1].isdecimal():
-            values[words[0].rstrip(":")] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+        if len(words) > 1:
+            values[words[0].rstrip(":")] = _count(words[1], 1024 if words[2:] == ["kB"] else 1)
     return Table(path, values)
 
 

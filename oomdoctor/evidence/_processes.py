@@ -26,6 +26,9 @@ _MOST_WALKED: Final = 16 * GIB
 LEFT_OUT: Final = Unavailable("it was not read, to save time")
 _ENDED: Final = Unavailable("it has ended and holds no memory")
 _FORBIDDEN: Final = Unavailable("this process may not read it")
+_UNTOLD: Final = Unavailable("the system tells nothing of its processes")
+_UNREADABLE: Final = (psutil.Error, OSError, ValueError, LookupError, RuntimeError)
+"""What psutil raises where ``/proc`` is missing, or a file there has another form than it knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,11 @@ class Processes:
 
 def resident_only() -> Processes:
     """Return the resident set of this process alone."""
-    return Processes(rss=_resident(psutil.Process()), uss=LEFT_OUT, pss=LEFT_OUT, children=LEFT_OUT)
+    try:
+        rss = _resident(psutil.Process())
+    except _UNREADABLE:
+        rss = _UNTOLD
+    return Processes(rss=rss, uss=LEFT_OUT, pss=LEFT_OUT, children=LEFT_OUT)
 
 
 def read(*, most_walked: int = _MOST_WALKED) -> Processes:
@@ -49,13 +56,19 @@ def read(*, most_walked: int = _MOST_WALKED) -> Processes:
     Args:
         most_walked: resident bytes, summed over processes, that USS and PSS may be read of.
     """
-    own = psutil.Process()
-    rss = _resident(own)
+    try:
+        own = psutil.Process()
+        rss = _resident(own)
+    except _UNREADABLE:
+        return Processes(rss=_UNTOLD, uss=_UNTOLD, pss=_UNTOLD, children=_UNTOLD)
     left = most_walked - (rss if isinstance(rss, int) else 0)
-    uss, pss = _alone_and_shared(own, rss, most_walked)
+    try:
+        uss, pss = _alone_and_shared(own, rss, most_walked)
+    except _UNREADABLE:
+        uss = pss = _UNTOLD
     try:
         children: tuple[HostProcess, ...] | Unavailable = tuple(_children(own, left))
-    except (psutil.Error, OSError):
+    except _UNREADABLE:
         children = Unavailable("the system does not tell which processes this one started")
     return Processes(rss=rss, uss=uss, pss=pss, children=children)
 

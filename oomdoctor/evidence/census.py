@@ -282,7 +282,7 @@ class _Count:
     def _frees(self, held: _Held) -> str | None:
         root = held.found.path.root.name
         if held.origin is _Origin.OUTPUT:
-            return "%reset -f out"
+            return f"%xdel _{root[4:-1]}" if root.startswith("Out[") else f"%xdel {root}"
         if held.origin is _Origin.EARLIER:
             return "%oomdoctor fix release_traceback"
         if root in self._program.appends:

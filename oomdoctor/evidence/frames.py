@@ -9,7 +9,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.model.chain import chained
+from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.kinds import module_of
 
 __all__ = ["Frame", "frames_of", "in_backward_elsewhere", "leads_nowhere", "locals_of", "running_frames"]
@@ -82,7 +82,7 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
     """
     seen: set[int] = set()
     for link in chained(exc):
-        traceback = link.__traceback__
+        traceback = traceback_of(link)
         while traceback is not None:
             frame, line = traceback.tb_frame, traceback.tb_lineno
             traceback = traceback.tb_next

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, Final
-
-import psutil
 
 from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes
 from oomdoctor.model.absence import Unavailable
@@ -134,7 +131,8 @@ class HostAccelerator:
         except OSError:
             self._base = None
             return
-        self._base = psutil.Process(os.getpid()).memory_info().rss
+        rss = _processes.resident_only().rss
+        self._base = rss if isinstance(rss, int) else None
 
     def empty_cache(self) -> None:
         """Return freed heap memory to the operating system, where the C library can."""

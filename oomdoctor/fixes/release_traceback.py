@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.chain import chained
+from oomdoctor.model.chain import chained, set_traceback, traceback_of
 from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
@@ -74,7 +74,7 @@ def _forget(session: Session, exc: BaseException) -> None:
     users = {id(value) for value in list(session.namespace.values()) if isinstance(value, BaseException)}
     for link in chained(exc):
         if id(link) not in users:
-            link.__traceback__ = None
+            set_traceback(link, None)
 
 
 def _is_at_hand(session: Session, exc: BaseException) -> bool:
@@ -82,7 +82,7 @@ def _is_at_hand(session: Session, exc: BaseException) -> bool:
     handled = sys.exc_info()[1]
     if handled is not None and any(exc is link for link in chained(handled)):
         return True
-    return any(_goes_through_failing_cell(session, link.__traceback__) for link in chained(exc))
+    return any(_goes_through_failing_cell(session, traceback_of(link)) for link in chained(exc))
 
 
 def _goes_through_failing_cell(session: Session, tb: TracebackType | None) -> bool:

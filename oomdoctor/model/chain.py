@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final
 
-__all__ = ["chained"]
+__all__ = ["chained", "set_traceback", "traceback_of"]
+
+_cause: Final = vars(BaseException)["__cause__"].__get__
+_context: Final = vars(BaseException)["__context__"].__get__
+_traceback: Final = vars(BaseException)["__traceback__"]
+_members: Final = vars(BaseExceptionGroup)["exceptions"].__get__
 
 
 def chained(exc: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``exc``, its causes, its contexts and the members of its groups, each once."""
+    """Yield ``exc``, its causes, its contexts and the members of its groups, each once.
+
+    What the interpreter noted is read, past whatever a class of the user's says instead: none of its code is run.
+    """
     seen: set[int] = set()
-    todo = [exc]
+    todo: list[Any] = [exc]
     while todo:
         found = todo.pop()
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
         yield found
-        members = found.exceptions if isinstance(found, BaseExceptionGroup) else ()
-        todo += [found.__cause__, found.__context__, *members]
+        members = _members(found) if issubclass(type(found), BaseExceptionGroup) else ()
+        todo += [_cause(found), _context(found), *members]
+
+
+def traceback_of(exc: BaseException) -> TracebackType | None:
+    """Return the traceback of an exception as the interpreter noted it."""
+    found: TracebackType | None = _traceback.__get__(exc)
+    return found
+
+
+def set_traceback(exc: BaseException, traceback: TracebackType | None) -> None:
+    """Give an exception another traceback, past what its class makes of that."""
+    _traceback.__set__(exc, traceback)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Census, DeviceMemory, Evidence, Holding, Measured, Role
 
-__all__ = ["Change", "DeviceGrowth", "Growth", "Mark", "compare"]
+__all__ = ["Change", "DeviceGrowth", "Growth", "Mark", "Switch", "compare", "difference"]
 
+_HOST: Final = "cpu"
 _INDEX: Final = re.compile(r"\[\d+(?::\d+)?\]")
 
 
@@ -23,11 +24,34 @@ class Mark:
         cell: number of the cell that was about to run.
         rss: resident set of this process, in bytes.
         allocated: bytes in live blocks by the device's name, for each device in use.
+        simulated: name and capacity of the simulated device, where one is on.
     """
 
     cell: int
-    rss: int
+    rss: Measured
     allocated: tuple[tuple[str, int], ...] = ()
+    simulated: tuple[str, int] | None = None
+
+    def switch_to(self, now: Mark) -> Switch | None:
+        """Return what became of the simulated device by ``now``, None where nothing did."""
+        return _switch(self.simulated, now.simulated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """The simulated device switched on, off, or given another capacity, between two moments.
+
+    The tensors of the host are those of the simulated device while it is on, so that neither can be compared with
+    before. One switched off and on again at the same capacity is not noticed.
+
+    Attributes:
+        device: its name now; that which it had, where it is off.
+        before: its capacity then, in bytes, None where it was off; ``after``: its capacity now.
+    """
+
+    device: str
+    before: int | None
+    after: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +79,15 @@ class DeviceGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """The growth of this process: on each device, and of its resident set."""
+    """The growth of this process: on each device, and of its resident set.
+
+    Attributes:
+        switch: what became of the simulated device; it and the host are not among ``devices`` then.
+    """
 
     devices: tuple[DeviceGrowth, ...]
     rss: int | None
+    switch: Switch | None = None
 
 
 def compare(before: Evidence, after: Evidence) -> Growth:
@@ -67,10 +96,26 @@ def compare(before: Evidence, after: Evidence) -> Growth:
     Holders are matched by their paths. Those that differ in an index alone (``losses[0:64]`` and ``losses[0:128]``)
     are one holder that grew.
     """
+    was, now = _simulated(before.devices), _simulated(after.devices)
+    switch = _switch(was, now)
+    other = () if switch is None else {_HOST, *(name for name, _ in filter(None, (was, now)))}
     return Growth(
-        devices=tuple(_on(device, before, after) for device in after.devices),
-        rss=_difference(before.host.rss, after.host.rss),
+        devices=tuple(_on(device, before, after) for device in after.devices if device.name not in other),
+        rss=difference(before.host.rss, after.host.rss),
+        switch=switch,
     )
+
+
+def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, int] | None:
+    """Return name and capacity of the simulated device; there is one at most."""
+    return next(((one.name, one.total) for one in devices if one.simulated and isinstance(one.total, int)), None)
+
+
+def _switch(was: tuple[str, int] | None, now: tuple[str, int] | None) -> Switch | None:
+    named = now or was
+    if named is None or was == now:
+        return None
+    return Switch(device=named[0], before=was[1] if was else None, after=now[1] if now else None)
 
 
 def _on(device: DeviceMemory, before: Evidence, after: Evidence) -> DeviceGrowth:
@@ -81,14 +126,15 @@ def _on(device: DeviceMemory, before: Evidence, after: Evidence) -> DeviceGrowth
     return DeviceGrowth(
         device=device.name,
         simulated=device.simulated,
-        allocated=_difference(earlier.allocated if earlier else 0, device.allocated),
-        reserved=_difference(earlier.reserved if earlier else 0, device.reserved),
+        allocated=difference(earlier.allocated if earlier else 0, device.allocated),
+        reserved=difference(earlier.reserved if earlier else 0, device.reserved),
         roles=tuple(sorted(roles.items(), key=lambda item: -abs(item[1]))),
         holders=tuple(sorted(holders, key=lambda change: -abs(change.bytes))),
     )
 
 
-def _difference(before: Measured, after: Measured) -> int | None:
+def difference(before: Measured, after: Measured) -> int | None:
+    """Return by how much a figure grew, None where it is not known of both moments."""
     return None if isinstance(before, Unavailable) or isinstance(after, Unavailable) else after - before
 
 

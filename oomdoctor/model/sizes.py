@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Final
 
 from oomdoctor.errors import SizeError
@@ -14,6 +15,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
 _EXPONENT: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_LONGEST: Final = 80
 _SIZE: Final = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kmgtp]?)(?P<unit>i?b?)", re.IGNORECASE)
 
 
@@ -27,11 +29,11 @@ def parse_size(text: str | int) -> int:
         SizeError: ``text`` is not a size, or not above zero.
     """
     match = _SIZE.fullmatch(str(text).strip())
-    size = int(float(match["number"]) * 1024 ** _EXPONENT[match["prefix"].lower()]) if match else 0
+    count = float(match["number"]) * 1024 ** _EXPONENT[match["prefix"].lower()] if match else 0.0
+    size = int(count) if isfinite(count) else 0
     if size <= 0 or isinstance(text, bool):
-        raise SizeError(
-            f"{text!r} is not a memory size: write a number above zero with a unit, such as 512MiB or 1.5GiB"
-        )
+        told = repr(text) if len(str(text)) <= _LONGEST else f"{str(text)[:_LONGEST]!r}..."
+        raise SizeError(f"{told} is not a memory size: write a number above zero with a unit, such as 512MiB or 1.5GiB")
     return size
 
 

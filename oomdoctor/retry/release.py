@@ -16,7 +16,7 @@ from threading import Thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from oomdoctor.model.chain import chained
+from oomdoctor.model.chain import chained, set_traceback, traceback_of
 
 __all__ = ["release"]
 
@@ -31,10 +31,11 @@ def release(exc: BaseException, shell: Any = None) -> None:
     """
     swapped: dict[int, TracebackType] = {}
     for link in chained(exc):
-        traceback = link.__traceback__
+        traceback = traceback_of(link)
         if traceback is not None:
             _clear_frames(traceback)
-            swapped[id(traceback)] = link.__traceback__ = _stand_in(traceback)
+            swapped[id(traceback)] = _stand_in(traceback)
+            set_traceback(link, swapped[id(traceback)])
     renderer = getattr(shell, "InteractiveTB", None)
     for holder, name in ((sys, "last_traceback"), (renderer, "tb")):
         held = getattr(holder, name, None)

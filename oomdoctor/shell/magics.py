@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.shell.memreport import USAGE
-from oomdoctor.shell.verbs import VERBS
+from oomdoctor.shell.verbs import VERBS, shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -51,11 +51,11 @@ def _split(line: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as exc:
-        raise UsageError(f"{line!r} cannot be read: {exc}") from None
+        raise UsageError(f"{shown(line)} cannot be read: {exc}") from None
 
 
 def _oomdoctor(extension: Extension, line: str) -> None:
     verb, *rest = _split(line) or ["status"]
     if verb not in VERBS:
-        raise UsageError(f"there is no verb {verb!r}: there are {', '.join(VERBS)}")
+        raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
     VERBS[verb](extension, rest)

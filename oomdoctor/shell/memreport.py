@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
+from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.growth import Mark
 from oomdoctor.shell.cells import cells_until, is_own
 
 if TYPE_CHECKING:
+    from oomdoctor.model.evidence import Measured
     from oomdoctor.views.displayed import Report
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.survey import Survey
@@ -44,6 +46,7 @@ _TAKES: Final = {
 }
 _FLAGS: Final = frozenset({"diff"})
 _FILES: Final = frozenset({"json", "html", "snapshot"})
+_MOST_DIGITS: Final = 9
 _HELP: Final = frozenset({"--help", "-h"})
 
 
@@ -67,23 +70,19 @@ class Options:
             UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
         """
         given = _pairs(words)
-        top = given.get("top")
-        if top is not None and not (top.isdecimal() and int(top) > 0):
-            raise UsageError(f"--top needs a number above zero, not {top!r}")
         options = cls(
             device=given.get("device"),
-            top=None if top is None else int(top),
+            top=_number(given.get("top")),
             diff="diff" in given,
             prints_json="json" in given and given["json"] is None,
             json=_path(given.get("json")),
             html=_path(given.get("html")),
             snapshot=_path(given.get("snapshot")),
         )
-        paths = options.paths
-        if len(set(paths)) < len(paths):
-            raise UsageError("each file needs a path of its own")
-        for path in paths:
+        for path in options.paths:
             _check_writable(path)
+        if len(set(map(os.path.realpath, options.paths))) < len(options.paths):
+            raise UsageError("each file needs a path of its own")
         return options
 
     @property
@@ -130,23 +129,25 @@ class MemReport:
         whole = pipeline.report(self._shell.user_ns, cells_until(self._shell, number, ""))
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
-        growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
+        only = None if report is whole else report.evidence.device.name
+        growth = self._growth(earlier, whole, options.top or TOP, only) if options.diff else None
         if not options.paths and not options.prints_json:
             self._display(report.survey(top=options.top or TOP, growth=growth, marks=marks))
             return
         page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
         found = report.to_dict()
         if earlier is not None and options.diff:
-            found["growth"] = report.diff(earlier[1]).to_dict()
+            found["growth"] = grown = whole.diff(earlier[1]).to_dict()
+            grown["devices"] = [one for one in grown["devices"] if only in (None, one["device"])]
         _write(options, page, json.dumps(found, indent=1))
 
-    def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
+    def _growth(self, earlier: tuple[int, Report] | None, whole: Report, top: int, only: str | None) -> GrowthRows:
         from oomdoctor.views.growth import NOTHING_YET, growth_rows
 
         if earlier is None:
             return NOTHING_YET
         number, before = earlier
-        return growth_rows(before.evidence, report.evidence, f"the report of In[{number}]", top=top)
+        return growth_rows(before.evidence, whole.evidence, f"the report of In[{number}]", top=top, only=only)
 
     def _display(self, survey: Survey) -> None:
         from IPython.display import display
@@ -166,13 +167,13 @@ def _write(options: Options, page: str, shape: str) -> None:
 
     said = []
     if options.snapshot is not None:
-        said.append(f"{options.snapshot}: {pipeline.snapshot(options.snapshot)}")
+        said.append(f"{_shown(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
     if options.html is not None:
         _put(page, options.html)
-        said.append(f"{options.html}: a page that opens offline")
+        said.append(f"{_shown(options.html)}: a page that opens offline")
     if options.json is not None:
         _put(shape, options.json)
-        said.append(f"{options.json}: the evidence as JSON")
+        said.append(f"{_shown(options.json)}: the evidence as JSON")
     if options.prints_json:
         print(shape)
     if said:  # beside the JSON, which stays fit to be parsed
@@ -181,8 +182,6 @@ def _write(options: Options, page: str, shape: str) -> None:
 
 def counters(cell: int) -> Mark:
     """Return what this process holds now, by counters that are kept anyway; no device is initialised for it."""
-    import psutil
-
     allocated: dict[str, int] = {}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -194,7 +193,21 @@ def counters(cell: int) -> Mark:
     if simulated is not None:
         memory = simulated.read()
         allocated[memory.name] = memory.allocated
-    return Mark(cell=cell, rss=psutil.Process().memory_info().rss, allocated=tuple(allocated.items()))
+    return Mark(
+        cell=cell,
+        rss=_resident(),
+        allocated=tuple(allocated.items()),
+        simulated=None if simulated is None else (simulated.name, simulated.capacity_bytes),
+    )
+
+
+def _resident() -> Measured:
+    import psutil
+
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (psutil.Error, OSError, ValueError, LookupError, RuntimeError):
+        return Unavailable("the system tells nothing of its processes")
 
 
 def _pairs(words: list[str]) -> dict[str, str | None]:
@@ -204,23 +217,38 @@ def _pairs(words: list[str]) -> dict[str, str | None]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") and name in _FILES and (begun := given.get(name)):
-            raise UsageError(f"a path with spaces needs quotes: --{name} {shlex.quote(f'{begun} {word}')}")
+            raise UsageError(f"a path with spaces needs quotes: --{name} {_shown(shlex.quote(f'{begun} {word}'))}")
         name, equals, attached = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in _TAKES:
-            raise UsageError(f"%memreport does not take {word!r}: it takes {', '.join(f'--{name}' for name in _TAKES)}")
+            accepted = ", ".join(f"--{name}" for name in _TAKES)
+            raise UsageError(f"%memreport does not take '{_shown(word)}': it takes {accepted}")
         value = attached if equals else None
         if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         if name in _FLAGS and value is not None:
             raise UsageError(f"--{name} takes no value")
-        if not value and (_TAKES[name] is not None or equals):
-            raise UsageError(f"--{name} needs {_TAKES[name] or 'a path after ='}")
+        if not value and (_TAKES[name] is not None or value is not None):
+            raise UsageError(f"--{name} needs {_TAKES[name] or ('a path after =' if equals else 'a path')}")
         given[name] = value
     return given
 
 
+def _number(text: str | None) -> int | None:
+    if text is None:
+        return None
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdigit() and digits):
+        raise UsageError(f"--top needs a number above zero, not '{_shown(text)}'")
+    if len(digits) > _MOST_DIGITS:
+        raise UsageError(f"--top takes a number of {_MOST_DIGITS} digits at most, not one of {len(digits):,}")
+    return int(digits)
+
+
 def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).expanduser()
+    try:
+        return None if text is None else Path(text).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{_shown(text)} cannot be written: there is no home folder of that name") from None
 
 
 def _check_writable(path: Path) -> None:
@@ -229,29 +257,39 @@ def _check_writable(path: Path) -> None:
     Raises:
         UsageError: no file can be written there.
     """
-    is_there = path.exists()
-    if is_there and not path.is_dir() and not path.is_file():
-        return  # a pipe or a terminal, which could wait for a reader
     try:
-        path.open("ab").close()
+        target = path.resolve()  # of a link that leads to nothing, what it leads to is made and removed, not the link
+        is_there = target.exists()
+        if is_there and not target.is_dir() and not target.is_file():
+            return  # a pipe or a terminal, which could wait for a reader
+        target.open("ab").close()
         if not is_there:
-            path.unlink()
-    except (OSError, ValueError) as exc:
+            target.unlink()
+    except (OSError, ValueError, RuntimeError) as exc:
         raise _unwritable(path, exc) from None
 
 
 def _put(text: str, path: Path) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as exc:
         raise _unwritable(path, exc) from None
 
 
-def _unwritable(path: Path, exc: OSError | ValueError) -> UsageError:
+def _unwritable(path: Path, exc: Exception) -> UsageError:
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    if isinstance(exc, RuntimeError):
+        reason = "its links lead in a circle"
     folder = (
-        f" (there is no folder {path.parent})"
+        f" (there is no folder {_shown(path.parent)})"
         if isinstance(exc, FileNotFoundError) and not path.parent.exists()
         else ""
     )
-    return UsageError(f"{path} cannot be written: {reason}{folder}")
+    return UsageError(f"{_shown(path)} cannot be written: {reason}{folder}")
+
+
+def _shown(text: str | Path | None) -> str:
+    """Return what was typed on one line, short, and without characters that a screen would obey."""
+    from oomdoctor.views import words
+
+    return words.clean(str(text), 120)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getdoc
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -14,9 +16,12 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["VERBS"]
+__all__ = ["VERBS", "shown"]
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
+
+_RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
+"""Fixes that only let go of memory, each with the role that the census gives to what they free."""
 
 
 def status(extension: Extension, words: list[str]) -> None:
@@ -41,16 +46,23 @@ def auto(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor auto off|exact|any`: retry by itself never, with fixes that keep the result, or with any fix."""
     accepted = ("off", "exact", "any")
     if len(words) != 1 or words[0] not in accepted:
-        raise UsageError(f"auto takes one of {', '.join(accepted)}, not {' '.join(words)!r}")
+        raise UsageError(f"auto takes one of {', '.join(accepted)}, not {shown(*words)}")
     extension.config.auto = words[0]
 
 
 def fix(extension: Extension, words: list[str]) -> None:
-    """`%oomdoctor fix [N|ID] [--anyway]`: run the failed cell again with this fix; the first where none is named."""
+    """`%oomdoctor fix [N|ID] [--anyway]`: run the failed cell again with this fix; the first where none is named.
+
+    `release_traceback` and `clear_output_cache` free what they can at once where no failed cell waits for them.
+    """
     from oomdoctor.shell.extension import Request
 
     anyway = "--anyway" in words
-    case, candidate = _choose(extension, [word for word in words if word != "--anyway"])
+    named = [word for word in words if word != "--anyway"]
+    if len(named) == 1 and named[0] in _RELEASES and not _waits_for(extension, named[0]):
+        _release(extension, named[0])
+        return
+    case, candidate = _choose(extension, named)
     _retryable(extension)
     extension.request = Request(case=case, chosen=(candidate,), anyway=anyway)
 
@@ -146,13 +158,47 @@ def help_(extension: Extension, words: list[str]) -> None:
     del extension
     _no_more("help", words)
     for verb in VERBS.values():
-        print(verb.__doc__)
+        print(getdoc(verb))
     print("`%memreport [--top N] [--json [PATH]] [--html PATH]`: what holds memory now")
+
+
+def _waits_for(extension: Extension, fix_id: str) -> bool:
+    """Return whether a failed cell can be run again with this fix."""
+    return extension.open is not None and any(one.fix == fix_id for one in _case().plan.candidates)
+
+
+def _release(extension: Extension, fix_id: str) -> None:
+    """Apply a fix that lets go of memory and changes nothing else, and say how much that was."""
+    from oomdoctor import fixes, pipeline
+    from oomdoctor.model.fix import Dose
+    from oomdoctor.shell.cells import cells_until
+
+    shell, role = extension.shell, _RELEASES[fix_id]
+    cells = cells_until(shell, shell.execution_count, "")
+
+    def held() -> int:
+        report = pipeline.report(shell.user_ns, cells)
+        return sum(census.bytes_of(role) for census in report.evidence.censuses)
+
+    before, chosen = held(), fixes.get(fix_id)
+    session = pipeline.open_session(shell.user_ns, cells, pipeline.accelerator_of(None), shell)
+    if chosen.apply is not None:
+        with chosen.apply(session, Dose()):
+            pass
+    freed = before - held()
+    print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to let go of")
 
 
 def _no_more(verb: str, words: list[str]) -> None:
     if words:
-        raise UsageError(f"{verb} does not take {' '.join(words)!r}")
+        raise UsageError(f"{verb} does not take {shown(*words)}")
+
+
+def shown(*words: str) -> str:
+    """Return what was typed in quotes, on one line, and cut where it is long."""
+    from oomdoctor.views.words import clean
+
+    return f"'{clean(' '.join(words), 60)}'"
 
 
 def _case() -> Case:
@@ -171,13 +217,11 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
     candidates = case.plan.candidates
     accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
     if len(words) > 1:
-        raise UsageError(f"one fix at a time, not {' '.join(words)!r}: {accepted}")
-    if word.isdecimal() and 1 <= int(word) <= len(candidates):
-        return case, candidates[int(word) - 1]
-    for candidate in candidates:
-        if word in (candidate.fix, candidate.label):
+        raise UsageError(f"one fix at a time, not {shown(*words)}: {accepted}")
+    for number, candidate in enumerate(candidates, 1):
+        if word in (str(number), candidate.fix, candidate.label):
             return case, candidate
-    raise UsageError(f"there is no fix {word!r}: {accepted}")
+    raise UsageError(f"there is no fix {shown(word)}: {accepted}")
 
 
 def _retryable(extension: Extension) -> Any:

@@ -31,7 +31,7 @@ _THINGS: Final = {
     "data_used": "data segment",
     "committed": "committed memory",
     "commit_limit": "committed memory",
-    "overcommit": "committed memory",
+    "overcommit": "overcommit mode",
 }
 _FAMILIES: Final = {
     "cgroup": "memory cgroup",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from oomdoctor.model.evidence import DeviceMemory, Evidence, ModelFacts, Role
-from oomdoctor.model.growth import Change, DeviceGrowth, Mark, compare
+from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, difference
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, one_per_group
@@ -16,6 +16,8 @@ from oomdoctor.views.holders import TOP
 __all__ = ["NOTHING_YET", "GrowthRow", "GrowthRows", "growth_rows", "since_cell"]
 
 _WORTH_A_ROW: Final = 0.005
+_UNCOMPARED: Final = "its tensors and those of the host are not compared"
+_NOTHING: Final = "nothing that can be compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,35 +54,59 @@ def _signed(size: int) -> str:
 def since_cell(mark: Mark, now: Mark, devices: tuple[DeviceMemory, ...]) -> str:
     """Return what the counters say has grown on ``devices`` and in this process since the cell of ``mark`` began."""
     before, after = dict(mark.allocated), dict(now.allocated)
+    switch = mark.switch_to(now)
+    changed = "" if switch is None else f"{_switched(switch)}, so its tensors cannot be compared"
     parts = [
         f"{words.device_name(device)} {_signed(after[device.name] - before.get(device.name, 0))} allocated"
         for device in devices
-        if device.name in after
+        if device.name in after and (switch is None or device.name != switch.device)
     ]
-    parts.append(f"this process {_signed(now.rss - mark.rss)} resident in host memory")
-    return f"Since In[{mark.cell}] began: {', '.join(parts)}."
+    parts += _resident(difference(mark.rss, now.rss))
+    return f"Since In[{mark.cell}] began: {_joined(changed, parts)}."
 
 
-def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP) -> GrowthRows:
+def _switched(switch: Switch) -> str:
+    """Return what became of the simulated device, in words."""
+    name = f"{words.clean(switch.device, 40)} (simulated)"
+    if switch.before is None:
+        return f"{name} was switched on"
+    if switch.after is None:
+        return f"{name} was switched off"
+    return f"{name} went from {format_size(switch.before)} to {format_size(switch.after)}"
+
+
+def _joined(changed: str, parts: Sequence[str]) -> str:
+    return "; ".join(filter(None, (changed, ", ".join(parts)))) or _NOTHING
+
+
+def _resident(grown: int | None) -> list[str]:
+    return [] if grown is None else [f"this process {_signed(grown)} resident in host memory"]
+
+
+def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP, only: str | None = None) -> GrowthRows:
     """Return the ``top`` largest changes on each device, by role and then by holder.
 
     Args:
+        before: all that was collected then, and ``after`` now: what one device alone has cannot tell that another
+            was switched off.
         when: the moment of ``before``, in words: ``the report of In[3]``.
         top: above ``TOP`` weights are compared one by one.
+        only: the one device to tell of.
     """
     models = (*before.code.models, *after.code.models)
     growth = compare(before, after) if top > TOP else compare(_by_model(before, models), _by_model(after, models))
+    devices = [device for device in growth.devices if only in (None, device.device)]
+    changed = "" if growth.switch is None else f"the device changed, as {_switched(growth.switch)}: {_UNCOMPARED}"
     totals = [
         f"{_name(device)} {_signed(device.allocated)} {'in tensors' if device.device == 'cpu' else 'allocated'}"
-        for device in growth.devices
+        for device in devices
         if device.allocated is not None and (device.allocated or device.device != "cpu")
     ]
-    if growth.rss is not None:
-        totals.append(f"this process {_signed(growth.rss)} resident in host memory")
-    changes = [_Changes.of(device, top) for device in growth.devices]
+    totals += _resident(growth.rss)
+    changes = [_Changes.of(device, top) for device in devices]
     left_out = sum(change.left_out for change in changes)
     return GrowthRows(
-        sentence=f"Since {when}: {', '.join(totals) or 'nothing that can be compared'}.",
+        sentence=f"Since {when}: {_joined(changed, totals)}.",
         rows=tuple(row for change in changes for row in change.rows()),
         more=f"and {words.count(left_out, 'smaller change')}" if left_out else None,
     )

@@ -114,7 +114,7 @@ def times(ratio: float) -> str:
 def place(cell: CellLine) -> str:
     """Return where a line of the user's stands: ``In[5], line 7``."""
     parts = [] if cell.number is None else [f"In[{cell.number}]"]
-    parts.append(f"line {cell.line}")
+    parts.append("line unknown" if cell.line is None else f"line {cell.line}")
     if cell.function != "<module>":
         parts.append(f"in {code(cell.function)}")
     return ", ".join(parts)

@@ -118,7 +118,7 @@ def census() -> Census:
                 frees="optimizer.zero_grad()",
             ),
             Holding(bytes=_gib(0.14), device="cuda:0", role=Role.BATCH, path="batch", count=2, frees="del batch"),
-            Holding(bytes=_gib(0.10), device="cuda:0", role=Role.OUTPUT_CACHE, path="Out[3]", frees="%reset -f out"),
+            Holding(bytes=_gib(0.10), device="cuda:0", role=Role.OUTPUT_CACHE, path="Out[3]", frees="%xdel _3"),
         ),
     )
 
