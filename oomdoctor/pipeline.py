@@ -193,11 +193,16 @@ def _fixes_in_order(case: Case) -> list[Fix]:
 
 def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
     """Return the candidates that an automatic retry may use under this setting, best first."""
+    from oomdoctor import fixes
+
     effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
     return tuple(
         candidate
         for candidate in case.plan.candidates
-        if auto != "off" and candidate.effect in effects and candidate.forecast.fits is not False
+        if auto != "off"
+        and candidate.effect in effects
+        and candidate.forecast.fits is not False
+        and not fixes.get(candidate.fix).asks
     )
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from oomdoctor.errors import UsageError
 from oomdoctor.incident import describe
 from oomdoctor.model.sizes import format_size
+from oomdoctor.views.words import clean, place
 
 if TYPE_CHECKING:
     from oomdoctor.model.explanation import Explanation
@@ -123,8 +124,10 @@ def _facts(incident: Incident) -> Iterator[Text]:
         yield Text(f"  device     {incident.device}")
     if sizes := _sizes(incident):
         yield Text(f"  memory     {sizes.strip(' ()')}")
-    if incident.cell:
-        yield Text(f"  cell       In[{incident.cell.number}] line {incident.cell.line}: {incident.cell.source_line}")
+    for name, line in (("line", incident.cell), ("reached", incident.inner)):
+        if line:
+            where = "" if line.line is None else f"{place(line)}: "
+            yield Text(f"  {name:<10} {where}{clean(line.source_line, _QUOTE)}")
     if incident.framework_frame:
         yield Text(f"  frame      {incident.framework_frame}")
     if not incident.is_oom and incident.message:

@@ -12,8 +12,9 @@ from typing import Final
 
 from oomdoctor.evidence import census, devices, host
 from oomdoctor.evidence._earlier import earlier_errors
+from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
-from oomdoctor.evidence.frames import frames_of, running_frames
+from oomdoctor.evidence.frames import frames_of, lines_of, running_frames
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
@@ -35,8 +36,10 @@ def collect(
         filenames: number of the cell by the file name of its code.
         line: line of the failing cell that was running.
     """
+    cells, objects = session.cells, (session.modules, session.optimizers, session.loaders)
+    running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
     with census.unobserved():
-        code = facts(session.cells, session.namespace, session.modules, session.optimizers, session.loaders, line=line)
+        code = facts(cells, session.namespace, *objects, line=line, running=running, passed=passed(exc))
     accelerator = session.accelerator
     others = [other for other in devices.in_use() if other.name != accelerator.name]
     places = [accelerator, *others]

@@ -19,7 +19,6 @@ from oomdoctor.model.kinds import mro_of
 __all__ = ["earlier_errors"]
 
 
-
 def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
     """Return the errors of before that went through a cell and are alive, that last shown first.
 

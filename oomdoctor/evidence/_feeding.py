@@ -16,6 +16,7 @@ from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes, pl
 from oomdoctor.model.kinds import plain_dict
 
 __all__ = [
+    "batch_sizes",
     "dataset_on_device",
     "loads_on_device",
     "numpy_call",
@@ -30,6 +31,12 @@ _FACTORIES: Final = re.compile(r"^torch\.(tensor|as_tensor|randn|rand|randint|ze
 _DATASETS: Final = frozenset({"TensorDataset", "DataLoader", "Subset", "random_split", "StackDataset"})
 _PADS: Final = re.compile(r"\bpad_sequence\(|\bpack_sequence\(|\bF\.pad\(|functional\.pad\(|\.pad\(")
 _COLLATORS: Final = re.compile(r"^DataCollator(With|For)\w+$|^dynamic_padding")
+
+
+def batch_sizes(loaders: Iterable[tuple[str, Any]]) -> tuple[tuple[str, int], ...]:
+    """Return the batch size of each loader; one that takes batches as its data set gives them has none."""
+    sizes = ((path, (plain_dict(loader) or {}).get("batch_size")) for path, loader in loaders)
+    return tuple((path, size) for path, size in sizes if type(size) is int)
 
 
 def workers(ground: Ground, loaders: Iterable[tuple[str, Any]]) -> int | None:

@@ -197,19 +197,51 @@ def _bound(node: ast.AST) -> tuple[str, ...]:
     return ()
 
 
-def carries_state(program: Program, ground: Ground) -> str | None:
-    """Return the call that feeds a recurrent state back across the steps of a loop that trains, not detached.
+def carries_state(program: Program, ground: Ground, idle: Collection[tuple[int, int, str]]) -> str | None:
+    """Return the call that feeds a recurrent state back across the steps of a loop, not detached.
 
     Or across the calls of a module, where the module keeps the state in an attribute that nothing detaches or resets.
+
+    Args:
+        program: the cells.
+        ground: what of them the failing cell rests on.
+        idle: what is certain to be differentiated by nothing. Of loops that do not train, those in it count: others may
+            unroll the steps that a later loss is taken over.
     """
     for scope in program.running:
         for statement in statements(scope.body):
             trains = [loop for loop in statement.loops if _differentiates(loop)]
-            if trains and not statement.is_gradless:
-                fed = _fed_back(statement.node)
-                if fed and not any(_rebinds(program, node, fed, statement.node) for node in own_nodes(trains[-1].body)):
-                    return place(scope, statement.node)
-    return _kept_in_module(program, ground)
+            if trains and _is_carried(program, statement, trains[-1]):
+                return place(scope, statement.node)
+    return _kept_in_module(program, ground) or _carried_idly(program, idle)
+
+
+def carries_idly(program: Program, ground: Ground, idle: Collection[tuple[int, int, str]]) -> bool:
+    """Whether nothing differentiates the state that ``carries_state`` names."""
+    carried = carries_state(program, ground, idle)
+    if carried is not None and carried == carries_state(program, ground, ()):  # it trains, or a module keeps it
+        return False
+    return carried is not None
+
+
+def _carried_idly(program: Program, idle: Collection[tuple[int, int, str]]) -> str | None:
+    for scope in program.running:
+        lines = {line for number, line, _ in idle if number == scope.cell}
+        around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
+        if scope.function is not None and scope.function.node.lineno in lines:
+            around.append(scope.function.node)
+        for statement in statements(scope.body):
+            is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
+            if is_idle and statement.loops and _is_carried(program, statement, statement.loops[-1]):
+                return place(scope, statement.node)
+    return None
+
+
+def _is_carried(program: Program, statement: Statement, loop: Loop) -> bool:
+    """Whether a statement feeds back a state with its graph, and ``loop`` does not bind it anew."""
+    fed = _fed_back(statement.node)
+    rebound = any(_rebinds(program, node, fed, statement.node) for node in own_nodes(loop.body))
+    return bool(fed) and not statement.is_gradless and not rebound
 
 
 def _differentiates(loop: ast.AST) -> bool:

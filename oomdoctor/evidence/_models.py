@@ -6,20 +6,24 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from oomdoctor.model.evidence import LossFacts, ModelFacts
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
 
-__all__ = ["losses", "models", "parameters", "typed"]
+__all__ = ["losses", "models", "parameters", "sizes", "typed"]
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
+_POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
 _CONTAINERS: Final = frozenset({"ModuleList", "Sequential"})
 _BATCH_NORMS: Final = frozenset({"_BatchNorm", "SyncBatchNorm"})
 _DROPOUTS: Final = frozenset({"_DropoutNd", "MultiheadAttention", "RNNBase"})
+_FUSED: Final = frozenset({"MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder"})
+"""They have a fast path for inference. Source: ``torch.nn.TransformerEncoderLayer``."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
@@ -39,7 +43,7 @@ def typed(objects: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
 
 
 def _model(path: str, root: Any) -> ModelFacts:
-    tree = list(_walk("", root, set()))
+    tree = list(_walk("", root))
     # Modules put into evaluation mode one by one (frozen normalisation) neither couple samples nor draw numbers.
     active = [
         (name, module) for name, module in tree if _flag(module, "training", True) or not _flag(root, "training", True)
@@ -53,47 +57,60 @@ def _model(path: str, root: Any) -> ModelFacts:
         batch_norm=tuple(name for name, module in active if _couples(module)),
         dropout=tuple(name for name, module in active if _drops(module)),
         sequence_first=tuple(name for name, module in tree if _is_sequence_first(module)),
+        any_size=tuple(name for name, module in tree if _POOLS & _mro(module)),
+        linear_bytes=_parameter_bytes(module for _, module in tree if type(module).__name__ == "Linear"),
+        fused_without_grad=tuple(name for name, module in tree if _FUSED & _mro(module)),
     )
 
 
 def _loss(path: str, module: Any) -> LossFacts:
     own = plain_dict(module) or {}
     reduction, ignored = own.get("reduction"), own.get("ignore_index")
-    buffers = own.get("_buffers")
-    weights = [buffers.get(name) for name in ("weight", "pos_weight")] if isinstance(buffers, dict) else []
+    buffers: Any = own.get("_buffers")
+    weights = [dict.get(buffers, name) for name in ("weight", "pos_weight")] if _is(buffers, dict) else []
     return LossFacts(
         path=path,
         type_name=type(module).__name__,
-        reduction=reduction if isinstance(reduction, str) else None,
-        ignore_index=ignored if isinstance(ignored, int) else None,
+        reduction=reduction if _is(reduction, str) else None,
+        ignore_index=ignored if _is(ignored, int) else None,
         # pos_weight scales elements and leaves the divisor alone; a class weight changes what the mean divides by.
         weighted=bool(weights) and weights[0] is not None,
+        label_smoothing=_number(module, "label_smoothing"),
     )
 
 
-def _walk(path: str, module: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield path, module
-    for name, child in _mapping(module, "_modules").items():
-        if child is not None:
-            yield from _walk(f"{path}.{name}" if path else name, child, seen)
+def _walk(path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield ``module`` and every module below it once, parents first, with its path as torch writes it."""
+    seen: set[int] = set()
+    todo = [(path, module)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = [(name, child) for name, child in dict.items(_mapping(module, "_modules")) if child is not None]
+        todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
 
 
-def _mapping(module: Any, name: str) -> Mapping[str, Any]:
-    found = (plain_dict(module) or {}).get(name)
-    return found if isinstance(found, dict) else {}
+def _mapping(module: Any, name: str) -> dict[str, Any]:
+    found: Any = (plain_dict(module) or {}).get(name)
+    return found if _is(found, dict) else {}
 
 
 def _flag(module: Any, name: str, default: bool) -> bool:
     found = (plain_dict(module) or {}).get(name, default)
-    return found if isinstance(found, bool) else default
+    return found if _is(found, bool) else default
 
 
 def _number(module: Any, name: str) -> float:
-    found = (plain_dict(module) or {}).get(name)
-    return float(found) if isinstance(found, int | float) else 0.0
+    found: Any = (plain_dict(module) or {}).get(name)
+    return float(found) if _is(found, int, float) else 0.0
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """Return whether ``value`` is of one of ``kinds``; ``isinstance`` would ask an object that is not for its class."""
+    return issubclass(type(value), kinds)
 
 
 def _mro(module: Any) -> frozenset[str]:
@@ -107,7 +124,7 @@ def _is_loss(module: Any) -> bool:
 def _is_repeated(module: Any) -> bool:
     if not _CONTAINERS & _mro(module):
         return False
-    kinds = [type(child) for child in _mapping(module, "_modules").values() if child is not None]
+    kinds = [type(child) for child in dict.values(_mapping(module, "_modules")) if child is not None]
     return len(kinds) >= 2 and len(set(kinds)) == 1
 
 
@@ -130,18 +147,27 @@ def _is_sequence_first(module: Any) -> bool:
 
 def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:
     """Return every parameter below ``roots`` once."""
-    modules = [module for root in roots for _, module in _walk("", root, set())]
+    modules = [module for root in roots for _, module in _walk("", root)]
     return tuple(_parameters(modules).values())
 
 
+def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return of each tensor how many elements it has and the bytes of one.
+
+    A parameter of a lazy module has none as yet: asked through ``__torch_function__``, it would raise.
+    """
+    with torch._C.DisableTorchFunction():
+        return [(Tensor.numel(one), Tensor.element_size(one)) for one in tensors]
+
+
 def _parameter_bytes(modules: Iterable[Any]) -> int:
-    return sum(Tensor.numel(one) * Tensor.element_size(one) for one in _parameters(modules).values())
+    return sum(count * each for count, each in sizes(_parameters(modules).values()))
 
 
 def _parameters(modules: Iterable[Any]) -> dict[int, Any]:
     return {
         id(parameter): parameter
         for module in modules
-        for parameter in _mapping(module, "_parameters").values()
+        for parameter in dict.values(_mapping(module, "_parameters"))
         if parameter is not None and kind_of(type(parameter)) is Kind.TENSOR
     }

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from torch import Tensor
+import torch
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._models import parameters
+from oomdoctor.evidence._models import parameters, sizes
 from oomdoctor.evidence._program import call_name, own_nodes, place
 
-__all__ = ["apex", "autocast", "half_weights"]
+__all__ = ["apex", "autocast", "half_weights", "native_bfloat16"]
 
 _MIXED: Final = re.compile(r"16|mixed|true", re.IGNORECASE)
 _HALF: Final = re.compile(r"^(torch\.)?(float16|half|bfloat16)$")
@@ -59,13 +59,24 @@ def apex(ground: Ground) -> str | None:
 
 def half_weights(ground: Ground, modules: Iterable[tuple[str, Any]]) -> bool:
     """Whether most of the weights take 2 bytes each; where no module is at hand, whether the cells make them so."""
-    sizes: dict[int, int] = {}
-    for parameter in parameters(module for _, module in modules):
-        each = Tensor.element_size(parameter)
-        sizes[each] = sizes.get(each, 0) + Tensor.numel(parameter)
-    if sizes:
-        return max(sizes, key=lambda each: sizes[each]) == 2
+    counts: dict[int, int] = {}
+    for count, each in sizes(parameters(module for _, module in modules)):
+        counts[each] = counts.get(each, 0) + count
+    if counts:
+        return max(counts, key=lambda each: counts[each]) == 2
     return any(map(_makes_half, _all_calls(ground)))
+
+
+def native_bfloat16() -> bool | None:
+    """Whether the CUDA device computes in bfloat16 itself; None where CUDA is not in use in this process.
+
+    Asked of the properties that torch has read, so that nothing is set up on the device.
+
+    Source: ``torch.cuda.is_bf16_supported``: compute capability 8.0, and every device of ROCm.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _makes_half(call: ast.Call) -> bool:

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
-from oomdoctor.evidence import _feeding, _kept, _models, _precision, _setup
+from oomdoctor.evidence import _feeding, _kept, _models, _precision, _replicas, _setup
 from oomdoctor.evidence._attention import eager_attention
+from oomdoctor.evidence._entropy import classes, cross_entropies
 from oomdoctor.evidence._ground import ground
 from oomdoctor.evidence._hooks import hooks
 from oomdoctor.evidence._keeping import history_appends
+from oomdoctor.evidence._loaders import loaders as loader_facts
+from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._loops import training_loops
+from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
 from oomdoctor.evidence._program import Program, is_gradless, read
 from oomdoctor.evidence._repeating import not_repeatable
+from oomdoctor.evidence._stale import stale
+from oomdoctor.evidence._trainers import Passed, trainers
+from oomdoctor.evidence._undifferentiated import undifferentiated
 from oomdoctor.model.evidence import CodeFacts
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.names import FirstUse, first_uses
@@ -36,6 +43,8 @@ def facts(
     loaders: Iterable[tuple[str, Any]] = (),
     *,
     line: int | None = None,
+    running: Iterable[tuple[int, int]] = (),
+    passed: Passed | None = None,
     loaded: Container[str] = sys.modules,
 ) -> CodeFacts:
     """Return what the cells and the objects show.
@@ -46,6 +55,8 @@ def facts(
         modules: ``(path, nn.Module)`` of each root module found there.
         optimizers: likewise; ``loaders``: likewise.
         line: line of the failing cell that was running, to tell whether autograd was off there.
+        running: ``(cell, line)`` of all that was running, functions of earlier cells included.
+        passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
     """
     modules, optimizers, loaders = tuple(modules), tuple(optimizers), tuple(loaders)
@@ -55,39 +66,52 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
+    loops = training_loops(program, kinds)
     return CodeFacts(
         failing_cell=cells.failing.number,
-        loops=training_loops(program, kinds),
+        loops=loops,
         models=models,
         losses=losses,
         optimizers=_models.typed(optimizers),
+        steppers=optimizer_facts(optimizers),
         history_appends=history_appends(program, kinds),
+        undifferentiated=undifferentiated(program, kinds, line),
         not_repeatable=not_repeatable(program, _from_before(cells, namespace)),
-        grad_disabled=line is not None and _grad_disabled(program, line),
+        grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
         retain_graph=_kept.retain_graph(under),
         gathers_predictions=_kept.gathers_predictions(program, kinds),
         carries_state=_kept.carries_state(program, under),
         keeps_gradients=_kept.keeps_gradients(under),
         hooks=hooks(program, under),
         eager_attention=eager_attention(under),
+        cross_entropies=cross_entropies(program, under, losses),
+        classes=classes(modules),
         generates=_setup.generates(program),
         loads_on_device=_feeding.loads_on_device(program, namespace),
         dataset_on_device=_feeding.dataset_on_device(under),
         numpy_call=_feeding.numpy_call(program, line),
+        batch_sizes=_feeding.batch_sizes(loaders),
         num_workers=_feeding.workers(under, loaders),
         prefetch=_feeding.prefetch(under, loaders),
         pin_memory=_feeding.pin_memory(under, loaders),
+        loaders=loader_facts(program, loaders, namespace),
+        sharing_strategy=sharing_strategy(),
         sequence_varies=_feeding.sequence_varies(program, under, loaders),
         autocast=_precision.autocast(under),
         half_weights=_precision.half_weights(under, modules),
+        native_bfloat16=_precision.native_bfloat16(),
         apex=_precision.apex(under),
         data_parallel=_setup.data_parallel(under.basis),
         distributed=_setup.distributed(under.basis, modules),
         find_unused_parameters=_setup.find_unused_parameters(under.basis),
+        world_size=_replicas.world_size(),
+        replicas=_replicas.replicas(modules),
         compiles=_setup.compiles(under.basis, modules),
         cuda_graphs=_setup.cuda_graphs(under.basis),
         framework=_setup.framework(program, loaded),
         reruns=_reruns(cells),
+        stale=stale(program, cells.failing.source, namespace, line),
+        trainers=trainers(program, under, passed, modules, loaders, loops),
     )
 
 
@@ -102,15 +126,19 @@ def _from_before(cells: Cells, namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
 
 
-def _grad_disabled(program: Program, line: int) -> bool:
-    """Whether ``line`` of the failing cell stands under ``no_grad`` or ``inference_mode``."""
-    for scope in program.running:
-        if scope.cell != program.failing:
-            continue
-        for node in (inner for statement in scope.body for inner in ast.walk(statement)):
-            if isinstance(node, ast.With | ast.AsyncWith) and _covers(node, line) and any(map(is_gradless, node.items)):
-                return True
-        if scope.disables_grad and scope.function is not None and _covers(scope.function.node, line):
+def _grad_disabled(program: Program, running: Collection[tuple[int, int | None]]) -> bool:
+    """Whether a line that was running stands under ``no_grad`` or ``inference_mode``."""
+    for scope in program.scopes:
+        lines = [line for number, line in running if number == scope.cell and line is not None]
+        gradless: list[ast.stmt] = [
+            node
+            for statement in scope.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
+        ]
+        if scope.disables_grad and scope.function is not None:
+            gradless.append(scope.function.node)
+        if any(_covers(node, line) for node in gradless for line in lines):
             return True
     return False
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.kinds import module_of
 
-__all__ = ["Frame", "frames_of", "in_backward_elsewhere", "leads_nowhere", "locals_of", "running_frames"]
+__all__ = ["Frame", "frames_of", "in_backward_elsewhere", "leads_nowhere", "lines_of", "locals_of", "running_frames"]
 
 _REFERENCES_OF_OURS: Final = 3
 """To the dict of locals: the frame's, the variable that holds it here, and the argument of ``getrefcount``."""
@@ -89,6 +89,25 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
             if id(frame) not in seen and not _is_of(frame.f_globals.get("__name__"), _MACHINERY):
                 seen.add(id(frame))
                 yield _read(frame, line, cells, namespace)
+
+
+def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return ``(cell, line)`` of the code of cells that an exception went through, outermost first.
+
+    Args:
+        cells: number of the cell by the file name of its code.
+        through: one of those places, by which the exception is told from others that it is chained to.
+    """
+    for link in chained(exc):
+        found = []
+        traceback = traceback_of(link)
+        while traceback is not None:
+            number = cells.get(traceback.tb_frame.f_code.co_filename)
+            found += [(number, traceback.tb_lineno)] if number is not None else []
+            traceback = traceback.tb_next
+        if through in found:
+            return found
+    return []
 
 
 def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:

@@ -47,6 +47,7 @@ _OF_A_TENSOR: Final = frozenset(
     | {"permute", "relu", "reshape", "sigmoid", "shape", "size", "softmax", "squeeze", "std", "sum", "t", "tanh"}
     | {"topk", "transpose", "unsqueeze", "view", "requires_grad", "device", "dtype", "ndim", "T", "abs", "clamp", "pow"}
 )
+_PARTS: Final = re.compile(r"\.(chunk|split|tensor_split)\(")
 _IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
 
 
@@ -109,11 +110,16 @@ def _with_text(edit: Edit, after: str, replay: str) -> Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ModelCall:
-    """A call of a model, what it is an operand of, and what that is an operand of."""
+    """A call of a model, what it is an operand of, and what that is an operand of.
+
+    Attributes:
+        in_parts: it stands in a comprehension over parts of a tensor.
+    """
 
     call: cst.Call
     parent: cst.CSTNode
     grandparent: cst.CSTNode | None
+    in_parts: bool = False
 
     @property
     def field(self) -> str | None:
@@ -152,14 +158,28 @@ def _calls(parsed: _cst.ParsedCell, around: cst.CSTNode, models: set[str]) -> li
     around.visit(finder)
     parents = finder.parents
     return [
-        _ModelCall(call=call, parent=parents[call], grandparent=parents.get(parents[call])) for call in finder.found
+        _ModelCall(
+            call=call,
+            parent=parents[call],
+            grandparent=parents.get(parents[call]),
+            in_parts=_in_parts(parsed, call, parents),
+        )
+        for call in finder.found
     ]
+
+
+def _in_parts(parsed: _cst.ParsedCell, node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> bool:
+    while (parent := parents.get(node)) is not None:
+        if isinstance(parent, cst.ListComp | cst.GeneratorExp) and node is parent.elt:
+            return _PARTS.search(parsed.code(parent.for_in.iter)) is not None
+        node = parent
+    return False
 
 
 def _rewritten(
     parsed: _cst.ParsedCell, around: cst.CSTNode, calls: list[_ModelCall], names: _Names, batch: set[str]
 ) -> cst.Module | Refused:
-    module: cst.CSTNode = parsed.module
+    splits: dict[cst.CSTNode, _ModelCall] = {}
     unpacked, fields = _used_apart(around)
     for one in calls:
         text = parsed.code(one.call)
@@ -169,15 +189,33 @@ def _rewritten(
             return Refused(f"`{text}` returns more than one tensor")
         if one.call in fields:
             return Refused(f"`{text}` returns an object, of which `{fields[one.call]}` is used later")
-        new = cst.parse_expression(_split_call(parsed, one.call, names, one.field), parsed.module.config_for_parsing)
-        module = module.deep_replace(one.call if one.field is None else one.parent, new)
-    if not isinstance(module, cst.Module):
-        raise TypeError("a module cannot be replaced by something else")
-    return module
+        splits[one.call if one.field is None else one.parent] = one
+    return parsed.module.visit(_Splitting(parsed, splits, names))
+
+
+class _Splitting(cst.CSTTransformer):
+    """Puts the split form in the place of every call at once: each visit makes all nodes anew."""
+
+    def __init__(self, parsed: _cst.ParsedCell, splits: dict[cst.CSTNode, _ModelCall], names: _Names) -> None:
+        super().__init__()
+        self._parsed, self._splits, self._names = parsed, splits, names
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
+        one = self._splits.get(original_node)
+        if one is None:
+            return super().on_leave(original_node, updated_node)
+        # A call of another model among the arguments is split by now.
+        call = updated_node.value if isinstance(updated_node, cst.Attribute) else updated_node
+        text = _split_call(self._parsed, cst.ensure_type(call, cst.Call), self._names, one.field)
+        return cst.parse_expression(text, self._parsed.module.config_for_parsing)
 
 
 def _refusal(parsed: _cst.ParsedCell, one: _ModelCall, batch: set[str]) -> str | None:
     call, text = one.call, parsed.code(one.call)
+    if one.in_parts:
+        return f"`{text}` is given parts of the batch already"
     if not call.args:
         return f"`{text}` is called without a tensor to split"
     if any(argument.keyword is not None or argument.star for argument in call.args):

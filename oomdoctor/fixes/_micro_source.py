@@ -6,13 +6,15 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import libcst as cst
 
 from oomdoctor.fixes import _cst
+from oomdoctor.fixes._batch_notebook import Book, calls
 from oomdoctor.fixes._dataflow import ancestors, bound
-from oomdoctor.fixes._samples import LossForm, NotProven, Shape, loss_made_by
+from oomdoctor.fixes._samples import REDUCES_BY, LossForm, NotProven, Shape, loss_made_by
 from oomdoctor.fixes._step import Loop, Split, Step, plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, ModelFacts, TrainingLoop
@@ -80,7 +82,9 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
     parsed = _cst.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    tree = ast.parse(parsed.masked.text)
+    book = Book.read(cells)
+    _write_constants(book)
+    tree = book.page(cell.number).tree
     changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
     for facts in loops:
         try:
@@ -88,11 +92,22 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
                 raise NotProven(why)
             old = _find_cst(parsed, facts.line)
             loop = _find_ast(tree, facts.line)
-            step = plan(tree, loop, _split(cells, code, facts, tree, loop))
+            step = plan(tree, loop, _split(book, code, facts, tree, loop))
             changes[old] = [_Writer(cells, parsed, step, parts).loop(old)]
         except NotProven as why:
             return Refused(str(why))
     return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+
+
+def _write_constants(book: Book) -> None:
+    """Write the values of the notebook's constants in the place of their names where a loss is told how to reduce."""
+    for page in book.pages:
+        for call in calls(page.tree):
+            for keyword in call.keywords:
+                if keyword.arg in REDUCES_BY and not isinstance(keyword.value, ast.Constant):
+                    value = book.constant(keyword.value, book.place(page, call))
+                    if value is not None:
+                        keyword.value = ast.copy_location(value, keyword.value)
 
 
 def _find_ast(tree: ast.Module, line: int) -> Loop:
@@ -109,7 +124,7 @@ def _find_cst(parsed: _cst.ParsedCell, line: int) -> cst.For | cst.While:
     raise NotProven("the loop is not where it was found before")
 
 
-def _split(cells: Cells, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, node: Loop) -> Split:
+def _split(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, node: Loop) -> Split:
     """Collect what is known of the names in the loop.
 
     A name that the loop's function binds itself hides the object that the namespace has under it.
@@ -117,8 +132,8 @@ def _split(cells: Cells, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, 
     Raises:
         NotProven: a model of it could couple the samples, as far as can be seen.
     """
-    texts = [mask(cell.source).text for cell in cells.history]
-    trees = [*(_parsed(text) for text in texts), tree]
+    texts = [mask(page.cell.source).text for page in book.pages]
+    trees = [page.tree for page in book.pages]
     imported = _imported(trees)
     scope = next(
         (n for n in reversed(ancestors(tree, node)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)), tree
@@ -134,15 +149,15 @@ def _split(cells: Cells, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, 
             raise NotProven(f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode")
         else:
             models[text] = model.type_name
-    own = {name: form for found in trees for name, form in _constructed(found, imported).items() if "." in name}
     known = {name: form for name, form in _of_namespace(code, loop).items() if name not in local}
-    made = _constructed(scope, imported)
+    attributes = {name: form for one in trees for name, form in _constructed(one, imported, attributes=True).items()}
+    made = _constructed(scope, imported, known if scope is tree else {})
     # A name that the scope binds to something else again is no longer the loss that it was.
     known = {name: form for name, form in known.items() if name in made or name not in _others(scope)}
     return Split(
         batch=loop.batch,
         models=models,
-        losses={**own, **known, **made},
+        losses={**attributes, **known, **made},
         optimizers=loop.optimizers,
         masks_targets=any("-100" in text for text in texts),
         imported=imported,
@@ -160,13 +175,6 @@ def _imported(trees: Sequence[ast.AST]) -> frozenset[str]:
     )
 
 
-def _parsed(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
 def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
     known = {
         facts.path: LossForm(
@@ -181,13 +189,40 @@ def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
     return known | {name: known[path] for name, path in loop.stands_for if path in known}
 
 
-def _constructed(scope: ast.AST, imported: frozenset[str]) -> dict[str, LossForm]:
-    """Return losses by the names that ``scope`` assigns their constructors to, and nothing else."""
+def _constructed(
+    scope: ast.AST,
+    imported: frozenset[str],
+    known: Mapping[str, LossForm] = MappingProxyType({}),
+    *,
+    attributes: bool = False,
+) -> dict[str, LossForm]:
+    """Return losses by the names that ``scope`` assigns their constructors to, and nothing else.
+
+    Args:
+        scope: what is looked through.
+        imported: names that the cells import from ``torch.nn``.
+        known: the losses that the names lead to, which tell what their constructors do not write out.
+        attributes: look for ``self.loss`` and the like alone.
+
+    Raises:
+        NotProven: how a loss reduces is neither written out nor known.
+    """
     found: dict[str, set[LossForm | None]] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            found.setdefault(ast.unparse(node.targets[0]), set()).add(loss_made_by(node.value, imported))
+            name = ast.unparse(node.targets[0])
+            if "." in name or not attributes:
+                found.setdefault(name, set()).add(_form(node.value, imported, known.get(name)))
     return {name: form for name, forms in found.items() if len(forms) == 1 and (form := next(iter(forms))) is not None}
+
+
+def _form(value: ast.expr, imported: frozenset[str], known: LossForm | None) -> LossForm | None:
+    try:
+        return loss_made_by(value, imported)
+    except NotProven:
+        if known is None:
+            raise
+        return known
 
 
 def _others(scope: ast.AST) -> set[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final
 
-__all__ = ["LossForm", "NotProven", "Samples", "Shape", "Value", "called", "loss_made_by"]
+__all__ = ["REDUCES_BY", "LossForm", "NotProven", "Samples", "Shape", "Value", "called", "loss_made_by"]
 
 
 class NotProven(Exception):
@@ -29,6 +29,8 @@ class Shape(Enum):
     BATCH = auto()
     """The batch as the loader gave it: a dictionary or a list of rows."""
     COUNT = auto()
+    EXTENT = auto()
+    """The length of another dimension, or of that of the batch where it is the only one."""
     MEAN = auto()
     SUM = auto()
 
@@ -40,11 +42,13 @@ class Value:
     Attributes:
         counted: for a mean over the entries of a target alone that differ from a number: the target and the number.
         model: the model that returned it.
+        entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
     """
 
     shape: Shape
     counted: tuple[str, int] | None = None
     model: str | None = None
+    entries: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ class LossForm:
 PLAIN: Final = Value(shape=Shape.PLAIN)
 ROWS: Final = Value(shape=Shape.ROWS)
 COUNT: Final = Value(shape=Shape.COUNT)
+EXTENT: Final = Value(shape=Shape.EXTENT)
 
 _SAMPLE_LOSSES: Final = {
     "cross_entropy": "CrossEntropyLoss",
@@ -82,11 +87,18 @@ _SAMPLE_LOSSES: Final = {
     "cosine_embedding_loss": "CosineEmbeddingLoss",
     "triplet_margin_loss": "TripletMarginLoss",
 }
+REDUCES_BY: Final = frozenset({"reduction", "ignore_index"})
+"""Arguments of a loss that decide over what its mean is taken."""
+
 _IGNORING: Final = frozenset({"CrossEntropyLoss", "NLLLoss"})
 
 _MOVES: Final = frozenset(
     {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "long", "int", "bool", "type", "type_as", "detach"}
     | {"contiguous", "clone", "requires_grad_"}
+)
+_KEEPS_ENTRIES: Final = frozenset(
+    {"to", "cuda", "cpu", "long", "int", "detach", "contiguous", "clone", "view", "reshape", "flatten", "squeeze"}
+    | {"unsqueeze", "permute", "transpose"}
 )
 _ELEMENTWISE: Final = frozenset(
     {"abs", "pow", "square", "sqrt", "exp", "log", "log1p", "sigmoid", "tanh", "relu", "clamp", "neg", "sin", "cos"}
@@ -125,7 +137,7 @@ def loss_made_by(node: ast.AST, imported: frozenset[str] = frozenset()) -> LossF
 
 def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) -> LossForm:
     for keyword in call.keywords:
-        if keyword.arg in {"reduction", "ignore_index"}:
+        if keyword.arg in REDUCES_BY:
             try:
                 form = replace(form, **{keyword.arg: ast.literal_eval(keyword.value)})
             except ValueError:
@@ -289,9 +301,11 @@ class Samples:
         if form.name not in _IGNORING:
             return None
         ignored = -100 if form.ignore_index is None else form.ignore_index
-        text = _unmoved(target)
-        if ignored == -100 and not self.masks_targets and "labels'" not in text:
+        text = self.value(target).entries
+        if ignored == -100 and not self.masks_targets and "labels'" not in (text or ""):
             return None
+        if text is None:
+            raise NotProven(f"`{_brief(target)}`, whose entries of {ignored} do not count, is made from the batch")
         return text, ignored
 
     def _torch(self, node: ast.Call, method: str) -> Value:
@@ -314,14 +328,19 @@ class Samples:
         raise NotProven(f"`{_brief(node)}` is not known to keep the samples apart")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Value:
-        of, method = self.value(function.value), function.attr
+        of = self.value(function.value)
+        found = self._called(node, function, of)
+        return replace(found, entries=of.entries if function.attr in _KEEPS_ENTRIES else None)
+
+    def _called(self, node: ast.Call, function: ast.Attribute, of: Value) -> Value:
+        method = function.attr
         if method in _MOVES and of.shape in {Shape.ROWS, Shape.BATCH}:
             return of
         if of.shape is Shape.ROWS:
             if method in {"view", "reshape"} and node.args and self._keeps_rows(node.args[0]):
                 return ROWS
-            if method == "size" and _first(node, node.args, "dim") == 0:
-                return COUNT
+            if method == "size" and (dim := _first(node, node.args, "dim")) is not None:
+                return COUNT if dim == 0 else EXTENT
             if method in _ELEMENTWISE:
                 return self._rows(node, [function.value, *node.args])
             if method in _ALONG:
@@ -373,16 +392,21 @@ class Samples:
         raise NotProven(f"how {type_name} reduces the loss that it returns is not known")
 
     def _subscript(self, node: ast.Subscript) -> Value:
-        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and ast.unparse(node.slice) == "0":
-            return COUNT if self.value(node.value.value).shape is Shape.ROWS else PLAIN
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and (axes := _constants([node.slice])):
+            is_rows = self.value(node.value.value).shape is Shape.ROWS
+            if is_rows or axes == [0]:
+                return (COUNT if axes == [0] else EXTENT) if is_rows else PLAIN
         of = self.value(node.value)
+        entries = of.entries and ast.unparse(
+            ast.Subscript(value=ast.parse(of.entries, mode="eval").body, slice=node.slice, ctx=ast.Load())
+        )
         if of.shape is Shape.BATCH and isinstance(node.slice, ast.Constant):
-            return ROWS
+            return replace(ROWS, entries=entries)
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         whole = isinstance(index[0], ast.Slice) and ast.unparse(index[0]) == ":"
         fixed = all(isinstance(i, ast.Slice | ast.Constant) or ast.unparse(i) == "-1" for i in index[1:])
         if of.shape is Shape.ROWS and of.model is None and whole and fixed:
-            return ROWS
+            return replace(ROWS, entries=entries)
         raise NotProven(f"`{_brief(node)}` does not show that the batch is in dimension 0")
 
     def _binary(self, node: ast.BinOp) -> Value:
@@ -419,17 +443,6 @@ class Samples:
             if inner.value(node.value).shape is Shape.ROWS:
                 return self.value(source.func.value)
         raise NotProven(f"`{_brief(node)}` is not known to keep the samples apart")
-
-
-def _unmoved(node: ast.expr) -> str:
-    """Return the text of ``node`` without the moves and reshapes at its end, which change no entry."""
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _MOVES | {"view", "reshape", "flatten", "squeeze"}
-    ):
-        node = node.func.value
-    return ast.unparse(node)
 
 
 def _is_shape(node: ast.AST) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from oomdoctor.fixes._dataflow import ancestors, bound, exposed, own, reads
-from oomdoctor.fixes._samples import ROWS, LossForm, NotProven, Samples, Shape, Value, called
+from oomdoctor.fixes._samples import LossForm, NotProven, Samples, Shape, Value, called
 
 __all__ = ["Split", "Step", "plan"]
 
@@ -108,7 +108,8 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
         imported=split.imported,
     )
     kind = _kind(loop.body, names, inner)
-    samples.names.update({name: ROWS if kind == "tensors" else Value(shape=Shape.BATCH) for name in names})
+    shape = Shape.ROWS if kind == "tensors" else Shape.BATCH
+    samples.names.update({name: Value(shape=shape, entries=name) for name in names})
     _check_carried(loop.body, inner, names)
     form = _follow(loop.body, inner, samples, loss)
     used = _used_after(tree, loop, at, (before, after))

@@ -25,6 +25,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _imports
+from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, ModelFacts, Role
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -47,8 +48,9 @@ _KEPT_RATIO: Final = 2 / 34
 _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
 
-_SWITCH: Final = "gradient_checkpointing_enable"
-_RECOMPUTES: Final = re.compile(rf"torch\.utils\.checkpoint|\b{_SWITCH}\b|\bset_grad_checkpointing\b")
+_SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The model's own switch: the name of transformers since 5.23, where the older one warns and is gone in 6."""
+_RECOMPUTES: Final = re.compile(rf"torch\.utils\.checkpoint|\b({'|'.join(_SWITCHES)})\b|\bset_grad_checkpointing\b")
 _MISSING: Final = object()
 
 
@@ -59,6 +61,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("gradients are off: nothing is kept for a backward pass")
     if not any(model.blocks for model in code.models):
         return Refused("no model with repeated blocks was found")
+    if (why := why_not_short(incident, evidence)) is not None:
+        return Refused(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
     if not activations:
         return Refused("no activations were found that recomputing could save")
@@ -86,9 +90,9 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
 
     chosen: dict[int, tuple[str, Any]] = {}
     with ExitStack() as stack:
-        switched = [stack.enter_context(_switched(model)) for _, model in session.modules if _has_switch(model)]
+        switched = [stack.enter_context(_switched(model)) for _, model in session.modules if _switch(model)]
         for path, model in session.modules:
-            blocks = [] if _has_switch(model) else list(_blocks(path, model))
+            blocks = [] if _switch(model) else list(_blocks(path, model))
             if blocks:
                 _forward.refuse_unless_plain(path, model)
             for name, block in blocks[:: dose.number("every")]:
@@ -128,10 +132,13 @@ def _blocks(path: str, module: Any) -> Iterator[tuple[str, Any]]:
         yield from _blocks(name, child)
 
 
-def _has_switch(model: Any) -> bool:
-    """Tell whether the model recomputes its own layers when it is told to, as those of transformers do."""
-    switch = inspect.getattr_static(type(model), _SWITCH, None)
-    return inspect.isfunction(switch) and "gradient_checkpointing_kwargs" in inspect.signature(switch).parameters
+def _switch(model: Any) -> tuple[str, str] | None:
+    """Return the method by which the model recomputes its own layers, as those of transformers do, and its argument."""
+    for name in _SWITCHES:
+        switch, argument = inspect.getattr_static(type(model), name, None), name.replace("enable", "kwargs")
+        if inspect.isfunction(switch) and argument in inspect.signature(switch).parameters:
+            return name, argument
+    return None
 
 
 @contextmanager
@@ -140,7 +147,9 @@ def _switched(model: Any) -> Iterator[None]:
     parts = [vars(part) for part in model.modules()]
     before = [dict(held) for held in parts]
     hooks = [(held["_forward_hooks"], set(held["_forward_hooks"])) for held in parts]
-    getattr(model, _SWITCH)(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if (switch := _switch(model)) is not None:
+        name, argument = switch
+        getattr(model, name)(**{argument: {"use_reentrant": False}})
     changed = [
         (held, name, old.get(name, _MISSING), value)
         for held, old in zip(parts, before, strict=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, ModelFacts, Role
@@ -55,6 +56,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     for model in models:
         if (why := _couples(model)) is not None:
             return Refused(why)
+    if (why := why_not_short(incident, evidence)) is not None:
+        return Refused(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
     if not activations:
         return Refused("no activations were found that splitting the batch could save")

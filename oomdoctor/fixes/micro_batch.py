@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._micro_source import layer, model_facts, rewrite, why_not
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
@@ -48,6 +49,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     for loop in loops:
         if (why := why_not(code, loop)) is not None:
             return Refused(why)
+    if (why := why_not_short(incident, evidence)) is not None:
+        return Refused(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
     splittable = activations + (incident.requested or 0)
     if not splittable:

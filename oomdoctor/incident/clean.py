@@ -36,6 +36,8 @@ _CHARACTERS: Final = (
 _ENTITIES: Final = {"&gt;": ">", "&lt;": "<", "&quot;": '"', "&#39;": "'", "&nbsp;": " ", "&amp;": "&"}
 _TAG: Final = re.compile(r"</?(?:br|b|i|p|pre|code|span|div)\b[^<>\n]{0,100}>", re.IGNORECASE)
 _SPACES: Final = re.compile(r" {2,}")
+_WRITTEN_LETTER: Final = re.compile(r"\\u(?!d[89a-f])([0-9a-f]{4})", re.IGNORECASE)
+"""A letter of JSON that is not ASCII; halves of a pair stay as they are."""
 _WRITTEN_LINE_END: Final = re.compile(r"(?:\\r)?\\n(?=[A-Z\s\"'\\]|$)")
 """A line's end inside a quoted string. In front of a small letter it is a folder of Windows as well."""
 
@@ -67,6 +69,8 @@ _PREFIX: Final = re.compile(
     r"|\{\"(?:log|message|msg|text)\": ?\""
     r"){1,6}"
 )
+_COMMENT: Final = re.compile(r"(?:/?\*+|//+) ")
+"""Where the lines of a comment begin alike: it tells that they are source code."""
 _BOUNDARY: Final = re.compile(r"(?:[:>|\])*+-]|^[^\s\w]{1,8}) (?!.*[:>|\])*+-] )")
 """Where a prefix ends that neighbouring lines share."""
 _NO_PREFIX: Final = re.compile(
@@ -84,7 +88,7 @@ def clean(text: str) -> str:
 def clean_lines(text: str) -> list[str]:
     """Return the clean lines of ``text``, each with the single space that a wrap may have left at either end.
 
-    Of a text of megabytes, lines that repeat one shape are left out (see ``thin``).
+    Of a long text, lines that repeat one shape are left out (see ``thin``).
     """
     if len(text) > LIMIT:
         text = f"{text[: LIMIT // 2]}\n{text[-(LIMIT // 2) :]}"
@@ -93,6 +97,8 @@ def clean_lines(text: str) -> list[str]:
         text = _ANSI.sub("", text)
     if "m" in text and "[" in text:
         text = _WRITTEN_ANSI.sub("", text)
+    if "\\u" in text:
+        text = _WRITTEN_LETTER.sub(lambda letter: chr(int(letter[1], 16)), text)
     text = text.replace("\r\n", "\n")
     if not text.isascii() or any(letter in text for letter in "\t\r\0`"):
         text = text.translate(_CHARACTERS)
@@ -134,5 +140,5 @@ def _shared(one: str, two: str) -> int:
         return 0
     length = min(len(one), len(two), _LONGEST)
     same = one[: next((at for at in range(length) if one[at] != two[at]), length)]
-    found = _BOUNDARY.search(same) if one != two else None
+    found = _BOUNDARY.search(same) if one != two and not _COMMENT.match(same) else None
     return found.end() if found and not _NO_PREFIX.search(same) else 0

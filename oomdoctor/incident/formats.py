@@ -22,25 +22,45 @@ from typing import Final
 
 from oomdoctor.model.incident import Family
 
-__all__ = ["ANYWHERE", "Format", "compiled"]
+__all__ = ["ANYWHERE", "SOURCE", "SOURCE_AFTER", "Format", "compiled"]
 
 _SIZE: Final = r"(?:\d{1,20}(?:[.,]\d{0,6})?|\.\d{1,6})\s?(?:[KMGTPE]i?B|bytes?|[KMGT]\b|B\b)"
 _COUNT: Final = r"\d{1,20}(?:,\d{3}){0,6}"
 _NUMBER: Final = r"\d{1,12}(?:\.\d{0,6})?"
+_SPACES: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\]){1,80}\]| \??")
 _PLACE: Final = re.compile(r"\{(?P<name>[a-z]+)(?P<kind>[#@]?)\}")
 
 ANYWHERE: Final = 1_500
 """Characters before a match in which ``context`` and ``unless`` look as well: the traceback above the message."""
 
+SOURCE: Final = re.compile(
+    r"(?:^|[;{}]\s?)(?:case\s|(?:\}\s?)?catch\s?\(|#\s?define\s|static\s|throw\s)[^\n]{0,120}$"
+    r"|\b(?:f?puts|[fs]?n?printf|fwrite|perror|print|echo|printk|die|errx?|warnx?|panic!?|log\w{0,4}\.\w{1,10}|assert\w{0,20})"
+    r"\s?\(\s?(?:[\w.>-]{1,40}\s?,\s?){0,3}[fbr]{0,2}[\"'][^\"'\n]{0,120}$"
+    r"|\b(?:[a-z]\w{1,40}|[A-Z_]{2,30})\((?:[\w.&*>-]{1,40}\s?,\s?){0,3}\"[^\"\n]{0,120}$"
+    r"|(?:\w(?:\[\])?\s=|<<)\s?\"[^\"\n]{0,120}$",
+)
+"""What stands before a message in source code: a call that would print it, a constant, a branch that handles it."""
+SOURCE_AFTER: Final = re.compile(r"[^\n]{0,120}?(?:\"\s?\){0,3}\s?;|\*/|\)\s\\)\s?$", re.MULTILINE)
+"""What ends such a line: a statement of C, a comment, or a macro that goes on."""
+
 
 def compiled(shape: str) -> re.Pattern[str]:
     r"""Compile the shape of a message, ignoring case.
 
-    A space in it stands for any run of white space, a space with a question mark for none as well.
+    A space in it stands for any run of white space, a space with a question mark for none as well, and in a set for one
+    of any kind.
     ``{free}`` reads a size with its unit, ``{free#}`` a plain count, ``{free@}`` a number in the unit of the total.
     """
-    spaced = shape.replace(" ?", r"\s{0,6}").replace(" ", r"\s{1,6}")
-    return re.compile(_PLACE.sub(_group, spaced), re.IGNORECASE | re.MULTILINE)
+    return re.compile(_PLACE.sub(_group, _SPACES.sub(_spaced, shape)), re.IGNORECASE | re.MULTILINE)
+
+
+def _spaced(found: re.Match[str]) -> str:
+    if found[0][0] == "\\":
+        return found[0]
+    if found[0][0] == "[":  # of a set of characters, one
+        return found[0].replace(" ", r"\s")
+    return r"\s{0,6}" if found[0] == " ?" else r"\s{1,6}"
 
 
 def _group(place: re.Match[str]) -> str:
@@ -58,11 +78,15 @@ class Format:
         title: what such a message says, for a reader who has not met it.
         versions: what prints it, and since when.
         needles: lower-case literals; each text of this format contains one of them.
+        beside: where there are any, one of these lower-case literals stands near the needle of each match. It spares a
+            common needle the pattern.
+        window: characters before and after the beginning of a needle in which the pattern is tried.
         pattern: confirms a needle; may have named groups.
         clauses: shapes that are searched after the start of the pattern, each for its own groups; the first wins.
         requires: must be found from the match on; ``context``: before it or after it; ``unless``: in neither.
         on_line: must be found on the lines of the match or on the one above.
-        denied: must not be found on the line up to the match, where a sentence says that nothing happened.
+        denied: must not be found on the line up to the match, where a sentence says that nothing happened. Nothing is
+            matched in what looks like the source code of a program (``SOURCE``, ``SOURCE_AFTER``).
         families: the family by the words on the line of the match, or else around it; the first that is found. A row
             with families of its own matches nothing where none is found.
         device: the device by name; ``{}`` stands for the index that the text gives.
@@ -77,6 +101,8 @@ class Format:
     versions: str
     needles: tuple[str, ...]
     pattern: re.Pattern[str]
+    beside: tuple[str, ...] = ()
+    window: tuple[int, int] = (400, 600)
     clauses: tuple[re.Pattern[str], ...] = ()
     requires: re.Pattern[str] | None = None
     context: re.Pattern[str] | None = None

@@ -85,7 +85,7 @@ def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, i
         exc_type=incident.exc_type if is_carrier(name) and incident.exc_type else name,
         message=_words(root)[:_TEXT],
         cell=cell or incident.cell,
-        inner=inner,
+        inner=inner if cell else incident.inner,
         framework_frame=_innermost(root) or incident.framework_frame,
     )
 

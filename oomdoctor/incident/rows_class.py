@@ -15,6 +15,9 @@ __all__ = ["ROWS"]
 
 _BEGINS: Final = r"^(?:[^\n]{0,100}[:\])|>*-] ?)?['\"*]{0,3}(?:[\w.]{1,60}\.)?"
 _ENDS: Final = r"['\"*}\])]{0,4}$"
+_OTHER: Final = r"[A-Z]\w{2,30}(?:Error|Exception)"
+_AMONG_OTHERS: Final = rf"^\W{{0,12}}{_OTHER}\s{{0,3}}\n\W{{0,12}}MemoryError\s{{0,3}}\n\W{{0,12}}{_OTHER}$"
+"""A list of the classes that there are."""
 
 
 def _raised(names: str, *, alone: bool = False) -> str:
@@ -63,6 +66,7 @@ ROWS: Final = (
         versions="Python 3",
         needles=("memoryerror",),
         pattern=compiled(_raised("MemoryError", alone=True)),
+        unless=compiled(_AMONG_OTHERS),
         vague=True,
         device="cpu",
         sample="MemoryError",

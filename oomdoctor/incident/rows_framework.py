@@ -107,13 +107,19 @@ ROWS: Final = (
         family=Family.JAX,
         title="XLA could not get device memory.",
         versions="JAX, torch_xla",
-        needles=("resource_exhausted", "resource exhausted: out of memory", "bytes for new constant"),
+        needles=(
+            "resource_exhausted",
+            "resource exhausted: out of memory",
+            "bytes for new constant",
+            "ran out of memory in memory space",
+        ),
         pattern=compiled(
             r"RESOURCE[_ ]?EXHAUSTED: (?:XLA:TPU compile permanent error\. )?"
             r"(?:Out of memory|Failed to allocate|Error allocating|Attempting to (?:reserve|allocate)"
             r"|Ran out of memory|"
             r"Error loading program|LoadExecutable|Compilation failure: Ran out of memory|[^\n]{0,80}out of memory)"
             r"|Failed to allocate {requested#} bytes for new constant"
+            r"|Compilation failure: Ran out of memory in memory space|Ran out of memory in memory space hbm"
         ),
         clauses=(
             compiled(r"(?:allocate|allocating|request for) {requested#} ?bytes"),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
 __all__ = ["ROWS"]
+
+
+def _words(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
 
 _ALLOCATOR_ROWS: Final = (
     Format(
@@ -106,6 +112,34 @@ _ALLOCATOR_ROWS: Final = (
         sample="OSError: [WinError 1455] The paging file is too small for this operation to complete.",
     ),
     Format(
+        name="windows_code",
+        family=Family.HOST,
+        title="Windows refused memory; where a graphics library reports it, the memory of the device.",
+        versions="Windows, WSL; the words are translated, the numbers are not",
+        needles=(
+            "8007000e",
+            "-2147024882",
+            "e_outofmemory",
+            "[winerror 8]",
+            "[winerror 14]",
+            "[winerror 1450]",
+            "not enough memory resources",
+            "not enough storage is available",
+            "dml allocator out of memory",
+            "could not allocate tensor with",
+        ),
+        pattern=compiled(
+            r"\b(?:0x)?8007000E\b|-2147024882\b|\bE_OUTOFMEMORY\b|\[WinError (?:8|14|1450)\]"
+            r"|Not enough memory resources are available|Not enough storage is available to (?:complete|process)"
+            r"|DML allocator out of memory|Could not allocate tensor with {requested#} bytes"
+        ),
+        families=(
+            (_words(r"(?i:\bdml|directml|d3d12|\bdx\w{0,4}\b|dxgi|\bgpu\b|video memory|allocate tensor)"), Family.CUDA),
+            (_words(""), Family.HOST),
+        ),
+        sample="OSError: [WinError 8] Not enough memory resources are available to process this command",
+    ),
+    Format(
         name="shm_mmap",
         family=Family.SHM,
         title="A mapping of shared memory was refused; a few bytes point at the limit on the number of mappings.",
@@ -135,8 +169,8 @@ _ALLOCATOR_ROWS: Final = (
         family=Family.FORK,
         title="The operating system refused to fork a process of this size.",
         versions="Python 3",
-        needles=("[errno 12] cannot allocate memory", "fork: cannot allocate memory"),
-        pattern=compiled(r"\[Errno 12\] Cannot allocate memory|fork: Cannot allocate memory"),
+        needles=("[errno 12]", "fork: cannot allocate memory"),
+        pattern=compiled(r"\[Errno 12\]|fork: Cannot allocate memory"),
         context=compiled(r"\bfork\b|_fork\b|forkserver|_fork_exec|fork_exec|popen_fork"),
         device="cpu",
         sample=(
@@ -149,9 +183,15 @@ _ALLOCATOR_ROWS: Final = (
         family=Family.HOST,
         title="The operating system refused host memory.",
         versions="any",
-        needles=("cannot allocate memory", "libgomp: out of memory", "virtual memory exhausted"),
+        needles=(
+            "[errno 12]",
+            "os error 12)",
+            "cannot allocate memory",
+            "libgomp: out of memory",
+            "virtual memory exhausted",
+        ),
         pattern=compiled(
-            r"\[Errno 12\] Cannot allocate memory|Cannot allocate memory(?: \(os error 12\)|$)"
+            r"\[Errno 12\]|\(os error 12\)|Cannot allocate memory$"
             r"|libgomp: Out of memory|virtual memory exhausted"
         ),
         device="cpu",
@@ -174,6 +214,7 @@ _ALLOCATOR_ROWS: Final = (
         versions="Spark, H2O",
         needles=("java.lang.outofmemoryerror", "gc overhead limit"),
         pattern=compiled(r"java\.lang\.OutOfMemoryError|GC overhead limit exceeded"),
+        clauses=(compiled(r"allocate an? {requested#} byte"), compiled(r"with {free#} free bytes")),
         device="cpu",
         sample="py4j.protocol.Py4JJavaError: ...\n: java.lang.OutOfMemoryError: Java heap space",
     ),
@@ -194,7 +235,7 @@ _ALLOCATOR_ROWS: Final = (
         versions="any",
         needles=("std::bad_alloc",),
         pattern=compiled(r"std::bad_alloc"),
-        unless=compiled(r"std::bad_alloc: (?:CUDA|RMM|out_of)"),
+        unless=compiled(r"std::bad_alloc: (?:CUDA|RMM|out_)"),
         device="cpu",
         sample="terminate called after throwing an instance of 'std::bad_alloc'",
     ),

@@ -121,7 +121,7 @@ ROWS: Final = (
         pattern=compiled(
             r"oom[-_]kill event|cgroup out-of-memory handler|task \d{1,5}: Out Of Memory|Exceeded (?:job"
             r"|step) memory limit"
-            r"|^[\w. +-]{1,80}\bOUT_OF_ME(?:M|MORY|\+)(?=\s|$)|\bState: OUT_OF_MEMORY"
+            r"|^[\w. +-]{1,80}\b(?-i:OUT_OF_ME(?:M|MORY|\+))(?=\s|$)|\bState: OUT_OF_MEMORY"
         ),
         device="cpu",
         sample=(
@@ -151,10 +151,12 @@ ROWS: Final = (
         needles=(
             "oomkilled",
             "oom-killed",
+            "oom killed",
             "code 137",
             "code: 137",
             "code = 137",
             "code=137",
+            'code": 137',
             "(137",
             "status 137",
             "exit 137",
@@ -162,8 +164,8 @@ ROWS: Final = (
             "low on resource: memory",
         ),
         pattern=compiled(
-            r"\bOOM-?Killed\b|exit(?:ed)?(?: with)?(?: status| code)?:? \(?137\b|return code(?: ="
-            r"|:)? 137\b|exitcode:? 137\b|exit_?code=137\b|was low on resource: memory"
+            r"\bOOM[- ]?Killed\b|exit(?:ed)?(?: with)?(?: status| code)?:? \(?137\b|return code(?: ="
+            r"|:)? 137\b|exitcode\"?:? 137\b|exit_?code=137\b|was low on resource: memory"
         ),
         device="cpu",
         sample="Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
@@ -198,7 +200,7 @@ ROWS: Final = (
         versions="Jupyter, nbclient, VS Code, Colab",
         needles=("kernel", "session crashed", "execute_request message before replies"),
         pattern=compiled(
-            r"kernel appears to have died|DeadKernelError|\bKernel died\b"
+            r"kernel appears to have died|DeadKernelError|\bKernel died\b(?! before replying)"
             r"|Kernel crashed while executing|kernel has died"
             r"|The kernel died unexpectedly|Your session crashed(?! after using)|Kernel Restarting"
             r"|execute_request message before replies were done|KernelRestarter: restarting kernel"

@@ -237,6 +237,29 @@ ROWS: Final = (
         "RuntimeError: Couldn't map view of shared file <torch_1_2>, error code: <5>",
     ),
     _not_oom(
+        "tactic_skipped",
+        "TensorRT passed over a way to compute a layer that needs more workspace than there is, and goes on.",
+        ("skipping tactic", "to use tactic"),
+        r"Skipping tactic|memory is insufficient to use tactic",
+        "[TRT] [W] Skipping tactic 5 due to insufficient memory on requested size of 900 detected for tactic 6.",
+    ),
+    _not_oom(
+        "heap_corruption",
+        "The process damaged its own heap: a fault of a library, and not a lack of memory.",
+        ("malloc(): ", "free(): ", "double free", "corrupted ", "invalid pointer", "munmap_chunk"),
+        r"malloc\(\): (?:memory corruption|invalid|corrupted|unsorted|mismatching|unaligned|smallbin)"
+        r"|(?:free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|double)|double free or corruption"
+        r"|corrupted (?:size vs\. prev_size|double-linked list)|Attempt to free invalid pointer",
+        "free(): invalid next size (fast)",
+    ),
+    _not_oom(
+        "device_fault",
+        "A kernel read or wrote an address of the device that it may not; the process must be started anew.",
+        ("memory access fault by gpu", "hsa_status_error_memory"),
+        r"Memory access fault by GPU|HSA_STATUS_ERROR_MEMORY_(?:FAULT|APERTURE_VIOLATION)",
+        "Memory access fault by GPU node-2 on address 0x7f00. Reason: Page not present or supervisor privilege.",
+    ),
+    _not_oom(
         "recursion",
         "The program called itself too deeply.",
         ("maximum recursion depth", "stack overflow", "c stack usage", "3221225725", "0xc00000fd"),

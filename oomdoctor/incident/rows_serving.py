@@ -30,17 +30,32 @@ ROWS: Final = (
         ),
     ),
     Format(
+        name="faiss",
+        family=Family.CUDA,
+        title="Faiss could not get device memory.",
+        versions="Faiss 1.7 on",
+        needles=("fail type",),
+        pattern=compiled(r"alloc(?:ator)? fail type \w{1,40} dev {device#} space \w{1,20} stream"),
+        clauses=(compiled(r"size {requested#} bytes"), compiled(r"Device free memory: {free#} bytes")),
+        device="cuda:{}",
+        sample="StandardGpuResources: alloc fail type Other dev 1 space Device stream 0x5 size 1048576 bytes",
+    ),
+    Format(
         name="ggml",
         family=Family.CUDA,
         title="A library that calls cudaMalloc itself ran out of device memory.",
-        versions="llama.cpp, MXNet",
+        versions="llama.cpp, MXNet, Faiss before 1.7",
         needles=("cudamalloc", "unable to allocate cuda"),
         pattern=compiled(
             r"(?:allocating {requested} on device {device#}: )?cudaMalloc(?: retry)? failed: out of memory"
-            r"|cudaMalloc[^\n]{0,40}out of memory"
+            r"|cudaMalloc[^\n]{0,60}out of memory"
             r"|unable to allocate CUDA\d{1,2} buffer"
         ),
-        clauses=(compiled(r"failed to allocate \S{1,20} buffer of size {requested#}"),),
+        clauses=(
+            compiled(r"failed to allocate \S{1,20} buffer of size {requested#}"),
+            compiled(r"cudaMalloc {requested#} bytes"),
+            compiled(r"bytes on device {device#}"),
+        ),
         device="cuda:{}",
         reach=600,
         sample="alloc_buffer: allocating 256.00 MiB on device 2: cudaMalloc failed: out of memory",
@@ -86,7 +101,10 @@ ROWS: Final = (
             r"|CUDA failure 2: out of memory|BFCArena::AllocateRawInternal[^\n]{0,160}Failed to allocate"
             r"|Cuda Error in [\w:]{1,120}: 2 \(out of memory\)|Error Code 2: OutOfMemory"
         ),
-        clauses=(compiled(r"requested buffer of size {requested#}"),),
+        clauses=(
+            compiled(r"requested buffer of size {requested#}"),
+            compiled(r"amount of GPU memory \({requested#} bytes\)"),
+        ),
         device="cuda:{}",
         sample="[E] Requested amount of GPU memory (2147483648 bytes) could not be allocated.",
     ),
@@ -112,11 +130,12 @@ ROWS: Final = (
         needles=("kv cache", "cache blocks", "mem-fraction-static", "mem_fraction_static", "prefill tokens"),
         pattern=compiled(
             r"No available memory for the cache blocks|tokens that can be stored in (?:the )?KV cache"
-            r"|larger than the (?:available|maximum)[^\n]{0,60}KV cache|KV cache is needed"
+            r"|(?:{requested} )?KV cache is needed(?:, which is larger than the available KV cache memory \({free}\))?"
+            r"|larger than the (?:available|maximum)[^\n]{0,60}KV cache"
             r"|Not enough memory\. Please try to increase --mem|No available memory for the KV cache"
             r"|Not enough memory to handle \d{1,9} prefill tokens"
         ),
-        clauses=(compiled(r"{requested} KV cache is needed"), compiled(r"KV cache memory \({free}\)")),
+        clauses=(compiled(r"KV cache memory \({free}\)"),),
         device="cuda:{}",
         sample="ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
     ),

@@ -45,8 +45,8 @@ FAMILIES: Final = (
     (_words(r"(?i:/dev/shm|shmget|shm_open|shmat|shared[_ ]memory)"), Family.SHM),
     (
         _words(
-            r"(?i:\bhost|\bram\b|heap|malloc|realloc|calloc|mmap|\bcpu\b|bad[_ ]alloc|\bjava|opencv|arrow|swap"
-            r"|numpy|pandas"
+            r"(?i:\bhost|\bsystem\b|\bram\b|heap|malloc|realloc|calloc|mmap|\bcpu\b|bad[_ ]alloc|\bjava|opencv|arrow"
+            r"|swap|numpy|pandas"
             r"|system memory|virtual memory|physical memory|memory allocation|allocation of|enomem|os error"
             r"|errno|\brust"
             r"|fatal|cannot allocate|memoryerror|bytes|\d ?[kmgt]i?b\b)"
@@ -61,9 +61,13 @@ _DENIED: Final = re.compile(
     r"(?i:\b(?:if|when|whenever|in case|to avoid|avoid\w{0,4}|prevent\w{0,4}|may|might|can(?!'t|not)|could(?! not)"
     r"|would"
     r"|should|consider|unless|how to|likely|risk\w{0,3}|not run|no longer|never|won't|instead of|address the"
+    r"|such as|e\.g\.|for example|possible that|fix(?:e[sd])?|skipping|checks? for|we (?:can't|cannot)"
     r"|has no attribute|is not defined|cannot import|not a failure|try(?:ing)? (?:to )?(?:re|again))\b)[^\n]{0,120}$"
     r"|(?i:\b(?:an?|any|for|check|on)\s{1,3}$)"
+    # the meaning of a code
+    r"|^\W{0,4}(?:-\d{1,3}|E[A-Z]{3,9})\s?[:-]\s?$|^['\"`][\w.]{1,40}['\"`]:\s?$|\*\*\w{2,12}\*\*:\s?$"
     # source code and its comments
+    r"|\b[a-z]\w{1,30}\s\((?:[\w.&*>-]{1,30}\s?,\s?){0,3}\"[^\"\n]{0,120}$"
     r"|\b(?:f?puts|f?printf|print|echo|log\w{0,4}\.\w{1,10}|\w{0,10}[rR]aises|assert\w{0,20}|die"
     r"|throw)\s?\([^\n]{0,120}$"
     r"|^\s{0,40}(?:-{0,6}>\s?)?(?:\d{1,6}\s{1,20})?(?:except|raise|if|elif|assert|print|return|def|class|import|from"
@@ -82,7 +86,7 @@ _SIZES: Final = (
         r"(?:request\w{0,5}|tr(?:ied|ying) to allocate|need(?:ed|s)?|requires?|of size|size of"
         r"|allocat\w{0,5})[ :=]{requested}"
     ),
-    compiled(r"(?:request\w{0,5}|tr(?:ied|ying) to allocate|needed|of size|size|memory)[ :=]{requested#}(?![\d.])"),
+    compiled(r"(?:request\w{0,5}|tr(?:ied|ying) to allocate|needed|size|memory|buffer)[ :=]{1,3}{requested#}(?![\d.])"),
     compiled(r"(?:alloc\w{0,8}|reserve|map|mmap)(?: \w{1,12}){0,3} {requested}"),
     compiled(r"{requested#}[- ]?bytes?\b"),
     compiled(r"(?:free|available)(?: \w{1,10})?(?: memory)?(?: is(?: only)?)?[ :=]{1,3}{free}"),
@@ -95,20 +99,44 @@ _SIZES: Final = (
 
 _ANY: Final = ((_words(""), Family.HOST),)
 """For statements that speak of memory themselves: the memory of the host, where no word tells of another."""
+_SAID: Final = (
+    (
+        _words(
+            r"(?:Runtime|Internal|System|OS|Fatal|\w{0,20}Memory)(?:Error|Exception): [^\n]{0,24}"
+            r"\b(?i:out of|not enough|insufficient)"
+            r"|(?:^|[\s\]|}>])(?:\w{1,12} )?(?i:error) ?:\s[^\n]{0,24}"
+            r"\b(?i:not enough|insufficient|memory exhausted|memory limit)",
+        ),
+        Family.HOST,
+    ),
+)
+"""For those that do not: a class that speaks for a system, or a bare "Error", with little before the statement."""
 
 
-def _row(name: str, title: str, needles: tuple[str, ...], shape: str, sample: str, *, tone: bool = False) -> Format:
+def _row(
+    name: str,
+    title: str,
+    needles: tuple[str, ...],
+    shape: str,
+    sample: str,
+    *,
+    tone: bool = False,
+    beside: tuple[str, ...] = (),
+    window: tuple[int, int] = (400, 600),
+) -> Format:
     return Format(
         name=name,
         family=Family.HOST,
         title=title,
         versions="any",
         needles=needles,
+        beside=beside,
+        window=window,
         pattern=compiled(shape),
         clauses=_SIZES,
         on_line=_TONE if tone else None,
         denied=_DENIED,
-        families=FAMILIES if tone else FAMILIES + _ANY,
+        families=FAMILIES + (_SAID if tone else _ANY),
         vague=True,
         reach=300,
         sample=sample,
@@ -132,27 +160,48 @@ ROWS: Final = (
     _row(
         "refused_allocation",
         "An allocation of memory failed.",
-        ("alloc", "realloc", "reserve", "to map"),
-        r"(?:fail(?:ed|ure|s)?|unable|could not|couldn't|cannot|can't|can ?not|not able) (?:to )?(?:re|c"
+        ("alloc", "reserve", "to map", "memalign", "mmap"),
+        r"(?:(?:fail(?:ed|ure|s|ing)?|unable|could not|couldn't|cannot|can't|can ?not|not able) (?:to )?(?:re|c"
         r"|m)?(?:alloc\w{0,6}|reserve"
         r"|map)\b[^\n]{0,60}(?:memory|bytes?\b|buffer|tensor|arrays?\b|heap|workspace|\d ?[KMGT]i?B\b)"
-        r"|(?:memory|device|buffer|tensor|heap|host|m|re|c)[ _]?alloc(?:ation)?s?(?: error| failure| failed)"
+        r"|(?:memory|device|buffer|tensor|heap|host|m|re|c)[ _]?alloc(?:ation|ator)?s?"
+        r"(?: error| failure| failed| fail\b)"
+        r"|(?:(?<=[_mce])alloc|(?-i:(?<=[a-z])Alloc)|memalign|mmap)\w{0,20}(?:\([^()\n]{0,60}\))?:? "
+        r"(?:has )?fail(?:ed|ure)\b"
+        r"|\balloc\w{0,6} (?:\w{1,12} ){0,2}(?:memory|buffer|tensor)s? (?:has |was )?fail(?:ed|ure)\b"
+        r"|(?:memory|space) (?:is )?not available (?:to|for) (?:alloc|reserv)\w{0,8}"
         r"|alloc(?:ation)? of(?: size)? [\d.,]{1,24} ?(?:[KMGT]i?B|bytes)? ?(?:has )?failed"
         r"|\b[mrc]e?alloc of size \d{1,20} failed"
         r"|(?:memory|bytes\)?|buffer|tensor) could not be allocated"
         r"|\bbad allocation\b"
-        r"|not enough space (?:for|to) alloc",
+        r"|not enough space (?:for|to) alloc)"
+        r"(?![^\n]{0,160}\n?[^\n]{0,60}"
+        r"(?:No such|Permission|Invalid argument|Bad file|busy|not permitted|Too many|No space left))",
         "somelib.Error: failed to allocate 3.50 GiB for the workspace",
+        beside=("fail", "unable", "not ", "n't", "cannot", "error", "bad "),
+        window=(80, 360),
     ),
     _row(
         "memory_ran_out",
         "Memory ran out.",
-        ("out of", "not enough", "insufficient", "exhausted", "memory limit", "exceeded"),
+        (
+            "out of",
+            "not enough",
+            "insufficient",
+            "insuficient",
+            "exhausted",
+            "memory limit",
+            "exceeded",
+            "not available",
+            "memory left",
+            "memory available",
+        ),
         r"\b(?:ran |run |running )?out of (?:\w{1,10} ){0,2}memory\b(?![^\n]{0,200}not a failure)"
         r"|\bnot enough (?:free |available )?(?:\w{1,10} ){0,2}memory\b"
-        r"|\binsufficient (?:\w{1,10} ){0,2}memory\b"
-        r"|\bmemory (?:is )?exhausted\b|\bexhausted (?:\w{1,10} ){0,2}memory\b"
-        r"|\bexceed\w{0,3} (?:the )?(?:\w{1,10} ){0,2}memory limit|\bmemory limit (?:was )?exceeded",
+        r"|\binsuff?icient (?:\w{1,10} ){0,2}memory\b|\bno (?:more |free )?memory (?:left|available)\b"
+        r"|\bmemory (?:is )?(?:exhausted|insufficient|not available)\b|\bexhausted (?:\w{1,10} ){0,2}memory\b"
+        r"|\bexceed\w{0,3} (?:the )?(?:\w{1,10} ){0,2}memory limit"
+        r"|\bmemory limit (?:of [\d.]{1,12} ?[KMGT]i?B )?(?:was )?(?:exceeded|reached)",
         "somelib.Error: out of device memory",
         tone=True,
     ),
@@ -162,8 +211,8 @@ ROWS: Final = (
         ("memory", "alloc_failed", "allocation_failed", "enomem", "memoryerror", "outof"),
         r"(?<![\w.'])(?:\w{1,40}(?:\.|::)){0,5}\w{0,40}?(?:OUT_?OF_?(?:DEVICE_?|HOST_?|GPU_?|POOL_?)?MEMORY"
         r"|ALLOC(?:ATION)?_FAILED|MEMORY_?ALLOCATION|INSUFFICIENT_MEMORY|NO_?MEMORY|ENOMEM"
-        r"|(?<=[a-z])MemoryError)\w{0,24}"
-        r"(?=[:)\],;'\"\s(*]|$)(?!\(\w{0,20}\):)",
+        r"|(?<!Error)(?<=[a-z])MemoryError)\w{0,24}"
+        r"(?=[:)\],;'\"\s(*]|$)(?!\(\w{0,20}\):)(?!\((?!['\"\d-]))(?! = \d)(?! - [A-Z][a-z])",
         "somelib.Error: SOMELIB_STATUS_OUT_OF_DEVICE_MEMORY",
         tone=True,
     ),

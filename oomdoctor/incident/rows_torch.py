@@ -206,6 +206,16 @@ _TORCH_ROWS: Final = (
         ),
     ),
     Format(
+        name="no_batch_size",
+        family=Family.CUDA,
+        title="Every batch size that was tried ran out of memory, down to the smallest.",
+        versions="Accelerate 0.7 on",
+        needles=("no executable batch size found",),
+        pattern=compiled(r"No executable batch size found, reached"),
+        device="cuda:{}",
+        sample="RuntimeError: No executable batch size found, reached zero.",
+    ),
+    Format(
         name="torch_headless",
         family=Family.CUDA,
         title="The caching allocator could not get the memory for a tensor; the head of the message is lost.",

@@ -9,49 +9,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from oomdoctor.incident import (
-    rows_class,
-    rows_framework,
-    rows_host,
-    rows_killed,
-    rows_lookalike,
-    rows_runtime,
-    rows_serving,
-    rows_structure,
-    rows_torch,
-)
-from oomdoctor.incident.formats import ANYWHERE, Format
+from oomdoctor.incident.formats import Format
+from oomdoctor.incident.frames import innermost_frame, running_lines
+from oomdoctor.incident.hits import AROUND, LINE, candidates, hits, lowered_of
 from oomdoctor.incident.numbers import settle, size
-from oomdoctor.incident.place import cell_line, exception_class, innermost_frame, line_end_of, line_start_of
+from oomdoctor.incident.place import exception_class, line_end_of, line_start_of
+from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Family, Incident
 
 __all__ = ["FORMATS", "Found", "find", "numbers", "ranked", "same", "scan", "without_doubtful"]
 
-FORMATS: Final[tuple[Format, ...]] = (
-    *rows_torch.ROWS,
-    *rows_runtime.ROWS,
-    *rows_serving.ROWS,
-    *rows_framework.ROWS,
-    *rows_host.ROWS,
-    *rows_killed.ROWS,
-    *rows_class.ROWS,
-    *rows_lookalike.ROWS,
-    *rows_structure.ROWS,
-)
-"""Every row, in the order of priority."""
-
-_HITS: Final = 25
-"""Hits of one literal that are looked at from either end of the text."""
 _MESSAGE: Final = 4_000
 _TRACEBACK: Final = 20_000
 """Characters from a class to its message, where another process' traceback stands between the two."""
-_AROUND: Final = 400
-_LINE: Final = 200  # characters of its own line that a message has to itself before and after the match
-_LONG_LINE: Final = 2_000
 _MOST: Final = 400
 """Failures that are told apart; of more, the first and the last half of this."""
 _BUCKET: Final = 9
@@ -77,30 +50,33 @@ class Found:
     vague: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Hit:
-    match: re.Match[str]
-    end: int
-    family: Family
-
-
 def scan(lines: str) -> tuple[Incident, ...]:
     """Return the failures in ``lines``: those for want of memory first, each in the order of the text, none twice."""
     return ranked(find(lines), lines)
 
 
-def find(lines: str) -> list[Found]:
-    """Return each failure in ``lines`` with the stretch that its message takes."""
-    lowered = _lowered(lines)
+def find(lines: str, denials: list[tuple[int, int, int]] | None = None) -> list[Found]:
+    """Return each failure in ``lines`` with the stretch that its message takes.
+
+    Args:
+        denials: takes up where words of a message stand that tell of no failure (advice, a condition, source code),
+            and the place of their row in the table.
+    """
+    lowered = lowered_of(lines)
+    denied: list[tuple[int, int, int]] = [] if denials is None else denials
     found: list[Found] = []
     taken: defaultdict[int, list[Found]] = defaultdict(list)
-    for place, row in enumerate(FORMATS):
-        for hit in _hits(row, lines, lowered):
+    for place in candidates(lowered):
+        row = FORMATS[place]
+        for hit in hits(row, lines, lowered):
+            if hit.family is None:
+                denied.append((*hit.match.span(), place))
+                continue
             low, high = hit.match.span()
             near = (one for bucket in range(low >> _BUCKET, (high >> _BUCKET) + 1) for one in taken[bucket])
             if any(one.start < high and low < one.end for one in near):
                 continue
-            one = _read(row, place, lines, hit)
+            one = _read(row, place, lines, hit.match, hit.end, hit.family)
             found.append(one)
             for bucket in range(one.start >> _BUCKET, (one.end >> _BUCKET) + 1):
                 taken[bucket].append(one)
@@ -113,10 +89,12 @@ def find(lines: str) -> list[Found]:
 def ranked(found: list[Found], lines: str) -> tuple[Incident, ...]:
     """Return the failures for want of memory, then the others, each in the order of the text and none twice."""
     ordered = sorted(found, key=lambda one: (not one.incident.is_oom, one.low))
-    return tuple(
-        replace(one.incident, cell=cell_line(lines, one.low), framework_frame=innermost_frame(lines, one.low))
-        for one in _distinct(ordered)
-    )
+    return tuple(_placed(one.incident, lines, one.low) for one in _distinct(ordered))
+
+
+def _placed(incident: Incident, lines: str, at: int) -> Incident:
+    cell, inner = running_lines(lines, at)
+    return replace(incident, cell=cell, inner=inner, framework_frame=innermost_frame(lines, at))
 
 
 def without_doubtful(found: list[Found]) -> list[Found]:
@@ -129,101 +107,15 @@ def _said_better(vague: Found, found: list[Found]) -> bool:
         one.incident.is_oom
         and not one.vague
         and (
-            vague.start - _AROUND <= one.start <= vague.end + _AROUND
+            vague.start - AROUND <= one.start <= vague.end + AROUND
             or (one.incident.family is vague.incident.family and vague.end <= one.start <= vague.end + _TRACEBACK)
         )
         for one in found
     )
 
 
-def _lowered(lines: str) -> str:
-    """Return ``lines`` in lower case on one line, with every character where it was."""
-    lowered = lines.lower()
-    if len(lowered) != len(lines):  # a few letters become two when lowered
-        lowered = "".join(letter.lower() if letter.isascii() else letter for letter in lines)
-    return lowered.replace("\n", " ")
-
-
-def _hits(row: Format, lines: str, lowered: str) -> Iterator[_Hit]:
-    """Yield the confirmed matches of a row, each with the end of what may belong to its message."""
-    for needle in row.needles:
-        places = _places(lowered, needle)
-        for at, following in zip(places, [*places, -1][1:], strict=True):
-            match = _confirmed(row, lines, at)
-            if match is None:
-                continue
-            end = min(len(lines), match.end() + row.reach)
-            if following >= match.end():
-                end = min(end, following)
-            family = _family(row, lines, match) if _in_place(row, lines, match, end) else None
-            if family is not None:
-                yield _Hit(match, end, family)
-
-
-def _places(lowered: str, needle: str) -> list[int]:
-    """Return where ``needle`` stands, from either end of the text, in order."""
-    first: list[int] = []
-    at = lowered.find(needle)
-    while at >= 0 and len(first) < _HITS:
-        first.append(at)
-        at = lowered.find(needle, at + len(needle))
-    if at < 0:
-        return first
-    last: list[int] = []
-    low, high = at, len(lowered)
-    while len(last) < _HITS and (at := lowered.rfind(needle, low, high)) >= 0:
-        last.append(at)
-        high = at
-    return first + last[::-1]
-
-
-def _confirmed(row: Format, lines: str, at: int) -> re.Match[str] | None:
-    for match in row.pattern.finditer(lines, max(0, at - _AROUND), min(len(lines), at + _AROUND + 200)):
-        if match.start() <= at < match.end():
-            return match
-        if match.start() > at:
-            break
-    return None
-
-
-def _in_place(row: Format, lines: str, match: re.Match[str], end: int) -> bool:
-    before = max(0, match.start() - ANYWHERE)
-    if row.requires and not row.requires.search(lines, match.start(), end):
-        return False
-    if row.context and not row.context.search(lines, before, end):
-        return False
-    if row.unless and row.unless.search(lines, before, end):
-        return False
-    low, high = _line_of(lines, match)
-    if row.denied and row.denied.search(lines[low : match.start()]):
-        return False
-    if row.on_line:
-        above = line_start_of(lines, low - 1, max(0, _AROUND - match.start() + low))
-        return row.on_line.search(lines, above, min(high, match.end() + _LINE)) is not None
-    return True
-
-
-def _line_of(lines: str, match: re.Match[str]) -> tuple[int, int]:
-    """Return where the lines of the match begin and end, of a very long line its part around the match."""
-    return line_start_of(lines, match.start(), _LONG_LINE), line_end_of(lines, match.end(), _LONG_LINE)
-
-
-def _family(row: Format, lines: str, match: re.Match[str]) -> Family | None:
-    """Return who refused: by the words on the line of the match, or else by those around it."""
-    if not row.families:
-        return row.family
-    low, high = _line_of(lines, match)
-    line = max(low, match.start() - _AROUND), min(high, match.end() + _LINE)
-    for start, end in (line, (max(0, line[0] - _AROUND), min(len(lines), line[1] + _LINE))):
-        for words, family in row.families:
-            if words.search(lines, start, end):
-                return family
-    return None
-
-
-def _read(row: Format, place: int, lines: str, hit: _Hit) -> Found:
+def _read(row: Format, place: int, lines: str, match: re.Match[str], end: int, family: Family) -> Found:
     """Read the numbers, the class and the place of one match."""
-    match, end = hit.match, hit.end
     groups = {name: text for name, text in match.groupdict().items() if text}
     last = match.end()
     stretch = lines[match.start() : end]
@@ -238,13 +130,13 @@ def _read(row: Format, place: int, lines: str, hit: _Hit) -> Found:
         if read is not None:
             groups |= {name: text for name, text in read.groupdict().items() if text and name not in groups}
     processes = tuple(size(held) for held in _PROCESS.findall(stretch))
-    line_start = line_start_of(lines, match.start(), _AROUND)
+    line_start = line_start_of(lines, match.start(), AROUND)
     message_end = min(line_end_of(lines, last, _MESSAGE), match.start() + _MESSAGE)
     incident = Incident(
         is_oom=row.is_oom,
-        family=hit.family,
+        family=family,
         format=row.name,
-        device=_device(row, hit.family, groups),
+        device=_device(row, family, groups),
         exc_type=exception_class(lines, line_start, match.start(), match.end()),
         message=lines[line_start:message_end].strip(),
         cell=None,
@@ -255,8 +147,8 @@ def _read(row: Format, place: int, lines: str, hit: _Hit) -> Found:
     return Found(
         low=match.start(),
         high=last,
-        start=max(line_start, match.start() - _LINE),
-        end=min(message_end, last + _LINE),
+        start=max(line_start, match.start() - LINE),
+        end=min(message_end, last + LINE),
         row=place,
         incident=incident,
         vague=row.vague,

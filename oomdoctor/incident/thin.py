@@ -5,21 +5,24 @@ and so is everything beside a line of a rare shape: a traceback stays whole. In 
 none of the words of any message are left out.
 
 Limits: a failure that prints the same shape more often than is kept is read from its first and its last lines. Where
-megabytes remain after all this, their middle is left out, apart from what says in so many words that memory ran out.
+megabytes remain after all this, their middle is left out, apart from what says in so many words that memory ran out;
+of what is said in another language, that is done for the languages that are met most.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import Final
 
 __all__ = ["ANCHORS", "STRONG", "thin"]
 
+_REPEATING: Final = 1 << 16
+"""Characters from which on what repeats is left out."""
 _LONG: Final = 1 << 19
-"""Characters from which on a text is thinned."""
+"""Characters from which on what cannot matter is left out as well."""
 _KEPT: Final = 12
 """Lines of one shape that are kept at either end."""
 _BESIDE: Final = 40
@@ -32,49 +35,64 @@ _ENDS: Final = 60
 """Hits of an anchor that are looked at from either end of the text, before any others."""
 
 STRONG: Final = (
-    "out of mem", "outofmem", "out_of_mem", "not enough mem", "insufficient mem", "oom-kill", "oomkill", "oom_kill",
-    "alloc_failed", "allocate memory", "to allocate", "bad_alloc", "exhausted", "memoryerror", "killed", "is killed by",
+    "out of memor", "outofmemor", "out_of_memor", "not enough memor", "insufficient memor", "memoryerror",
+    "alloc_failed", "allocate memory", "to allocate", "bad_alloc",
+    "oom-kill", "oomkill", "oom_kill", "oom kill", "killed", "is killed by",
+    "exhausted",
 )  # fmt: skip
 """What is said where memory ran out, looked for before all else."""
 ANCHORS: Final = (
-    "emor", "lloc", "kill", "rror", "ernel", "signal", "fail", "rash", "exhaust", "137", "shm", "torch", "segm",
-    "sigseg", "keyboardint", "driver", "timeo", "timed o", "peer",
+    "emor", "lloc", "kill", "exhaust", "rror", "ernel", "signal", "fail", "rash", "137", "shm", "torch", "seg",
+    "keyboardint", "driver", "timeo", "timed o", "peer", "invalid",
 )  # fmt: skip
-"""Pieces of words that the other messages of the table have."""
+"""Pieces of words that the messages of the table have. What is said in ``STRONG`` contains one of them."""
+TRANSLATED: Final = ("已杀死", "无法分配内存", "getötet", "processus arrêté", "強制終了", "убито")
+"""The same in the languages that are met most; looked for where a text is not ASCII."""
 
-_DROPPED: Final = bytes({*b"0123456789.:,%#=>|-+ \t\r", *range(128, 256)})
+_DROPPED: Final = bytes({*b"0123456789.:,%#=>|-+ \t\r", 0xE2, *range(0x80, 0xC0)})
+"""Digits, and of UTF-8 what bars, frames and spinners are made of."""
 _BLANK: Final = re.compile(r"\n{3,}")
 
 
 def thin(text: str) -> str:
     """Return ``text`` as it is where it is short, and otherwise without what repeats or cannot matter."""
-    if len(text) <= _LONG:
+    if len(text) <= _REPEATING:
         return text
     kept = _without_repeats(text)
     return kept if len(kept) <= _LONG else _around_anchors(kept)
 
 
 def _without_repeats(text: str) -> str:
-    text = _BLANK.sub("\n\n", text)
+    if "\n\n\n" in text:
+        text = _BLANK.sub("\n\n", text)
     lines = text.split("\n")
     shapes = text.encode("utf-8", "replace").translate(None, _DROPPED).split(b"\n")
     counts = Counter(shapes)
-    if 2 * sum(count for count in counts.values() if count > 2 * _KEPT) < len(lines):
+    common = {shape for shape, count in counts.items() if count > 2 * _KEPT}
+    if 2 * sum(counts[shape] for shape in common) < len(lines):
         return text
-    seen: defaultdict[bytes, int] = defaultdict(int)
     wanted = bytearray(len(lines))
+    for at in (*_first(shapes, common), *(len(lines) - 1 - at for at in _first(reversed(shapes), common))):
+        wanted[at] = 1
     beside = -1  # the line up to which all is kept
-    for at, shape in enumerate(shapes):
-        count = counts[shape]
-        if count <= 2 * _KEPT:
-            low = max(beside, at - _BESIDE, 0)
-            beside = min(len(lines), at + _BESIDE + 1)
-            wanted[low:beside] = b"\1" * (beside - low)
-        else:
-            seen[shape] += 1
-            if not _KEPT < seen[shape] <= count - _KEPT:
-                wanted[at] = 1
+    for at in compress(range(len(lines)), map((set(counts) - common).__contains__, shapes)):
+        low = max(beside, at - _BESIDE, 0)
+        beside = min(len(lines), at + _BESIDE + 1)
+        wanted[low:beside] = b"\1" * (beside - low)
     return "\n".join(compress(lines, wanted))
+
+
+def _first(shapes: Iterable[bytes], common: set[bytes]) -> Iterator[int]:
+    """Yield where the first lines of each common shape stand; ends as soon as all are found."""
+    left = dict.fromkeys(common, _KEPT)
+    for at, shape in enumerate(shapes):
+        if shape in left:
+            yield at
+            left[shape] -= 1
+            if not left[shape]:
+                del left[shape]
+                if not left:
+                    return
 
 
 def _around_anchors(text: str) -> str:
@@ -82,17 +100,27 @@ def _around_anchors(text: str) -> str:
     if len(lowered) != len(text):  # a few letters become two when lowered
         lowered = "".join(letter.lower() if letter.isascii() else letter for letter in text)
     spans: list[tuple[int, int]] = [(0, _BELOW), (max(0, len(text) - _ABOVE), len(text))]
-    room = _MOST
-    for anchors, most in ((STRONG, _ENDS), (ANCHORS, len(text))):
-        for anchor in anchors:
-            places = list(_hits(lowered, anchor, most))
-            if len(places) == most:
-                places += _last_hits(lowered, anchor, most)
-            spans += [(max(0, at - _ABOVE), min(len(text), at + _BELOW)) for at in places]
-        spans = _merged(spans)
-        if sum(high - low for low, high in spans) > room:
+    there = [anchor for anchor in ANCHORS if anchor in lowered]
+    said = [strong for strong in STRONG if any(anchor in strong for anchor in there)]
+    for strong in said if text.isascii() else (*said, *TRANSLATED):
+        places = list(_hits(lowered, strong, _ENDS))
+        if len(places) == _ENDS:
+            places += _last_hits(lowered, strong, _ENDS)
+        spans += _around(places, len(text))
+    spans = _merged(spans)
+    for anchor in there:
+        if _length(spans) > _MOST:
             break
-    return "\n".join(text[low:high] for low, high in _within(spans, room))
+        spans = _merged(spans + _around(_hits(lowered, anchor, len(text)), len(text)))
+    return "\n".join(text[low:high] for low, high in _within(spans, _MOST))
+
+
+def _around(places: Iterable[int], end: int) -> list[tuple[int, int]]:
+    return [(max(0, at - _ABOVE), min(end, at + _BELOW)) for at in places]
+
+
+def _length(spans: list[tuple[int, int]]) -> int:
+    return sum(high - low for low, high in spans)
 
 
 def _hits(lowered: str, anchor: str, most: int) -> Iterator[int]:
@@ -123,7 +151,7 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _within(spans: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
     """Return as much of ``spans`` as there is room for: half of it from the beginning and half from the end."""
-    if sum(high - low for low, high in spans) <= room:
+    if _length(spans) <= room:
         return spans
     first, last = _taken(spans, room // 2), _taken([(-high, -low) for low, high in reversed(spans)], room // 2)
     return _merged(first + [(-high, -low) for low, high in last])

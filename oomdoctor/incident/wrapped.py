@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
+from oomdoctor.incident.place import line_start_of, opens
 from oomdoctor.incident.scan import FORMATS, Found, find, numbers, ranked, without_doubtful
 from oomdoctor.model.incident import Incident
 
@@ -35,9 +36,10 @@ def scan_lines(lines: Sequence[str]) -> tuple[Incident, ...]:
         lines: clean lines, each with the single space that it began or ended with.
     """
     text = "\n".join(line.strip() for line in lines)
-    found = find(text)
+    denials: list[tuple[int, int, int]] = []
+    found = find(text, denials)
     if len(lines) > 1 and len(text) <= _LONG:
-        found = _merged(found, _joined(lines))
+        found = _merged(found, [one for one in _joined(lines) if not _is_denied(one, denials)], text)
     return ranked(found, text)
 
 
@@ -56,8 +58,9 @@ def _joined(lines: Sequence[str]) -> list[Found]:
     ]
 
 
-def _merged(found: list[Found], joined: list[Found]) -> list[Found]:
-    kept = [_fuller(one, joined) for one in found if not any(_refutes(other, one, joined) for other in joined)]
+def _merged(found: list[Found], joined: list[Found], text: str) -> list[Found]:
+    own = [other for other in joined if not _begins_below(other, found, text)]
+    kept = [_fuller(one, joined) for one in found if not any(_refutes(other, one, joined) for other in own)]
     certain = any(one.incident.is_oom and not one.vague for one in (*kept, *joined))
     kept += [
         one
@@ -65,6 +68,10 @@ def _merged(found: list[Found], joined: list[Found]) -> list[Found]:
         if not any(_overlap(one, other, _BESIDE if one.vague else 0) for other in kept) and not (one.vague and certain)
     ]
     return without_doubtful(kept)
+
+
+def _is_denied(one: Found, denials: Sequence[tuple[int, int, int]]) -> bool:
+    return any((one.vague or one.row == row) and one.low < high and low < one.high for low, high, row in denials)
 
 
 def _fuller(one: Found, joined: list[Found]) -> Found:
@@ -80,6 +87,12 @@ def _refutes(other: Found, one: Found, joined: list[Found]) -> bool:
     if other.incident.is_oom or not one.incident.is_oom:
         return _overlap(other, one) and (one.vague or other.row < one.row)
     return (one.vague or FORMATS[one.row].unless is not None) and _overlap(other, one, _NEAR)
+
+
+def _begins_below(other: Found, found: list[Found], text: str) -> bool:
+    """Whether ``other`` is a failure of its own below: it is whole in the lines, on one that opens with a class."""
+    whole = any(one.row == other.row and _overlap(one, other) for one in found)
+    return whole and not other.incident.is_oom and opens(text, line_start_of(text, other.low, _NEAR))
 
 
 def _overlap(one: Found, other: Found, near: int = 0) -> bool:

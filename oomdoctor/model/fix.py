@@ -119,6 +119,7 @@ class Fix:
         patch: the same change in the user's source, or why it cannot be written there. Pure.
         guard: watches the live objects while the patched source runs; raises ``OomDoctorError`` where they show that
             the change would not keep its promise.
+        asks: whether it is made only where the user asks for it by its name or number, never by an automatic retry.
         live_caveat: what ``apply`` cannot keep as the changed source would, None where it is the same.
     """
 
@@ -130,5 +131,6 @@ class Fix:
     apply: Callable[[Session, Dose], AbstractContextManager[None]] | None
     patch: Callable[[Cells, Evidence, Dose], Patch | Refused]
     guard: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
+    asks: bool = False
     live_caveat: str | None = None
     tolerance: float | None = None

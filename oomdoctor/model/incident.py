@@ -41,13 +41,13 @@ class CellLine:
 
     Attributes:
         number: the cell's execution count, None outside of a notebook.
-        line: one-based line within the cell.
+        line: one-based line within the cell or the file, None where a text shows the line and not where it stands.
         source_line: its text, stripped.
         function: the function it stands in, ``<module>`` at the top level of the cell.
     """
 
     number: int | None
-    line: int
+    line: int | None
     source_line: str
     function: str = "<module>"
 

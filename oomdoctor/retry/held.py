@@ -8,7 +8,7 @@ where it does not.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from weakref import ref
@@ -51,13 +51,15 @@ class Recipe:
         pairs: ``(key, value)`` of a mapping, ``(index, item)`` of the others, held in their turn.
         length: of a container too long to copy, which ``pairs`` then leaves out.
         item_path: makes the path of an item from ``path`` and its key.
+        factory: of a ``defaultdict``.
     """
 
-    __slots__ = ("cls", "ident", "item_path", "length", "original", "pairs", "path")
+    __slots__ = ("cls", "factory", "ident", "item_path", "length", "original", "pairs", "path")
 
     def __init__(self, container: Any, path: str, item_path: Callable[[str, Any], str] | None = None) -> None:
         self.item_path = item_path or _item_path
         self.cls = type(container)
+        self.factory = container.default_factory if self.cls is defaultdict else None
         self.ident = id(container)
         self.path = path
         self.original: Any = None
@@ -110,7 +112,7 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
             items = (revive(item, None, memo) for _, item in held.pairs)
             memo[held.ident] = tuple.__new__(held.cls, items) if target is None else target
         else:
-            memo[held.ident] = target = _empty(held.cls) if target is None else target
+            memo[held.ident] = target = _empty(held) if target is None else target
             fill(target, held, memo)
     return memo[held.ident]
 
@@ -154,5 +156,8 @@ def _item_path(path: str, key: Any) -> str:
     return f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
 
 
-def _empty(cls: type) -> Any:
+def _empty(recipe: Recipe) -> Any:
+    cls = recipe.cls
+    if cls is defaultdict:
+        return defaultdict(recipe.factory)
     return cls() if cls.__module__ in ("builtins", "collections") else {} if issubclass(cls, dict) else []

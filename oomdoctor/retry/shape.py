@@ -7,7 +7,7 @@ optimizers and tensors; their own attributes are not put back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
@@ -37,7 +37,7 @@ _FOREIGN_DEPTH: Final = 3
 """How far objects of other libraries are looked into for modules and optimizers; they themselves are not put back."""
 _LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _ATOMS: Final = _LIGHT_TYPES | {BuiltinFunctionType, ModuleType}
-_REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict})
+_REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})

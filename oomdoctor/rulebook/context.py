@@ -10,13 +10,13 @@ is called ``_ratio``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import cache
 from typing import Any, Final, TypeAlias
 
 import rule_engine
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.evidence import CodeFacts, Role
 
 __all__ = ["SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
 
@@ -72,6 +72,8 @@ _DEVICE: Final[dict[str, type]] = {
     "other_name": str,
     "other_pid": str,
     "other_bytes": float,
+    # how many devices this process uses
+    "devices": float,
     # derived: of others and of this process outside of PyTorch
     "unused": float,
     "elsewhere": float,
@@ -123,6 +125,7 @@ _CENSUS: Final[dict[str, type]] = {
     "allocated": float,
     "accounted_ratio": float,
     "largest": float,
+    "largest_count": float,
     "largest_path": str,
     **{role.value: float for role in Role},
     **{f"{role.value}_path": str for role in Role},
@@ -131,26 +134,34 @@ _CENSUS: Final[dict[str, type]] = {
     "largest_last_dim": float,
     "largest_ndim": float,
     "largest_is_square": bool,
+    "largest_is_logits": bool,
     "activation_last_dim": float,
+    "activation_is_square": bool,
+    "batch_ndim": float,
+    "batch_last_dim": float,
+    # of the activations, what graphs hold; of all, what no name leads to
+    "saved": float,
+    "nameless": float,
+    "nameless_count": float,
     # of the parameters: what no name leads to, how many root modules have some, bytes of one number
     "unnamed_parameter": float,
     "models": float,
     "parameter_bytes_each": float,
     # derived
     **{f"{role.value}_ratio": float for role in Role},
+    **dict.fromkeys(("saved_ratio", "nameless_ratio"), float),
 }
-_TEXTS_OF_CODE: Final = (
-    *("retain_graph", "gathers_predictions", "carries_state", "keeps_gradients", "hooks", "eager_attention"),
-    *("generates", "loads_on_device", "dataset_on_device", "numpy_call", "apex", "data_parallel", "distributed"),
-    *("compiles", "cuda_graphs", "framework"),
-)
-_NUMBERS_OF_CODE: Final = ("num_workers", "prefetch", "reruns")
-_FLAGS_OF_CODE: Final = ("pin_memory", "sequence_varies", "autocast", "half_weights", "find_unused_parameters")
+_PLAIN: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("str | None", "str"), str),
+    **dict.fromkeys(("int | None", "int"), float),
+    **dict.fromkeys(("bool | None", "bool"), bool),
+}
+"""The types of facts by how ``CodeFacts`` writes them; what it gives in tuples has no single value."""
 _CODE: Final[dict[str, type]] = {
-    "failing_cell": float,
+    # as the collector gives them; see CodeFacts
+    **{one.name: _PLAIN[str(one.type)] for one in fields(CodeFacts) if str(one.type) in _PLAIN},
     "training": bool,
     "evaluating": bool,
-    "grad_disabled": bool,
     "accumulates": bool,
     "models": float,
     "parameter_bytes": float,
@@ -158,10 +169,12 @@ _CODE: Final[dict[str, type]] = {
     "optimizer": str,
     "history_appends": float,
     "history_append": str,
-    # as the collector gives them; see CodeFacts
-    **dict.fromkeys(_TEXTS_OF_CODE, str),
-    **dict.fromkeys(_NUMBERS_OF_CODE, float),
-    **dict.fromkeys(_FLAGS_OF_CODE, bool),
+    "undifferentiated": str,
+    "stepped_bytes": float,
+    "foreach": bool,
+    "most_classes": float,
+    "batch_norm": bool,
+    "stale": str,
     # derived: what the same parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
     **dict.fromkeys(("half_bytes", "int4_bytes", "adam_bytes"), float),
 }

@@ -7,39 +7,34 @@ also for the examples in the rule files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final, TypeAlias
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, CodeFacts, DeviceMemory, Evidence, Holding, HostMemory, Role
+from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence, HostMemory, Role
 from oomdoctor.model.incident import Incident
 from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SYMBOLS, Fact, Facts
+from oomdoctor.rulebook.holders import told_by
 
 __all__ = ["complete", "facts_of"]
 
 _Source: TypeAlias = DeviceMemory | HostMemory | Incident | CodeFacts
 
-_SQUARE: Final = 256
-"""From this length on, two equal dimensions at the end are taken for the scores of attention."""
-
-_ITEM_BYTES: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("float64", "complex64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
-}
+_TRAINS: Final = re.compile(r"[.](train|fit|fit_one_cycle|fine_tune|backward)[(]")
+_STEPS: Final = re.compile(r"torch[/\\](optim[/\\]|_tensor[.]py:\d+ backward|autograd[/\\].*backward)")
+"""Training that no loop of the cells shows: a framework's trainer was called, or the failure stands in a step."""
 
 
 def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
     """Return the facts of one failure; without evidence, of its text alone."""
     given: dict[str, dict[str, Fact]] = {"incident": _incident(incident)}
     if evidence is not None:
-        given["device"] = _device(evidence.device)
+        given["device"] = _device(evidence)
         given["host"] = _host(evidence.host)
-        given["census"] = _census(evidence.census, evidence.code)
-        given["code"] = _code(evidence.code)
+        given["census"] = told_by(evidence.census, evidence.code)
+        given["code"] = _code(evidence.code, incident)
     return complete(given)
 
 
@@ -60,6 +55,7 @@ def complete(facts: Facts) -> Facts:
     whole = census.get("allocated") or census.get("found")
     for role in Role:
         census[f"{role.value}_ratio"] = _share(census.get(role.value), whole)
+    census |= {f"{name}_ratio": _share(census.get(name), whole) for name in ("saved", "nameless")}
     code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
     return {**facts, "incident": incident, "device": device, "census": census, "code": code}
 
@@ -118,10 +114,12 @@ def _plain(source: _Source, group: str) -> dict[str, Fact]:
     return {name: None if isinstance(value, Unavailable) else value for name, value in values.items()}
 
 
-def _device(device: DeviceMemory) -> dict[str, Fact]:
+def _device(evidence: Evidence) -> dict[str, Fact]:
+    device = evidence.device
     others = device.elsewhere
     return {
         **_plain(device, "device"),
+        "devices": sum(one.name != "cpu" for one in evidence.devices),
         "others": None if isinstance(others, Unavailable) else others,
         "private_pools": sum(pool.reserved for pool in device.private_pools),
         "private_pools_unused": sum(pool.reserved - pool.allocated for pool in device.private_pools),
@@ -170,74 +168,12 @@ def _running_line(incident: Incident) -> str | None:
     return line.source_line if line is not None else None
 
 
-def _census(census: Census, code: CodeFacts) -> dict[str, Fact]:
-    facts: dict[str, Fact] = {
-        "device": census.device,
-        "found": census.found,
-        "allocated": None if isinstance(census.allocated, Unavailable) else census.allocated,
-        "accounted_ratio": census.accounted_ratio,
-        **{role.value: census.bytes_of(role) for role in Role},
-    }
-    for holding in sorted(census.holdings, key=lambda one: one.bytes):
-        facts[f"{holding.role.value}_path"] = holding.path
-        if holding.role is Role.ACTIVATION:
-            facts["activation_last_dim"] = holding.shape[-1] if holding.shape else None
-        facts |= _largest(holding)
-    return facts | _parameters([one for one in census.holdings if one.role is Role.PARAMETER], code)
-
-
-def _largest(holding: Holding) -> dict[str, Fact]:
-    shape = holding.shape
-    return {
-        "largest": holding.bytes,
-        "largest_path": holding.path,
-        "largest_role": holding.role.value,
-        "largest_last_dim": shape[-1] if shape else None,
-        "largest_ndim": None if shape is None else len(shape),
-        "largest_is_square": None if shape is None else _is_square(shape),
-    }
-
-
-def _is_square(shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 3 and shape[-1] == shape[-2] >= _SQUARE
-
-
-def _parameters(holdings: Iterable[Holding], code: CodeFacts) -> dict[str, Fact]:
-    """Return what the parameters show: those that no module with a name holds, in how many modules the others are."""
-    named = {_root(one, code) for one in holdings if not _is_nameless(one)}
-    widths: dict[int, int] = {}
-    for one in holdings:
-        each = _ITEM_BYTES.get(one.dtype or "")
-        if each:
-            widths[each] = widths.get(each, 0) + one.bytes // each
-    return {
-        "unnamed_parameter": sum(one.bytes for one in holdings if _is_nameless(one)),
-        "models": len(named),
-        "parameter_bytes_each": max(widths, key=lambda each: widths[each]) if widths else None,
-    }
-
-
-def _is_nameless(holding: Holding) -> bool:
-    """Whether only an optimizer, a graph or nothing that has a name holds the parameter."""
-    return holding.expression is None or ".param_groups[" in holding.path or "→ graph" in holding.path
-
-
-def _root(holding: Holding, code: CodeFacts) -> str:
-    text = holding.expression or ""
-    owners = [
-        model.path
-        for model in code.models
-        if text == model.path or text.startswith((f"{model.path}.", f"{model.path}["))
-    ]
-    return max(owners, key=len) if owners else re.split(r"[.\[]", text, maxsplit=1)[0]
-
-
-def _code(code: CodeFacts) -> dict[str, Fact]:
+def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
-    appends = [f"In[{cell}] line {line}: {source}" for cell, line, source in code.history_appends]
+    appends = [_said(*place) for place in code.history_appends]
     return {
         **_plain(code, "code"),
-        "training": bool(running),
+        "training": bool(running) or _trains(incident),
         "evaluating": bool(code.models) and not any(model.training for model in code.models),
         "accumulates": any(loop.accumulates for loop in running),
         "models": len(code.models),
@@ -246,4 +182,21 @@ def _code(code: CodeFacts) -> dict[str, Fact]:
         "optimizer": code.optimizers[0][1] if code.optimizers else None,
         "history_appends": len(appends),
         "history_append": appends[0] if appends else None,
+        "undifferentiated": next(
+            (f"In[{cell}] line {line}: {text}" for cell, line, text in code.undifferentiated), None
+        ),
+        "stepped_bytes": sum(one.parameter_bytes for one in code.steppers) if code.steppers else None,
+        "foreach": any(one.foreach for one in code.steppers) if code.steppers else None,
+        "most_classes": max(code.classes, default=None),
+        "stale": ", ".join(name for name, _ in code.stale) or None,
+        "batch_norm": any(model.batch_norm for model in code.models),
     }
+
+
+def _said(cell: int, line: int, source: str) -> str:
+    return f"In[{cell}] line {line}: {source}"
+
+
+def _trains(incident: Incident) -> bool:
+    lines = [line.source_line for line in (incident.cell, incident.inner) if line is not None]
+    return any(map(_TRAINS.search, lines)) or bool(_STEPS.search(incident.framework_frame or ""))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -15,15 +15,15 @@ from pydantic import ValidationError
 from oomdoctor.errors import Fault, RuleErrors, SizeError
 from oomdoctor.model.sizes import parse_size
 from oomdoctor.rulebook import sentences
-from oomdoctor.rulebook.context import Fact, Facts, engine_context, kind_of
+from oomdoctor.rulebook.context import Fact, Facts, kind_of
+from oomdoctor.rulebook.expressions import compiled
 from oomdoctor.rulebook.facts import complete
+from oomdoctor.rulebook.files import files_in, text_of
 from oomdoctor.rulebook.matching import Rule, RuleBook
 from oomdoctor.rulebook.positions import Document, parse
 from oomdoctor.rulebook.schema import RuleFile
 
 __all__ = ["load", "load_sound"]
-
-_LARGEST: Final = 256 << 10
 
 
 def load(
@@ -50,7 +50,7 @@ def load_sound(
 ) -> RuleBook:
     """Return the rules of ``paths`` that have no fault, and the faults of the others. See ``load``."""
     faults: list[Fault] = []
-    readers = [_Reader(path, known_fixes, faults) for path in _files(paths, faults)]
+    readers = [_Reader(path, known_fixes, faults) for path in files_in(paths, faults)]
     rules = [rule for reader in readers if (rule := reader.read()) is not None]
     homes = dict.fromkeys(known_rules, "a rule that oomdoctor has")
     for reader in readers:
@@ -62,16 +62,6 @@ def load_sound(
         rules=tuple(sorted((rule for rule in rules if rule.path not in broken), key=lambda rule: rule.file.id)),
         faults=tuple(sorted(faults, key=lambda fault: (fault.path, fault.line))),
     )
-
-
-def _files(paths: Sequence[Path], faults: list[Fault]) -> Iterator[Path]:
-    for path in paths:
-        if path.is_dir():
-            yield from sorted(found for found in path.rglob("*") if found.suffix in (".yaml", ".yml"))
-        elif path.is_file():
-            yield path
-        else:
-            faults.append(Fault(path=str(path), line=1, message="there is no such file or folder"))
 
 
 class _Reader:
@@ -95,7 +85,7 @@ class _Reader:
         except ValidationError as error:
             self._form(error, document)
             file = None
-        compiled = self._match(values.get("match"), document)
+        expressions = self._match(values.get("match"), document)
         self._because(values.get("because"), document)
         self._fixes(values.get("fixes"), document)
         self._references(values.get("references"), document)
@@ -104,7 +94,7 @@ class _Reader:
             self._fault(document.line(["id"]), f"the id {values['id']!r} is not the name of the file")
         if file is None or len(self.faults) > before:
             return None
-        rule = Rule(file=file, path=str(self.path), expressions=tuple(compiled))
+        rule = Rule(file=file, path=str(self.path), expressions=tuple(expressions))
         self._hold(rule, examples, document)
         return rule if len(self.faults) == before else None
 
@@ -156,44 +146,38 @@ class _Reader:
         self.faults.append(Fault(path=str(self.path), line=line, message=message))
 
     def _document(self) -> Document | None:
+        text = ""
         try:
-            if self.path.stat().st_size > _LARGEST:
-                self._fault(1, f"a rule file has at most {_LARGEST >> 10} KiB")
-                return None
-            return parse(self.path.read_text(encoding="utf-8-sig"))
+            text = text_of(self.path)
+            return parse(text)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            self._fault(mark.line + 1 if mark else 1, f"this is not YAML: {error.problem or error.context}")
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-            self._fault(1, f"the file cannot be read: {error}")
+            self._fault(mark.line + 1 if mark else 1, f"this is not YAML: {_one_line(error.problem or error.context)}")
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            self._fault(line, "this is not YAML: it has a character that cannot be printed")
+        except RecursionError:
+            self._fault(1, "this is not YAML: it is nested too deeply")
+        except (yaml.YAMLError, ValueError) as error:
+            self._fault(1, _one_line(error))
         return None
 
     def _match(self, given: Any, document: Document) -> list[rule_engine.Rule]:
         """Return the expressions that are right."""
         several = list(enumerate(given)) if isinstance(given, list) else [(None, given)]
-        compiled = []
+        right = []
         for number, text in several:
             if isinstance(text, str):
                 line = document.line(["match"] if number is None else ["match", number])
-                compiled += self._expression(text, line)
-        return compiled
+                right += self._expression(text, line)
+        return right
 
     def _expression(self, text: str, line: int) -> list[rule_engine.Rule]:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", DeprecationWarning)  # an escape such as "\\w", which Python will refuse
-                compiled = rule_engine.Rule(text, context=engine_context())
-        except (rule_engine.EngineError, DeprecationWarning) as error:
-            self._fault(line, f"the expression is refused: {getattr(error, 'message', error)}")
+            return [compiled(text)]
+        except ValueError as error:
+            self._fault(line, str(error))
             return []
-        except RecursionError:
-            self._fault(line, "the expression is nested too deeply")
-            return []
-        kind = compiled.statement.expression.result_type
-        if kind is not rule_engine.DataType.BOOLEAN:
-            self._fault(line, f"the expression is a {kind.name.lower()}, not a yes or no")
-            return []
-        return [compiled]
 
     def _because(self, given: Any, document: Document) -> None:
         for number, sentence in enumerate(given if isinstance(given, list) else ()):
@@ -201,9 +185,15 @@ class _Reader:
                 self._fault(document.line(["because", number]), problem)
 
     def _fixes(self, given: Any, document: Document) -> None:
+        seen: set[str] = set()
         for number, fix in enumerate(given if isinstance(given, list) else ()):
-            if self.known_fixes is not None and isinstance(fix, str) and fix not in self.known_fixes:
+            if not isinstance(fix, str):
+                continue
+            if self.known_fixes is not None and fix not in self.known_fixes:
                 self._fault(document.line(["fixes", number]), f"there is no fix {fix!r}")
+            elif fix in seen:
+                self._fault(document.line(["fixes", number]), f"the fix {fix!r} is there twice")
+            seen.add(fix)
 
     def _examples(self, given: Any, document: Document) -> dict[tuple[str, int], Facts]:
         """Return the facts of each example by where it stands; unknown facts are faults."""
@@ -240,6 +230,8 @@ def _value(path: str, value: Any) -> Fact:
         return parse_size(value)
     if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise TypeError(f"{path} is {'a number' if kind is float else 'a word' if kind is str else 'true or false'}")
+    if isinstance(value, float) and not isfinite(value):
+        raise TypeError(f"{path} is a number that can be measured, and {value} is none")
     return cast("Fact", value)
 
 
@@ -267,4 +259,9 @@ def _words(error: Mapping[str, Any], place: Sequence[str | int]) -> str:
     known = {"missing": f"{where} is missing", "extra_forbidden": f"{where}: there is no such key"}
     if not where:
         return "a rule file is a mapping of keys to values"
-    return known.get(error["type"], f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}")
+    said = error["msg"].removeprefix("Value error, ")
+    return known.get(error["type"], f"{where}: {said[0].lower()}{said[1:]}")
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

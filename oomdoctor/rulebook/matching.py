@@ -42,7 +42,10 @@ class Rule:
 
     def fires(self, facts: Facts) -> bool:
         """Whether one of the expressions holds; one that needs a fact that is not known does not."""
-        known = bound(facts)
+        return self.holds(bound(facts))
+
+    def holds(self, known: object) -> bool:
+        """Whether one of the expressions holds for facts that are ``bound`` already."""
         return any(_holds(expression, known) for expression in self.expressions)
 
     def finding(self, facts: Facts) -> Finding:
@@ -61,7 +64,9 @@ class Rule:
 def _holds(expression: rule_engine.Rule, facts: object) -> bool:
     try:
         return bool(expression.matches(facts))
-    except rule_engine.EvaluationError:  # types were checked when it was loaded: a null, or a division by zero
+    # Types were checked when it was loaded. What is left: a null, a division by zero, a number beyond all measure, and
+    # a stack that the failure itself has nearly used up.
+    except (rule_engine.EngineError, ArithmeticError, RecursionError):
         return False
 
 
@@ -95,5 +100,6 @@ class RuleBook:
         if not incident.is_oom:
             return ()
         facts = facts_of(incident, evidence)
-        found = [rule.finding(facts) for rule in self.rules if rule.fires(facts)]
+        known = bound(facts)
+        found = [rule.finding(facts) for rule in self.rules if rule.holds(known)]
         return tuple(sorted(found, key=lambda finding: (-finding.confidence, finding.rule)))

@@ -11,7 +11,19 @@ import yaml
 __all__ = ["Document", "parse"]
 
 # The parser in C is several times as fast; a build of PyYAML without libyaml does not have it.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Parser):  # type: ignore[misc]
+    """Says where a value stands that looks like a date or a number and is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except (ValueError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
 
 @dataclass(frozen=True, slots=True)

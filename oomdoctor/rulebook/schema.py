@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from oomdoctor.model.finding import Cause
 
 __all__ = ["Examples", "RuleFile"]
 
-_Text: TypeAlias = Annotated[str, Field(min_length=1, strict=True)]
+
+def _printable(text: str) -> str:
+    """Refuse what would be nothing to a reader, or would steer the terminal that it is printed on."""
+    if not text.strip():
+        raise ValueError("there is nothing in it")
+    if not text.replace("\n", " ").isprintable():
+        raise ValueError("it has a character that cannot be printed")
+    return text
+
+
+def _of_one_line(text: str) -> str:
+    if "\n" in text.strip("\n"):
+        raise ValueError("it has more than one line")
+    return text
+
+
+_Text: TypeAlias = Annotated[str, Field(min_length=1, strict=True), AfterValidator(_printable)]
+_Line: TypeAlias = Annotated[_Text, AfterValidator(_of_one_line)]
 _Facts: TypeAlias = dict[str, dict[str, Any]]
 
 
@@ -44,15 +61,15 @@ class RuleFile(BaseModel):
 
     id: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", strict=True)]
     since: Annotated[str, Field(pattern=r"^\d+\.\d+(\.\d+)?$", strict=True)]
-    title: _Text
+    title: _Line
     what: _Text
     why: _Text
     match: _Text | Annotated[list[_Text], Field(min_length=1)]
     confidence: Annotated[float, Field(gt=0, le=1, strict=True)]
     cause: Cause
-    because: Annotated[list[_Text], Field(min_length=1)]
+    because: Annotated[list[_Line], Field(min_length=1)]
     false_positives: _Text
-    fixes: list[_Text]
-    see: list[_Text] = []
-    references: list[_Text]
+    fixes: list[_Line]
+    see: list[_Line] = []
+    references: list[_Line]
     examples: Examples

@@ -31,7 +31,10 @@ def problems(sentence: str) -> list[str]:
 
 
 def _places(sentence: str) -> list[tuple[str, str]]:
-    return [(path, way or "") for _, path, way, _ in Formatter().parse(sentence) if path is not None]
+    parts = [part for part in Formatter().parse(sentence) if part[1] is not None]
+    if any(conversion for *_, conversion in parts):
+        raise ValueError("'!' and a letter in braces mean nothing here")
+    return [(path or "", way or "") for _, path, way, _ in parts]
 
 
 def _problem(path: str, way: str) -> str | None:

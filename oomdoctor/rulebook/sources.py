@@ -12,12 +12,14 @@ Only files are read. The package is looked up, and neither it nor what is above 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from oomdoctor.errors import Fault, NotAvailable
+from oomdoctor.rulebook.files import expanded, files_in
 from oomdoctor.rulebook.loading import load_sound
 from oomdoctor.rulebook.matching import RuleBook
 
@@ -44,7 +46,7 @@ def everything(folders: Sequence[Path], known_fixes: Collection[str] | None) -> 
 
     They are read once, and again when a file of ``folders`` has changed.
     """
-    wanted = tuple(folder.expanduser() for folder in folders)
+    wanted = tuple(map(expanded, folders))
     key = wanted, tuple(_stamps(wanted)), None if known_fixes is None else frozenset(known_fixes)
     if key not in _books:
         paths, faults = offered()
@@ -58,11 +60,10 @@ _books: dict[object, RuleBook] = {}
 
 
 def _stamps(folders: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
-    for folder in folders:
-        for path in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else [folder]:
-            if path.is_file():
-                stat = path.stat()
-                yield str(path), stat.st_mtime_ns, stat.st_size
+    for path in files_in(folders, []):
+        with suppress(OSError):  # it went away between the two looks
+            about = path.stat()
+            yield str(path), about.st_mtime_ns, about.st_size
 
 
 def offered() -> tuple[tuple[Path, ...], tuple[Fault, ...]]:
@@ -70,12 +71,16 @@ def offered() -> tuple[tuple[Path, ...], tuple[Fault, ...]]:
     folders: list[Path] = []
     faults: list[Fault] = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found = _folders(point)
+        found = [folder for folder in _folders(point) if folder.is_dir()]
         folders += [folder for folder in found if folder not in folders]
-        if not any(next(folder.rglob("*.y*ml"), None) for folder in found):
-            home = f"entry point {point.name} of {point.dist.name if point.dist else GROUP}"
-            faults.append(Fault(path=home, line=1, message=f"there is no package {point.value!r} with rule files"))
+        if next(files_in(found, []), None) is None:
+            faults.append(_fault(point, f"there is no package {point.value!r} with rule files"))
     return tuple(folders), tuple(faults)
+
+
+def _fault(point: EntryPoint, message: str) -> Fault:
+    owner = point.dist.name if point.dist else GROUP
+    return Fault(path=f"entry point {point.name} of {owner}", line=1, message=message)
 
 
 def _folders(point: EntryPoint) -> list[Path]:

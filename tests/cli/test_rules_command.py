@@ -79,7 +79,9 @@ def test_show_tells_all_that_the_file_has(capsys):
     for heading in ("Why it fills memory", "Fires when", "May be wrong", "Fires on", "Silent on", "References"):
         assert f"\n{heading}\n" in told
     assert "incident.family shm, incident.format shm_write" in told
-    assert "none that oomdoctor applies" in told
+    assert "\nprefetch, fewer_workers, persistent_workers_off\n" in told
+    assert main(["rules", "show", "mapping_limit_reached"]) == 0
+    assert "none that oomdoctor applies" in capsys.readouterr().out
 
 
 def test_an_id_that_is_nearly_right_gets_a_suggestion(capsys):

@@ -16,10 +16,12 @@ def cells(*sources: str) -> Cells:
     return Cells(history=tuple(Cell(number=n, source=textwrap.dedent(s)) for n, s in enumerate(sources, 1)))
 
 
-def read(*sources: str, line: int | None = None, **namespace: Any) -> CodeFacts:
+def read(
+    *sources: str, line: int | None = None, running: tuple[tuple[int, int], ...] = (), **namespace: Any
+) -> CodeFacts:
     modules = [(name, value) for name, value in namespace.items() if isinstance(value, nn.Module)]
     optimizers = [(name, value) for name, value in namespace.items() if isinstance(value, torch.optim.Optimizer)]
-    return facts(cells(*sources), namespace, modules, optimizers, line=line)
+    return facts(cells(*sources), namespace, modules, optimizers, line=line, running=running)
 
 
 def only_loop(*sources: str, **namespace: Any) -> TrainingLoop:
@@ -467,6 +469,30 @@ def test_grad_disabled_at_the_line() -> None:
     assert read(source, line=2).grad_disabled
     assert not read(source, line=3).grad_disabled
     assert read("@torch.inference_mode()\ndef f():\n    g()\nf()\n", line=3).grad_disabled
+
+
+EARLIER = """
+    @torch.no_grad()
+    def predict(model, x):
+        return model(x)
+
+    class Net(nn.Module):
+        @torch.inference_mode()
+        def forward(self, x):
+            return self.layer(x)
+
+    def fit(model, x):
+        with torch.no_grad():
+            x = prepare(x)
+        return model(x).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("at", "off"), [(4, True), (9, True), (13, True), (14, False)])
+def test_grad_disabled_in_a_function_of_an_earlier_cell(at: int, off: bool) -> None:
+    assert read(EARLIER, "run(model, x)\n", line=1, running=((2, 1), (1, at))).grad_disabled is off
+    assert not read(EARLIER, "run(model, x)\n", line=1, running=((2, 1),)).grad_disabled
+    assert not read(EARLIER, "run(model, x)\n", line=1, running=((2, 1), (2, at))).grad_disabled
 
 
 def test_cells_that_are_not_python_are_passed_over() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from oomdoctor.evidence import _models
+from oomdoctor.evidence.code import facts
+from oomdoctor.model.session import Cell, Cells
 
 DEEP = 3000
 
@@ -76,3 +78,16 @@ def test_attributes_of_other_kinds_are_passed_over_and_none_of_their_code_runs()
     (found,) = _models.losses([("loss", loss)])
     assert (found.reduction, found.ignore_index, found.weighted) == (None, None, False)
     assert ran == []
+
+
+def test_lazy_modules_have_parameters_of_no_size_as_yet() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=None)
+    cells = Cells(history=(Cell(number=1, source="model(x)"),))
+    found = facts(cells, {"model": model, "optimizer": optimizer}, [("model", model)], [("optimizer", optimizer)])
+    assert found.models[0].parameter_bytes == 4 * (16 + 2)
+    assert found.models[0].batch_norm == ("1",)
+    assert found.steppers[0].parameter_bytes == found.models[0].parameter_bytes
+    assert not found.half_weights
+    model(torch.randn(4, 3))
+    assert facts(cells, {}, [("model", model)]).models[0].parameter_bytes == 4 * (24 + 8 + 16 + 16 + 2)

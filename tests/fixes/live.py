@@ -33,14 +33,15 @@ INCIDENT = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes in storages that operations made and that were alive together."""
+    """The most bytes in storages that operations made and that were alive together, and how many operations ran."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.peak = {}, 0
+        self.live, self.peak, self.operations = {}, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.operations += 1
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()

@@ -440,6 +440,22 @@ def test_without_gradients_the_call_is_only_split() -> None:
     assert _rewritten("out = model(x)", grad_disabled=True) == ("out = torch.cat([model(part) for part in x.chunk(4)])")
 
 
+def test_every_call_of_a_step_is_rewritten_and_none_of_them_twice() -> None:
+    line = "loss = coupled(model(x), model(model(y)))"
+    once = _rewritten(line)
+    assert once == (
+        "loss = coupled(torch.cat([checkpoint(model, part, use_reentrant=False) for part in x.chunk(4)]), "
+        "torch.cat([checkpoint(model, part, use_reentrant=False) for part in "
+        "torch.cat([checkpoint(model, part, use_reentrant=False) for part in y.chunk(4)]).chunk(4)]))"
+    )
+    assert isinstance(_rewritten(once), Refused)
+    bare = _rewritten(line, grad_disabled=True)
+    assert isinstance(bare, str)
+    again = _rewritten(bare, grad_disabled=True)
+    assert isinstance(again, Refused)
+    assert "parts of the batch already" in again.reason
+
+
 @pytest.mark.parametrize(
     ("line", "before", "after", "why"),
     [

@@ -343,6 +343,104 @@ def session(namespace: dict[str, Any]) -> Session:
     )
 
 
+CONSTANTS = "PAD, BOS = 0, 1\nIGNORED = PAD\nclass Config:\n    pad = PAD\nconfig = Config()\n"
+TOKENS = """
+    for ids, labels in texts:
+        optimizer.zero_grad()
+        logits = model(ids[:, :-1])
+        classes = logits.shape[-1]
+        labels = labels[:, 1:].reshape(-1)
+        loss = criterion(logits.reshape(-1, classes), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def texts_of(**namespace: Any) -> dict[str, Any]:
+    """Texts of 3 to 16 tokens that begin with a 1 and end in zeros, and a model that tells the next token."""
+    torch.manual_seed(0)
+    ids = torch.randint(2, 7, (40, 16))
+    ids[:, 0] = 1
+    ids[torch.arange(16) >= torch.randint(3, 17, (40, 1)).sort(0).values] = 0
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Tanh(), nn.Linear(8, 7))
+    loader = DataLoader(TensorDataset(ids, ids), batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return program(model=model, optimizer=optimizer, texts=loader, **namespace)
+
+
+@pytest.mark.parametrize("name", ["PAD", "IGNORED", "Config.pad", "config.pad", "-3 + 3"])
+@pytest.mark.parametrize("cell", [1, 2])
+def test_a_constant_of_the_notebook_is_what_a_loss_passes_over(name: str, cell: int) -> None:
+    sources = [textwrap.dedent(SETUP) + CONSTANTS, "losses = []\n", textwrap.dedent(TOKENS)]
+    sources[cell] = f"criterion = nn.CrossEntropyLoss(ignore_index={name})\n" + sources[cell]
+    plain = texts_of()
+    run(sources, plain)
+    cells = cells_of(*sources)
+    made = patch(cells, evidence(cells, plain), PARTS)
+    assert isinstance(made, Patch), made
+    assert "(micro_labels[:, 1:] != 0).sum()" in made.edits[-1].after
+    split = texts_of()
+    rows = rows_seen(split["model"])
+    run(after(made, tuple(sources)), split)
+    assert max(rows) == 4
+    assert distance(plain, split) <= TOLERANCE
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+
+
+def test_counting_other_targets_than_those_of_the_loss_is_off() -> None:
+    sources = [textwrap.dedent(SETUP), "criterion = nn.CrossEntropyLoss(ignore_index=0)\n", textwrap.dedent(TOKENS)]
+    plain, split = texts_of(), texts_of()
+    run(sources, plain)
+    cells = cells_of(*sources)
+    made = patch(cells, evidence(cells, plain), PARTS)
+    assert isinstance(made, Patch)
+    run([text.replace("labels[:, 1:] != 0", "labels != 0") for text in after(made, tuple(sources))], split)
+    assert distance(plain, split) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("constants", "name", "why"),
+    [
+        ("PAD = 0\nPAD = 1\n", "PAD", "write out its ignore_index"),
+        ("PAD = 0\nfor PAD in range(3):\n    pass\n", "PAD", "write out its ignore_index"),
+        ("", "tokenizer.pad_token_id", "write out its ignore_index"),
+        ("def f():\n    PAD = 0\n", "PAD", "write out its ignore_index"),
+    ],
+)
+def test_what_a_loss_of_a_function_passes_over_has_to_be_known(constants: str, name: str, why: str) -> None:
+    function = "def train():\n    criterion = nn.CrossEntropyLoss(ignore_index={})\n" + textwrap.indent(
+        textwrap.dedent(TOKENS), "    "
+    )
+    cells = cells_of(SETUP, constants, function.format(name), "train()")
+    made = patch(cells, evidence(cells, texts_of()), PARTS)
+    assert isinstance(made, Refused)
+    assert why in made.reason
+    known = cells_of(SETUP, "PAD = 0", function.format("PAD"), "train()")
+    assert isinstance(patch(known, evidence(known, texts_of()), PARTS), Patch)
+
+
+def test_a_loss_that_the_namespace_shows_needs_no_text() -> None:
+    sources = [SETUP, "pads = {'pad': 0}\ncriterion = nn.CrossEntropyLoss(ignore_index=pads.get('pad'))", TOKENS]
+    for cells in (cells_of(*sources), cells_of(sources[0], sources[1] + textwrap.dedent(TOKENS))):
+        found = patch(cells, evidence(cells, texts_of(criterion=nn.CrossEntropyLoss(ignore_index=0))), PARTS)
+        assert isinstance(found, Patch)
+        assert "!= 0" in found.edits[-1].after
+    shortest = TOKENS.replace("labels[:, 1:]", "labels[:, 1:].clamp(min=0)")
+    cells = cells_of(*sources[:2], shortest)
+    found = patch(cells, evidence(cells, texts_of(criterion=nn.CrossEntropyLoss(ignore_index=0))), PARTS)
+    assert isinstance(found, Refused)
+    assert "made from the batch" in found.reason
+
+
+@pytest.mark.parametrize("length", ["labels.shape[-1]", "labels.size(-1)", "labels.shape[1]"])
+def test_a_length_that_may_be_that_of_the_batch_divides_nothing(length: str) -> None:
+    loss = f"    loss = F.cross_entropy(model(x), y, reduction='sum') / {length}\n".replace("labels", "y")
+    made = patched(SETUP, HEAD + loss + TAIL)
+    assert isinstance(made, Refused)
+    assert "combines the samples" in made.reason
+
+
 def test_without_the_weights_the_parameters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_micro_source._Writer, "_share", lambda self: "1 / 4")
     made = patched(SETUP, ZERO_FIRST)

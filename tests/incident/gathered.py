@@ -3,7 +3,8 @@
 Each has the wording of the report at its ``source``, with figures, names and paths of our own. ``family`` is who
 refused; ``alt_families`` are other readings that the text allows; ``ambiguous`` marks a label that comes from the
 report and not from the text, and ``misses`` the fields that are not read yet. ``split`` tells what a record was
-for: ``seen`` while the table was written, ``held_back`` until it was, ``later`` gathered after that.
+for: ``seen`` while the table was written, ``held_back`` until it was, ``later`` gathered after that, and ``blind``
+labelled by hand before the table had read them, and mended by them since.
 """
 
 from __future__ import annotations

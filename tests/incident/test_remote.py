@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import multiprocessing
 
 import pytest
@@ -69,12 +70,17 @@ class Items:
         (MemoryError, Family.HOST, 1 << 50),
     ],
 )
-def test_an_error_that_a_loader_carries_out_of_its_worker_is_read(kind, family, requested):
+def test_an_error_that_a_loader_carries_out_of_its_worker_is_read(kind, family, requested, monkeypatch):
+    # A loader waits this long for a worker of its that has failed; five seconds as it is.
+    for module in (torch.utils.data._utils, torch.utils.data._utils.worker):
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.2)
     error = caught(lambda: next(iter(DataLoader(Items(kind), num_workers=1))))
     assert "DataLoader worker process 0" in str(error)
     assert find_oom(error) is error
     incident = from_exception(error, {})
     assert (incident.family, incident.requested) == (family, requested)
+    del error
+    gc.collect()  # the loader that the traceback holds ends its worker here, and not in a later test
 
 
 def spawned(rank):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,11 +135,61 @@ def test_the_cell_and_the_frame_of_an_ipython_traceback_are_read():
         "---> 3 except MemoryError: pass\nTypeError: no",
         "if 'out of memory' in str(error): # CUDA out of memory\nTypeError: no",
         "print('GPU memory: 3 GiB allocated, 1 GiB free')",
+        'fprintf(stderr, "Virtual memory exhausted.\\n");',
+        'prmsg (1, "SocketOpen: malloc failed\\n");',
+        'static const char text[] = "Unable to allocate output buffer.";',
+        'std::cout << "Error. Unable to allocate memory in pid: " << pid << std::endl;',
+        "/* Support for it */\n/* fatal error, malloc failure */\n#define SSL_MALLOC 0",
+        "    case CUFFT_ALLOC_FAILED:\n        return 2;",
+        "catch (const std::bad_alloc&)\n{",
+        "void CPyError_OutOfMemory(void) {",
+        "SOMELIB_STATUS_OUT_OF_MEMORY = 11,",
+        "53200    E    ERRCODE_OUT_OF_MEMORY      out_of_memory",
+        "ENOMEM - Memory allocation failure for internal buffers",
+        "-2: memory allocation failure",
+        "'dns.NOMEM': Out of memory. It is an error.",
+        "BufferError\nEOFError\nMemoryError\nNameError\nOSError",
+        "Kernel died before replying to kernel_info",
+        "RuntimeError: unable to mmap 1840 bytes from file </tmp/x>: No such device (19)",
+        "free(): invalid pointer\nAborted (core dumped)",
         "",
     ],
 )
 def test_a_look_alike_is_not_taken_for_a_lack_of_memory(text):
     assert not any(incident.is_oom for incident in from_text(text))
+
+
+HEADERS = sorted(Path(torch.__file__).parent.glob("include/c10/**/*.h"))
+
+
+def test_source_code_that_speaks_of_memory_is_no_failure():
+    read = [path.read_text(encoding="utf-8") for path in HEADERS]
+    speaking = [text for text in read if "alloc" in text or "memory" in text]
+    assert len(speaking) > 30
+    assert not [incident for text in speaking for incident in from_text(text) if incident.is_oom]
+
+
+@pytest.mark.parametrize(
+    ("text", "family"),
+    [
+        ("python train.py\n已杀死", Family.RANK_KILLED),
+        ("run.sh: Zeile 4:  1234 Getötet                python train.py", Family.RANK_KILLED),
+        ("OSError: [Errno 12] 不能", Family.HOST),
+        ("bash: fork: 无法分配内存", Family.HOST),
+        ('{"log": "bash: fork: \\u65e0\\u6cd5\\u5206\\u914d\\u5185\\u5b58\\n"}', Family.HOST),
+        ("RuntimeError: out of memory", Family.HOST),
+        ("Error: vector memory exhausted (limit reached?)", Family.HOST),
+        ("fatal   : Memory allocation failure\nRuntimeError: CUDA error: unknown error", Family.HOST),
+        ("[ERROR] rtMalloc failed: Alloc Device Memory Failed!", Family.CUDA),
+    ],
+)
+def test_what_is_said_in_other_words_is_a_failure(text, family):
+    assert from_text(text)[0].family is family
+
+
+def test_a_size_is_read_with_all_of_its_digits():
+    incident = from_text("somelib.Error: out of device memory, free: 16.00 GiB, total: 61.00 GiB, used: 16.50 GiB")[0]
+    assert (incident.free, incident.total, incident.allocated) == (16 * GIB, 61 * GIB, int(16.5 * GIB))
 
 
 def test_what_is_not_recognised_is_quoted_and_not_guessed_at():

@@ -6,7 +6,7 @@ import gc
 import random
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -381,6 +381,25 @@ def test_what_a_cell_lets_go_of_is_freed_at_once(make: Callable[[Any], Any]) -> 
         assert watched() is None
     finally:
         gc.enable()
+
+
+def test_an_optimizer_that_a_cell_replaces_is_freed_with_its_state() -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    average = weakref.ref(optimizer.state[model.weight]["exp_avg"])
+    namespace = {"model": model, "optimizer": optimizer, "groups": defaultdict(list, a=[torch.ones(1 << 16)])}
+    del optimizer
+    gc.collect()
+    transaction = Transaction(namespace, "optimizer = torch.optim.SGD(model.parameters())", lambda: 1 << 30)
+    with transaction.armed():
+        namespace["optimizer"] = torch.optim.SGD(model.parameters())
+        namespace["groups"] = namespace["groups"].copy()
+        gc.collect()
+        assert average() is None
+    transaction.restore()
+    assert namespace["groups"]["new"] == []
 
 
 def test_a_snapshot_is_let_go_of_without_the_collector() -> None:

@@ -24,11 +24,11 @@ from oomdoctor.model.sizes import GIB, MIB
 NONE = Unavailable("not read here")
 
 
-def evidence(*, roles=(), holdings=(), code=None, device=None, host=None):
+def evidence(*, roles=(), holdings=(), code=None, device=None, host=None, others=()):
     memory = {"total": 8 * GIB, "free": GIB, "allocated": 6 * GIB, "reserved": 7 * GIB} | (device or {})
     machine = {one.name: NONE for one in fields(HostMemory)} | (host or {})
     return Evidence(
-        devices=(DeviceMemory(name="cuda:0", tensor_device="cuda:0", **memory),),
+        devices=tuple(DeviceMemory(name=name, tensor_device=name, **memory) for name in ("cuda:0", *others)),
         host=HostMemory(**machine),
         censuses=(
             Census(
@@ -38,6 +38,7 @@ def evidence(*, roles=(), holdings=(), code=None, device=None, host=None):
                 roles=tuple(roles),
                 holdings=tuple(holdings),
             ),
+            *(Census(device=name, found=0, allocated=0) for name in others),
         ),
         code=code or CodeFacts(),
     )
@@ -81,11 +82,60 @@ class Scene:
     host: dict = field(default_factory=dict)
     incident: Incident = CUDA
     silent: tuple = ()
+    others: tuple = ()
 
 
 MODEL_STATE = ((Role.PARAMETER, GIB), (Role.GRADIENT, GIB), (Role.OPTIMIZER_STATE, 2 * GIB))
 OTHER = DeviceProcess(pid=4711, bytes=3 * GIB, name="python")
+EVALUATED = CodeFacts(undifferentiated=((5, 3, "scores = model(x)"),))
 SCENES = (
+    Scene(
+        "forward_never_differentiated",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB)),
+        (held(Role.ACTIVATION, 4 * GIB, "local `x` of forward → graph"),),
+        EVALUATED,
+    ),
+    Scene(
+        "intermediates_dominate",
+        Cause.BATCH_OR_ACTIVATION,
+        ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB)),
+        (held(Role.ACTIVATION, 4 * GIB, "local `x` of forward"),),
+        replace(EVALUATED, grad_disabled=True),
+        silent=("activations_dominate", "forward_never_differentiated", "evaluation_with_gradients"),
+    ),
+    Scene(
+        "garbage_in_cycles",
+        Cause.LEAK_OR_PINNED_GRAPH,
+        ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB)),
+        (replace(held(Role.ACTIVATION, 4 * GIB, "(no name leads here)"), count=8, expression=None),),
+        silent=("activations_dominate", "intermediates_dominate"),
+    ),
+    Scene(
+        "closure_holds_tensors",
+        Cause.LEAK_OR_PINNED_GRAPH,
+        ((Role.GRAPH_KEPT_ALIVE, 4 * GIB), (Role.PARAMETER, GIB)),
+        (held(Role.GRAPH_KEPT_ALIVE, 4 * GIB, "callbacks[0] → loss → graph"),),
+        training(history_appends=((3, 7, "callbacks.append(later(loss))"),)),
+    ),
+    Scene(
+        "request_exceeds_all_held",
+        Cause.SINGLE_HUGE_TENSOR,
+        ((Role.PARAMETER, 3 * GIB),),
+        (replace(held(Role.PARAMETER, 3 * GIB, "model.weight"), expression="model.weight"),),
+        CodeFacts(),
+        {"allocated": 3 * GIB, "reserved": 3 * GIB, "free": 4 * GIB},
+        incident=replace(CUDA, requested=4 * GIB),
+        silent=("parameters_dominate", "holder_not_found"),
+    ),
+    Scene(
+        "model_built_beside_old",
+        Cause.LEAK_OR_PINNED_GRAPH,
+        ((Role.PARAMETER, 5 * GIB),),
+        code=CodeFacts(stale=(("model", True),)),
+        incident=replace(CUDA, framework_frame="torch/nn/modules/linear.py:109 __init__"),
+        silent=("model_does_not_fit_while_built",),
+    ),
     Scene("activations_dominate", Cause.BATCH_OR_ACTIVATION, ((Role.ACTIVATION, 5 * GIB), (Role.PARAMETER, GIB))),
     Scene(
         "eager_attention",
@@ -97,13 +147,13 @@ SCENES = (
         "attention_scores_saved",
         Cause.QUADRATIC_ATTENTION,
         ((Role.ACTIVATION, 5 * GIB),),
-        (held(Role.ACTIVATION, 2 * GIB, "saved by model.attn", (8, 8, 2896, 2896)),),
+        (held(Role.ACTIVATION, 2 * GIB, "loss → graph", (8, 8, 2896, 2896)),),
     ),
     Scene(
         "logits_of_large_vocabulary",
         Cause.BATCH_OR_ACTIVATION,
         ((Role.ACTIVATION, 5 * GIB),),
-        (held(Role.ACTIVATION, 2 * GIB, "saved by model.head", (8, 512, 128_000)),),
+        (held(Role.ACTIVATION, 2 * GIB, "loss → graph", (8, 512, 128_000)),),
     ),
     Scene(
         "later_batch_longer",
@@ -214,6 +264,7 @@ SCENES = (
         Cause.BATCH_OR_ACTIVATION,
         ((Role.ACTIVATION, 5 * GIB),),
         code=training(data_parallel="In[2] line 3: nn.DataParallel(model)"),
+        others=("cuda:1",),
     ),
     Scene(
         "private_pools_reserve",
@@ -230,4 +281,11 @@ SCENES = (
 
 
 def of(scene):
-    return evidence(roles=scene.roles, holdings=scene.holdings, code=scene.code, device=scene.device, host=scene.host)
+    return evidence(
+        roles=scene.roles,
+        holdings=scene.holdings,
+        code=scene.code,
+        device=scene.device,
+        host=scene.host,
+        others=scene.others,
+    )

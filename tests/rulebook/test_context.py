@@ -19,6 +19,7 @@ from oomdoctor.model.evidence import (
     HostProcess,
     Measured,
     ModelFacts,
+    OptimizerFacts,
     Pressure,
     PrivatePool,
     Role,
@@ -95,12 +96,13 @@ def holding(role: Role, size: int, **more: Any) -> Holding:
 
 
 def test_every_fact_of_the_code_is_told() -> None:
-    told = {field.name: field.type for field in fields(CodeFacts)}
+    told = {field.name: str(field.type) for field in fields(CodeFacts)}
     words = {name: name for name, kind in told.items() if kind == "str | None"}
-    flags = {name: True for name, kind in told.items() if kind == "bool"}
+    flags = {name: True for name, kind in told.items() if kind in {"bool", "bool | None"}}
     numbers = {name: at for at, (name, kind) in enumerate(told.items(), 2) if kind in {"int", "int | None"}}
     given = words | flags | numbers
-    assert set(told) - set(given) == {"loops", "models", "losses", "optimizers", "history_appends", "not_repeatable"}
+    assert len(given) > 20
+    assert {kind.partition("[")[0] for name, kind in told.items() if name not in given} == {"tuple"}
     code = facts(code=CodeFacts(**given))["code"]
     assert {name: code[name] for name in given} == given
     assert {name: kind_of(f"code.{name}") for name in given} == (
@@ -191,3 +193,53 @@ def test_the_card_that_fits_is_found_from_the_text_alone() -> None:
     incident: dict[str, Fact] = {"total": 8 * GIB, "allocated": 7 * GIB, "requested": 4 * GIB}
     assert complete({"incident": incident})["device"]["card_that_fits"]
     assert complete({"incident": {**incident, "device": "cpu"}})["device"].get("card_that_fits") is None
+
+
+def test_what_was_saved_for_backward_is_told_apart_from_what_only_runs() -> None:
+    saved = holding(Role.ACTIVATION, 3 * MIB, path="loss → graph")
+    running = holding(Role.ACTIVATION, MIB, path="local `x` of forward")
+    garbage = holding(Role.ACTIVATION, 2 * MIB, path="(no name leads here)", count=5)
+    census = facts(holdings=(saved, running, garbage))["census"]
+    assert (census["saved"], census["nameless"], census["nameless_count"]) == (3 * MIB, 2 * MIB, 5)
+    assert facts(holdings=(running,))["census"]["saved"] == 0
+    assert facts()["census"].get("saved") is None
+
+
+def test_shapes_speak_for_scores_logits_and_images() -> None:
+    scores = holding(Role.ACTIVATION, GIB, shape=(8, 12, 512, 512))
+    images = holding(Role.BATCH, MIB, shape=(8, 3, 512, 512), count=2)
+    census = facts(holdings=(scores, images), code=CodeFacts(classes=(512, 10)))["census"]
+    assert (census["activation_is_square"], census["largest_is_logits"], census["largest_count"]) == (True, True, 1)
+    assert (census["batch_ndim"], census["batch_last_dim"]) == (4, 512)
+    plain = facts(holdings=(holding(Role.ACTIVATION, GIB, shape=(8, 100)), images), code=CodeFacts(classes=(10,)))
+    assert (plain["census"]["activation_is_square"], plain["census"]["largest_is_logits"]) == (False, False)
+    assert facts(holdings=(scores,))["census"]["largest_is_logits"] is None
+
+
+def test_facts_that_come_in_tuples_are_told_by_their_first_or_their_sum() -> None:
+    stepper = OptimizerFacts(
+        path="o", type_name="Adam", home="torch.optim.adam", parameter_bytes=MIB, largest_bytes=1, foreach=True
+    )
+    normed = ModelFacts(path="net", type_name="Net", training=True, parameter_bytes=1, batch_norm=("net.bn",))
+    given = CodeFacts(
+        steppers=(stepper, stepper),
+        undifferentiated=((5, 3, "out = net(x)"), (5, 9, "pass")),
+        classes=(10, 50257),
+        stale=(("net", True), ("opt", False)),
+        models=(normed,),
+    )
+    code = facts(code=given)["code"]
+    assert (code["stepped_bytes"], code["foreach"], code["most_classes"]) == (2 * MIB, True, 50257)
+    assert (code["undifferentiated"], code["stale"]) == ("In[5] line 3: out = net(x)", "net, opt")
+    assert code["batch_norm"] is True
+    plain = facts()["code"]
+    assert (plain["stepped_bytes"], plain["most_classes"], plain["stale"], plain["batch_norm"]) == (
+        None,
+        None,
+        None,
+        False,
+    )
+
+
+def test_devices_in_use_are_counted() -> None:
+    assert facts()["device"]["devices"] == 1

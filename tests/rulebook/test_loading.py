@@ -96,6 +96,13 @@ def test_a_good_file_has_no_faults(check):
         ("references: []", "references: ['https://a.org/b c']", 13, "is no address"),
         ("references: []", "references: ['https://[a.org']", 13, "is no address"),
         ("references: []", "references:\n  - https://a.org/b\n  - https://a.org/b", 15, "is there twice"),
+        ("title: Too big", "title: '  '", 3, "nothing in it"),
+        ("title: Too big", 'title: "\\e[31mred"', 3, "cannot be printed"),
+        ("title: Too big", 'title: "a\\nb"', 3, "more than one line"),
+        ("{incident.requested:size}", "{incident.requested!r:size}", 10, "mean nothing here"),
+        ("[micro_batch]", "[micro_batch, micro_batch]", 12, "there twice"),
+        ("requested: 2GiB, free: 1GiB", "requested: .nan, free: 1GiB", 16, "can be measured"),
+        ("requested: 2GiB, free: 1GiB", "requested: .inf, free: 1GiB", 16, "can be measured"),
         ("references: []", "see: [nowhere]\nreferences: []", 13, "there is no rule 'nowhere'"),
         ("references: []", "see: [too_big]\nreferences: []", 13, "refers to itself"),
     ],
@@ -167,7 +174,7 @@ def test_no_file_is_too_odd_to_be_told_of(check, text):
 
 def test_bytes_that_are_no_text_are_a_fault(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RuleErrors, match=r"cannot be read|not YAML"):
+    with pytest.raises(RuleErrors, match=r"x\.yaml:1: the file is not text in UTF-8: line 1 has the byte 0xff$"):
         load([tmp_path], known_fixes=None)
 
 

@@ -113,6 +113,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 KILLED = """\
 import os
 import signal
+import time
 
 
 class Items(torch.utils.data.Dataset):
@@ -121,6 +122,7 @@ class Items(torch.utils.data.Dataset):
 
     def __getitem__(self, at):
         if at == 40:
+            time.sleep(2)  # until the batches before are fetched: else the fetching fails, and not the worker
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(4)
 

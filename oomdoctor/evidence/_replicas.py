@@ -1,0 +1,86 @@
+"""Models that several processes or devices train, and how many of them there are, as torch's own objects tell it.
+
+Only torch is asked, and only what it knows already: nothing is sent to another process. Limits: wrappers that are
+local variables of a function are not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from oomdoctor.evidence._models import parameters
+from oomdoctor.model.evidence import ReplicaFacts
+from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
+
+__all__ = ["replicas", "world_size"]
+
+_WRAPPERS: Final = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "DistributedDataParallel",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "DataParallel",
+}
+_dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
+
+
+def world_size() -> int | None:
+    """Return how many processes the default process group of this process has, None where there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return int(distributed.get_world_size())
+
+
+def replicas(modules: Iterable[tuple[str, Any]]) -> tuple[ReplicaFacts, ...]:
+    """Return the facts of each root module that is such a wrapper."""
+    return tuple(_facts(path, module, name) for path, module in modules if (name := _wrapper(module)) is not None)
+
+
+def _wrapper(module: Any) -> str | None:
+    names = [(module_of(base), name_of(base)) for base in mro_of(type(module))]
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def _facts(path: str, module: Any, name: str) -> ReplicaFacts:
+    own = plain_dict(module) or {}
+    dtypes = {str(_dtype(one)).removeprefix("torch.") for one in parameters([module])}
+    devices = own.get("device_ids")
+    if name == "DataParallel":
+        return ReplicaFacts(
+            path=path,
+            type_name=name,
+            ranks=len(devices) if type(devices) is list else None,
+            dtypes=tuple(sorted(dtypes)),
+        )
+    return ReplicaFacts(
+        path=path,
+        type_name=name,
+        ranks=_size(own.get("process_group")),
+        dtypes=tuple(sorted(dtypes)),
+        bucket_views=own.get("gradient_as_bucket_view") is True,
+        searches_unused=own.get("find_unused_parameters") is True,
+        all_used=_all_used(own.get("logger"), own.get("reducer")),
+    )
+
+
+def _size(group: Any) -> int | None:
+    """Return how many processes a process group has."""
+    return int(group.size()) if module_of(type(group)).startswith("torch.") else None
+
+
+def _all_used(logger: Any, reducer: Any) -> bool | None:
+    """Return whether the search of each step has found all parameters in the graph; None where none has ended yet.
+
+    Source: torch/csrc/distributed/c10d: ``Reducer::search_unused_parameters`` notes in ``ddp_graph_static`` whether the
+    parameters that it missed were ever others than in the step before, ``Logger::set_runtime_stats_and_log`` how many
+    those are.
+    """
+    if any(not module_of(type(one)).startswith("torch.") for one in (logger, reducer)):
+        return None
+    with suppress(RuntimeError, AttributeError):
+        missed = logger._get_ddp_logging_data().ints_map.get("unused_parameter_size")
+        return None if missed is None else bool(missed == 0 and reducer._ddp_graph_static())
+    return None

@@ -1,0 +1,31 @@
+"""Whether activations are what the memory is short of: what every fix that saves activations asks first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.incident import Incident
+
+__all__ = ["why_not_short"]
+
+_OPTIMIZERS: Final = "torch/optim/"
+_LEAST_RATIO: Final = 0.05
+"""Of what was found: fewer activations than this, in an optimizer's step, are not what that step is short of."""
+
+
+def why_not_short(incident: Incident, evidence: Evidence) -> str | None:
+    """Return why fewer activations would not have helped, None where they may.
+
+    An optimizer's step comes when the backward pass has freed the activations: what it asks for is state of its own.
+    """
+    if not (incident.framework_frame or "").startswith(_OPTIMIZERS):
+        return None
+    held, found = evidence.census.bytes_of(Role.ACTIVATION), evidence.census.found
+    if held > _LEAST_RATIO * found:
+        return None
+    return f"memory ran out in the optimizer's step, when activations held {format_size(held)} of {format_size(found)}"

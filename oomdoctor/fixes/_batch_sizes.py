@@ -1,0 +1,217 @@
+"""Where a loop's batch size is written down: in the call that made its loader, or in the slices that it takes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, call_name, calls, literal
+from oomdoctor.fixes._dataflow import bound, reads
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import TrainingLoop
+
+__all__ = ["hard_coded", "loader_calls", "sizes_of"]
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+_NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
+_LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
+_SHAPES: Final = frozenset(
+    {"view", "reshape", "expand", "repeat", "zeros", "ones", "rand", "randn", "full", "empty", "init_hidden", "randint"}
+)
+
+
+def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...] | Refused:
+    """Return the numbers that set the batch size of a loop, or why none can be told."""
+    found = book.loop(facts)
+    if found is None:
+        return Refused("the loop is not where it was found before")
+    place, loop = found
+    loaders = loader_calls(book, facts.loader, place)
+    if loaders:
+        return _of_loaders(book, facts.loader, loaders)
+    if isinstance(loop, ast.For) and (step := _step(loop.iter)) is not None:
+        if (data := _cut_across(loop)) is not None:
+            return Refused(
+                f"the loop cuts `{data}` along a later dimension: how many samples a batch has was decided where "
+                f"`{data}` was made"
+            )
+        if literal(step) is not None:
+            return _literal_slices(place, loop, step)
+        named = book.numbers(step, place)
+        return tuple(named) if named else Refused(f"`{ast.unparse(step)}` is not set by a number in the cells")
+    return _of_name(book, place, loop, facts.loader)
+
+
+def loader_calls(book: Book, text: str, place: Place) -> list[tuple[ast.Call, Place]]:
+    """Return the calls of ``DataLoader`` that made what ``text`` stands for at ``place``."""
+    try:
+        node: ast.expr = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return []
+    return list(dict.fromkeys(_loaders(book, node, place, depth=6)))
+
+
+def _loaders(
+    book: Book, node: ast.expr, place: Place, depth: int, index: int | None = None
+) -> Iterator[tuple[ast.Call, Place]]:
+    """Yield the calls that made ``node``, or the value at ``index`` of what it returns."""
+    if depth == 0:
+        return
+    if isinstance(node, ast.Call):
+        if _LOADER.match(call_name(node)):
+            yield node, place
+            return
+        made = book.function(call_name(node))
+        if made is not None:
+            inside = Place(page=made[0], function=made[1])
+            for value in _returned(made[1], index):
+                yield from _loaders(book, value, inside, depth - 1)
+        elif node.args:
+            yield from _loaders(book, node.args[0], place, depth - 1)
+        return
+    if isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    if isinstance(node, ast.Name):
+        for value, there in book.values(node.id, place):
+            inside_of = [value] if isinstance(value, ast.Call | ast.Name | ast.Attribute | ast.Subscript) else []
+            inside_of += list(calls(value)) if isinstance(value, ast.Dict | ast.DictComp | ast.ListComp) else []
+            for one in inside_of:
+                yield from _loaders(book, one, there, depth - 1, _index(node.id, value, there))
+            if isinstance(value, ast.Dict):
+                for item in value.values:
+                    yield from _loaders(book, item, there, depth - 1)
+
+
+def _index(name: str, value: ast.expr, there: Place) -> int | None:
+    """Return which of the values that ``value`` returns is bound to ``name``, None where it is the whole."""
+    for node in ast.walk(there.page.tree):
+        if isinstance(node, ast.Assign) and node.value is value:
+            for target in node.targets:
+                names = [getattr(part, "id", "") for part in getattr(target, "elts", ())]
+                if name in names:
+                    return names.index(name)
+    return None
+
+
+def _returned(function: Function, index: int | None) -> Iterator[ast.expr]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            several = isinstance(node.value, ast.Tuple | ast.List) and index is not None
+            yield node.value.elts[index] if several else node.value  # type: ignore[attr-defined]
+
+
+def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]) -> tuple[Number, ...] | Refused:
+    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
+        return Refused("`DataLoader` is a class of the cells' own")
+    numbers: list[Number] = []
+    for call, place in loaders:
+        size = _size(book, call, place)
+        if isinstance(size, Refused):
+            return size
+        found = book.numbers(*size)
+        if not found:
+            return Refused(f"the batch size of `{text}`, `{ast.unparse(size[0])}`, is not set by a number in the cells")
+        numbers += found
+    return tuple({id(number.node): number for number in numbers}.values())
+
+
+def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place] | Refused:
+    """Return the expression for the batch size of a loader and where it stands."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "batch_sampler" in given:
+        return Refused("the loader has a sampler of batches, which decides on their size")
+    if "batch_size" in given:
+        return given["batch_size"], place
+    if len(call.args) > 1:
+        return call.args[1], place
+    # DataLoader(data, **settings), where the settings are a dictionary of the cells.
+    unpacked = given.get(None)
+    if isinstance(unpacked, ast.Name):
+        key = ast.Subscript(value=unpacked, slice=ast.Constant("batch_size"), ctx=ast.Load())
+        if book.numbers(key, place):
+            return key, place
+        return Refused(f"the batch size is somewhere in `**{unpacked.id}`")
+    return Refused("the loader gives single samples: there is no batch to make smaller")
+
+
+def _step(node: ast.expr) -> ast.expr | None:
+    """Return the step of the ``range`` within ``enumerate``, ``tqdm`` and the like."""
+    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] not in {"range", "trange"} and node.args:
+        node = node.args[0]
+    named = isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in {"range", "trange"}
+    return node.args[2] if named and isinstance(node, ast.Call) and len(node.args) == 3 else None
+
+
+def _cut_across(loop: ast.For) -> str | None:
+    """Return what the loop cuts pieces from along another dimension than the first, None where it cuts samples."""
+    counter = bound(loop.target)
+    found: dict[bool, str] = {}
+    for part in ast.walk(loop):
+        if isinstance(part, ast.Subscript):
+            index = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
+            cut = [at for at, one in enumerate(index) if isinstance(one, ast.Slice) and counter & reads(one)]
+            if cut:
+                found.setdefault(cut[0] > 0, ast.unparse(part.value))
+    return None if False in found else found.get(True)
+
+
+def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number, ...] | Refused:
+    """Return the step and the same number in the slices ``x[i:i + 64]`` of the loop."""
+    size = literal(step)
+    widths = [
+        part.upper.right
+        for part in ast.walk(loop)
+        if isinstance(part, ast.Slice) and isinstance(part.upper, ast.BinOp) and isinstance(part.upper.op, ast.Add)
+    ]
+    if not widths or any(literal(width) != size for width in widths):
+        return Refused("the slices of the loop are not of the step that it takes")
+    found = [node for node in (step, *widths) if isinstance(node, ast.Constant)]
+    return tuple(Number(page=place.page, node=node) for node in found)
+
+
+def _of_name(book: Book, place: Place, loop: Loop, loader: str) -> tuple[Number, ...] | Refused:
+    """Return the number behind the name of a batch size that the loop, or what it calls, cuts batches with."""
+    called = {call_name(call).rpartition(".")[2] for call in calls(loop)}
+    parts: list[tuple[ast.AST, Place]] = [(loop, place)]
+    parts += [(node, Place(page=page, function=node)) for page, node in book.functions() if node.name in called]
+    for tree, where in parts:
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _NAMED.match(n.id)}
+        if names & bound(loop):
+            return Refused(f"`{min(names & bound(loop))}` is bound anew in the loop")
+        for name in sorted(names):
+            found = book.numbers(ast.Name(id=name, ctx=ast.Load()), where)
+            if found:
+                return tuple(found)
+    return Refused(f"what made the batches of `{loader}` was not found in the cells")
+
+
+def hard_coded(book: Book, facts: TrainingLoop, numbers: Sequence[Number]) -> str | None:
+    """Return a call in the loop, its function or what it calls that has the batch size written into it once more."""
+    found = book.loop(facts)
+    if found is None:
+        return None
+    place, loop = found
+    called = {call_name(call).rpartition(".")[2] for call in calls(loop)}
+    trees: list[tuple[ast.AST, Place]] = [(place.function or loop, place)]
+    trees += [(node, Place(page=page, function=node)) for page, node in book.functions() if node.name in called]
+    for tree, where in trees:
+        for call in calls(tree):
+            if getattr(call.func, "attr", call_name(call)) in _SHAPES and any(
+                _is_another(book, part, where, numbers) for arg in call.args for part in ast.walk(arg)
+            ):
+                return ast.unparse(call)
+    return None
+
+
+def _is_another(book: Book, part: ast.AST, where: Place, numbers: Sequence[Number]) -> bool:
+    """Whether ``part`` is the batch size by its value, and not by way of one of ``numbers``."""
+    values, nodes = {number.value for number in numbers}, [number.node for number in numbers]
+    if literal(part) in values:
+        return not any(part is node for node in nodes)
+    if not isinstance(part, ast.Name) or not _NAMED.match(part.id):
+        return False
+    found = book.numbers(part, where)
+    return bool(found) and all(one.value in values and one.node not in nodes for one in found)

@@ -1,0 +1,188 @@
+"""Where the cells call a class of torch: at the top level or in a function, with the name that the result is bound to.
+
+Programs for several processes live in functions more often than others do (``def main(rank)``), where no object of the
+namespace leads to them. So calls are found by the name of the class, under the name that it was imported by. Of calls
+that bind the same name in the same function, the last one is meant. Limits: classes that a helper returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _imports
+from oomdoctor.fixes._optimizer_source import calls, exchange, last_name
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Edit
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["Call", "assigned", "by_cell", "called", "code_of", "edited", "find", "keyword", "with_argument"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call.
+
+    Attributes:
+        node: the call, a node of ``parsed``; ``statement``: the innermost statement around it.
+        target: the one name that the statement binds, None where it binds none or several.
+        around: the function or class at the top level of the cell that it stands in.
+        name: the class's own name.
+    """
+
+    cell: Cell
+    parsed: _cst.ParsedCell
+    node: cst.Call
+    statement: _cst.Statement
+    target: str | None
+    around: _cst.Definition | None
+    name: str
+
+    @property
+    def line(self) -> int:
+        """Line of the cell, one-based."""
+        return self.parsed.lines_of(self.node)[0]
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        return f"line {self.line} of cell {self.cell.number}"
+
+
+def called(cells: Cells, name: str) -> frozenset[str]:
+    """Return the names by which the cells call the class ``name``."""
+    renamed = re.compile(rf"\b{name} as (\w+)")
+    return frozenset({name, *(alias for cell in cells.history for alias in renamed.findall(cell.source))})
+
+
+def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
+    """Return the calls of the classes ``names``, in the order of the cells."""
+    own = {alias: name for name in names for alias in called(cells, name)}
+    mentions = re.compile(rf"\b({'|'.join(own)})\b")
+    found: dict[tuple[str, str], Call] = {}
+    for cell in cells.history:
+        if not mentions.search(cell.source):
+            continue
+        parsed = _cst.read(cell.source)
+        if isinstance(parsed, Refused):
+            return parsed
+        for node in calls(parsed.module):
+            if last_name(node) not in own:
+                continue
+            path = _cst.path_to(parsed, parsed.lines_of(node)[0])
+            around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
+            target = _target(path[-1])
+            key = around.name.value if around else "", target or f"{cell.number}:{parsed.code(node)}"
+            found.pop(key, None)
+            found[key] = Call(
+                cell=cell,
+                parsed=parsed,
+                node=node,
+                statement=path[-1],
+                target=target,
+                around=around,
+                name=own[last_name(node)],
+            )
+    return tuple(found.values())
+
+
+def _target(statement: _cst.Statement) -> str | None:
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return None
+    match statement.body[0]:
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
+            return name
+        case cst.AnnAssign(target=cst.Name(value=name)):
+            return name
+    return None
+
+
+def assigned(one: Call, name: str) -> list[cst.BaseExpression]:
+    """Return what is assigned to ``name`` in the function of ``one``, or at the top level of its cell."""
+    found = _Assigned(name)
+    (one.around or one.parsed.module).visit(found)
+    return found.values
+
+
+class _Assigned(cst.CSTVisitor):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.values: list[cst.BaseExpression] = []
+
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        for target in node.targets:
+            if isinstance(target.target, cst.Name) and target.target.value == self._name:
+                self.values.append(node.value)
+
+
+def by_cell(found: Iterable[Call]) -> list[list[Call]]:
+    """Return the calls of each cell together."""
+    groups: dict[int, list[Call]] = {}
+    for one in found:
+        groups.setdefault(one.cell.number, []).append(one)
+    return list(groups.values())
+
+
+def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
+    """Return what is passed by the keyword ``name``, None where nothing is."""
+    return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """Return ``node`` as source text."""
+    return cst.Module([]).code_for_node(node).strip()
+
+
+def with_argument(call: cst.Call, text: str) -> cst.Call:
+    """Return ``call`` with the keyword argument ``text`` after its first one, spaced as the arguments are."""
+    new = cst.ensure_type(cst.parse_expression(f"f({text})"), cst.Call).args[0]
+    first, *rest = call.args
+    comma = first.comma if rest else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    last = cst.MaybeSentinel.DEFAULT if rest else first.comma
+    if rest:
+        between = rest[0].comma if len(rest) > 1 else first.comma
+        return call.with_changes(args=[first, new.with_changes(comma=_plain(between)), *rest])
+    bare = first.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
+    return call.with_changes(args=[bare, new.with_changes(comma=last)])
+
+
+def _plain(comma: cst.Comma | cst.MaybeSentinel) -> cst.Comma | cst.MaybeSentinel:
+    """Return ``comma`` without the comment that follows it."""
+    space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
+    line = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None
+    if not isinstance(comma, cst.Comma) or line is None or line.comment is None:
+        return comma
+    bare: cst.Comma = comma.with_deep_changes(line, comment=None, whitespace=cst.SimpleWhitespace(""))
+    return bare
+
+
+def edited(
+    cells: Cells,
+    cell: Cell,
+    parsed: _cst.ParsedCell,
+    nodes: Mapping[cst.CSTNode, cst.CSTNode],
+    imports: Sequence[str] = (),
+    replay: str | None = None,
+) -> Edit | Refused:
+    """Return the change of ``cell`` that exchanges these very nodes and adds the imports.
+
+    Args:
+        replay: what a retry runs for it where it is an earlier cell; None for the functions that change.
+    """
+    module = exchange(parsed.module, nodes)
+    whole = _imports.insert_at_top(parsed, module, imports)
+    if cell.number == cells.failing.number:
+        return _cst.edit(cells, cell, parsed, whole)
+    if replay is None:
+        made = _cst.edit(cells, cell, parsed, module)
+        if isinstance(made, Refused):
+            return made
+        replay = made.replay
+    after = _cst.write(parsed, whole)
+    if isinstance(after, Refused):
+        return after
+    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join([*imports, replay]))

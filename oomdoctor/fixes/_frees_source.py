@@ -1,0 +1,69 @@
+"""What the fixes that free memory share in rewriting source: places, blocks of statements, and the name of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["block_around", "blocks", "place_of", "starting_at", "torch_at_top", "torch_name"]
+
+_PLACE: Final = re.compile(r"(?:In\[(?P<cell>\d+)\] )?line (?P<line>\d+): (?P<text>.*)")
+_IMPORT: Final = re.compile(r"^[ \t]*import torch(?:[ \t]+as[ \t]+(?P<name>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE)
+_AMONG: Final = re.compile(r"^[ \t]*import (?:[\w.]+[ \t]*,[ \t]*)*torch[ \t]*(?:,|$)", re.MULTILINE)
+_BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
+
+
+def place_of(fact: str) -> tuple[int, int, str] | None:
+    """Return cell, line and text of a fact such as ``In[3] line 7: loss.backward()``."""
+    match = _PLACE.match(fact)
+    return (int(match["cell"] or 0), int(match["line"]), match["text"]) if match else None
+
+
+def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
+    """Return the name that the cells know torch by, and the import that is needed for it, if any."""
+    if any(_BOUND.search(cell.source) for cell in cells.history):
+        return Refused("`torch` stands for something else in these cells")
+    found = [match for cell in cells.history for match in _IMPORT.finditer(cell.source)]
+    if any(match["name"] is None for match in found) or any(_AMONG.search(cell.source) for cell in cells.history):
+        return "torch", ()
+    return (str(found[-1]["name"]), ()) if found else ("torch", ("import torch",))
+
+
+def torch_at_top(cells: Cells, parsed: _cst.ParsedCell) -> tuple[str, tuple[str, ...]] | Refused:
+    """Return the same for the start of the failing cell, right behind the imports that it begins with."""
+    leading = []
+    for node in parsed.module.body:
+        if not isinstance(node, cst.SimpleStatementLine) or not isinstance(node.body[0], cst.Import | cst.ImportFrom):
+            break
+        leading.append(parsed.code(node))
+    here = Cell(number=cells.failing.number, source="\n".join(leading))
+    known, anywhere = torch_name(Cells(history=(*cells.history[:-1], here))), torch_name(cells)
+    if isinstance(known, Refused) or known == anywhere:
+        return known
+    return Refused("torch is imported in the middle of the cell")
+
+
+def starting_at(parsed: _cst.ParsedCell, line: int, text: str) -> _cst.Statement | None:
+    """Return the outermost statement that begins on ``line``, None if it is not the one that ``text`` begins like."""
+    path = _cst.path_to(parsed, line)
+    found = next((node for node in path if parsed.positions[node].start.line == line), None)
+    is_block = re.match(r"(?:async |for |while |if |with |try:|def )", text) is not None
+    return found if is_block == isinstance(found, cst.BaseCompoundStatement) else None
+
+
+def blocks(parsed: _cst.ParsedCell) -> Iterator[Sequence[cst.BaseStatement]]:
+    """Yield every block of statements of the cell, its top level first."""
+    yield parsed.module.body
+    yield from (node.body for node in parsed.positions if isinstance(node, cst.IndentedBlock))
+
+
+def block_around(parsed: _cst.ParsedCell, node: cst.CSTNode) -> Sequence[cst.BaseStatement]:
+    """Return the block that ``node`` is a statement of; empty if it stands on the line of what it belongs to."""
+    return next((block for block in blocks(parsed) if any(one is node for one in block)), ())

@@ -1,0 +1,35 @@
+"""Whether the host can take what a fix would move there: it has to be another memory, and to have room."""
+
+from __future__ import annotations
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import DeviceMemory, Evidence, HostMemory
+from oomdoctor.model.sizes import format_size
+
+__all__ = ["refuse"]
+
+
+def refuse(evidence: Evidence, size: int) -> Refused | None:
+    """Return why ``size`` bytes of the device in question cannot go to host memory, None if they can."""
+    if (why := _same_memory(evidence.device)) is not None:
+        return Refused(why)
+    room = _room(evidence.host)
+    if room is not None and room < size:
+        return Refused(f"host memory has {format_size(room)} left, and {format_size(size)} would have to go there")
+    return None
+
+
+def _same_memory(device: DeviceMemory) -> str | None:
+    if device.tensor_device != "cpu":
+        return None
+    if device.simulated:
+        return "the virtual accelerator counts host memory: moving tensors there frees nothing on this machine"
+    return "the tensors are in host memory already"
+
+
+def _room(host: HostMemory) -> int | None:
+    """Return what is left on the host, by the strictest count that could be read."""
+    pairs = ((host.cgroup_limit, host.cgroup_used), (host.data_limit, host.data_used))
+    left = [limit - used for limit, used in pairs if isinstance(limit, int) and isinstance(used, int)]
+    left += [host.available] if isinstance(host.available, int) else []
+    return max(min(left), 0) if left else None

@@ -1,0 +1,76 @@
+"""Which loaders' workers were there when memory ran out, and what each was measured to take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.evidence import Evidence, HostMemory, HostProcess, LoaderFacts, Measured, Role
+
+__all__ = ["batch_bytes", "in_use", "named", "root_of", "shared_bytes", "uss", "workers"]
+
+_WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
+_ROOT: Final = re.compile(r"[^\W\d]\w*")
+
+
+def in_use(evidence: Evidence) -> tuple[LoaderFacts, ...] | Refused:
+    """Return the loaders with workers that the failing cell goes through, or whose workers are there."""
+    known = [loader for loader in evidence.code.loaders if loader.num_workers]
+    if not known:
+        return Refused("no loader that the notebook has a name for has worker processes")
+    roots = {root_of(name) for name, _ in workers(evidence) if name} or set(_iterated(evidence))
+    found = tuple(loader for loader in known if root_of(loader.path) in roots)
+    if found:
+        return found
+    return tuple(known) if len(known) == 1 else Refused("which of the loaders was in use is not known")
+
+
+def _iterated(evidence: Evidence) -> Iterable[str]:
+    for loop in evidence.code.loops:
+        if loop.in_failing_run:
+            name = root_of(loop.loader)
+            yield root_of(dict(loop.stands_for).get(name, name))
+
+
+def root_of(path: str) -> str:
+    """Return the name that an expression begins with."""
+    match = _ROOT.match(path)
+    return match[0] if match else path
+
+
+def workers(evidence: Evidence) -> tuple[tuple[str | None, HostProcess], ...]:
+    """Return the worker processes that are there, each with the loader that it is of where that is known."""
+    children = evidence.host.children
+    if isinstance(children, Unavailable):
+        return ()
+    found = ((_WORKER.fullmatch(child.label), child) for child in children)
+    return tuple((match["loader"], child) for match, child in found if match is not None and not match["ended"])
+
+
+def uss(evidence: Evidence, loader: LoaderFacts, alone: bool) -> tuple[int, ...]:
+    """Return what each of a loader's workers would free if it ended, in bytes.
+
+    Args:
+        alone: no other loader is in use, so that workers without a name are of this one.
+    """
+    mine = [child for name, child in workers(evidence) if name == loader.path or (name is None and alone)]
+    return tuple(child.uss for child in mine if isinstance(child.uss, int))
+
+
+def batch_bytes(evidence: Evidence) -> int:
+    """Return the bytes of a batch as the census found it, on the device where it found most of it."""
+    return max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
+
+
+def shared_bytes(host: HostMemory) -> Measured:
+    """Return what is used of the shared memory that batches pass through."""
+    if isinstance(host.shm_total, Unavailable) or isinstance(host.shm_free, Unavailable):
+        return Unavailable("what is free in /dev/shm could not be read")
+    return max(host.shm_total - host.shm_free, 0)
+
+
+def named(loaders: Iterable[LoaderFacts]) -> str:
+    """Return the loaders as a dose names them."""
+    return ", ".join(loader.path for loader in loaders)

@@ -1,0 +1,187 @@
+"""Settings of loaders, changed in the calls that make them and on the loaders that are there already.
+
+The call is found from the loader's name, through functions of the notebook as well. A loader that an earlier cell made
+gets the new settings as it stands, so that its data set is not read again; the next time it is iterated over, it is as
+the changed call would have made it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _cst
+from oomdoctor.fixes._batch_notebook import Book, Page, Place
+from oomdoctor.fixes._batch_replay import node_of
+from oomdoctor.fixes._batch_sizes import loader_calls
+from oomdoctor.fixes._loader_memory import root_of
+from oomdoctor.fixes._optimizer_source import exchange, with_keyword
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, LoaderFacts
+from oomdoctor.model.fix import Edit, Patch
+
+if TYPE_CHECKING:
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["Settings", "patch", "set_on"]
+
+Settings: TypeAlias = Mapping[str, str | None]
+"""What keywords are set to, as source text; None takes a keyword away."""
+
+_PLACES: Final = {"num_workers": 5, "pin_memory": 7, "timeout": 9, "multiprocessing_context": 11}
+"""Where settings stand without their keyword. Source: ``DataLoader.__init__``."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Changes:
+    """What becomes of one cell; ``live`` does the same to loaders that are there."""
+
+    page: Page
+    parsed: _cst.ParsedCell
+    nodes: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = field(default_factory=dict)
+    live: list[str] = field(default_factory=list)
+
+
+def patch(
+    cells: Cells,
+    evidence: Evidence,
+    loaders: Sequence[LoaderFacts],
+    settings: Settings,
+    live: Callable[[LoaderFacts], Sequence[str]],
+) -> Patch | Refused:
+    """Return the cells with other settings in the calls that make ``loaders``.
+
+    Args:
+        live: statements that give a loader which is there already the same settings.
+    """
+    book = Book.read(cells)
+    end = Place(page=book.failing)
+    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
+        return Refused("`DataLoader` is a class of the cells' own")
+    changes: dict[int, _Changes] = {}
+    taken: set[int] = set()
+    for loader in loaders:
+        made = loader_calls(book, loader.path, end)
+        if not made:
+            return Refused(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
+        for call, place in made:
+            taken.add(id(call))
+            change = _change_of(changes, place.page)
+            if isinstance(change, Refused):
+                return change
+            if (why := _add(change, call, settings)) is not None:
+                return Refused(why)
+        bound = book.binding(root_of(loader.path), end)
+        if bound is not None and bound[1].page is not book.failing:
+            changes[made[0][1].page.cell.number].live += live(loader)
+    paths = {loader.path for loader in loaders}
+    for other in evidence.code.loaders:
+        if other.path not in paths and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
+            return Refused(f"`{other.path}` is made by the same call")
+    return _cst.join(cells, [_edit(cells, change) for change in changes.values()])
+
+
+def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
+    number = page.cell.number
+    if number not in changes:
+        parsed = _cst.read(page.cell.source)
+        if isinstance(parsed, Refused):
+            return parsed
+        changes[number] = _Changes(page=page, parsed=parsed)
+    return changes[number]
+
+
+def _add(change: _Changes, call: ast.Call, settings: Settings) -> str | None:
+    """Add the change of one call; return why it cannot be made."""
+    where = f"line {call.lineno} of cell {change.page.cell.number}"
+    if any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
+        return f"{where} unpacks the settings of a loader from something that may hold this one already"
+    node = node_of(change.parsed, call)
+    if not isinstance(node, cst.Call):
+        return f"{where} makes a loader in a way that is not followed"
+    change.nodes[node] = lambda found: _with(cst.ensure_type(found, cst.Call), settings)
+    return None
+
+
+def _with(call: cst.Call, settings: Settings) -> cst.Call:
+    for name, text in settings.items():
+        at = _PLACES.get(name)
+        unnamed = at is not None and len(call.args) > at and call.args[at].keyword is None
+        if text is None:
+            call = _without(call, name)
+        elif unnamed and at is not None:
+            new = call.args[at].with_changes(value=cst.parse_expression(text))
+            call = call.with_changes(args=[*call.args[:at], new, *call.args[at + 1 :]])
+        else:
+            named = with_keyword(call, name, text)
+            assert not isinstance(named, Refused)  # nothing is unpacked, as was seen before
+            call = named
+    return call
+
+
+def _without(call: cst.Call, name: str) -> cst.Call:
+    kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != name]
+    last = call.args[-1]
+    if last not in kept:
+        kept[-1] = _as_last(kept[-1], last)
+    return call.with_changes(args=kept)
+
+
+def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
+    """Return ``arg`` ended as ``last`` was; a comment behind it stays."""
+    before = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
+    has_comma = isinstance(last.comma, cst.Comma)
+    space = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
+    if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(space, cst.ParenthesizedWhitespace):
+        space = space.with_changes(first_line=before.first_line)
+    if has_comma:
+        return arg.with_changes(comma=cst.Comma(whitespace_after=space))
+    return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=space)
+
+
+def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
+    cell, parsed = change.page.cell, change.parsed
+    module = exchange(parsed.module, change.nodes)
+    after = _cst.write(parsed, module)
+    if isinstance(after, Refused):
+        return after
+    if cell.number == cells.failing.number:
+        return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
+    pairs = zip(parsed.module.body, module.body, strict=True)
+    changed = [new for old, new in pairs if not old.deep_equals(new)]
+    if any(isinstance(one, cst.ClassDef) for one in changed):
+        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+    functions = [parsed.code(one) for one in changed if isinstance(one, cst.FunctionDef)]
+    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join([*functions, *change.live]))
+
+
+@contextmanager
+def set_on(session: Session, names: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Give the named loaders other attributes for as long as the context lasts.
+
+    Raises:
+        OomDoctorError: a loader is not there, or its workers are running and would go on as they are.
+    """
+    there = dict(session.loaders)
+    loaders = []
+    for name in names.split(", "):
+        if name not in there:
+            raise OomDoctorError(f"`{name}` is not there yet")
+        own = vars(there[name])
+        if own["_iterator"] is not None:
+            raise OomDoctorError(f"the workers of `{name}` are kept between epochs and are running")
+        loaders.append(own)
+    before = [{key: own[key] for key in ("_iterator", *settings)} for own in loaders]
+    try:
+        for own in loaders:
+            own.update(settings)
+        yield
+    finally:
+        for own, old in zip(loaders, before, strict=True):
+            own.update(old)

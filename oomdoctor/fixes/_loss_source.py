@@ -1,0 +1,339 @@
+"""Cross-entropies in the source rewritten as calls of a small function that takes them over chunks of rows.
+
+``loss = F.cross_entropy(logits, y)`` becomes ``loss = chunked_cross_entropy(logits, y, chunks=8)``, and the function is
+put at the top of the cell that needs it first. It is as short as these calls allow: it has the parameters that they
+use, and divides by what their reduction divides by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _imports
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, LossFacts
+from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["rewrite"]
+
+_NAME: Final = "chunked_cross_entropy"
+_LONGEST: Final = 100
+_OPTIONS: Final = ("weight", "ignore_index", "label_smoothing")
+_DEFAULTS: Final = {"ignore_index": "-100", "label_smoothing": "0.0"}
+_HOMES: Final = {
+    "F": re.compile(
+        r"^[ \t]*(import torch\.nn\.functional as F|from torch\.nn import functional as F)\b", re.MULTILINE
+    ),
+    "functional": re.compile(r"^[ \t]*from torch\.nn import [\w, ]*\bfunctional\b(?! as)", re.MULTILINE),
+    "nn.functional": re.compile(
+        r"^[ \t]*(from torch import [\w, ]*\bnn\b(?! as)|import torch\.nn as nn\b)", re.MULTILINE
+    ),
+    "torch.nn.functional": re.compile(r"^[ \t]*import torch\b(?! as)", re.MULTILINE),
+    "": re.compile(r"^[ \t]*from torch\.nn\.functional import [\w, ]*\bcross_entropy\b(?! as)", re.MULTILINE),
+}
+"""What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
+
+_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
+
+
+_Comma: TypeAlias = cst.Comma | cst.MaybeSentinel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Loss:
+    """One call of a cross-entropy, and its arguments by the names that the function has for them."""
+
+    call: cst.Call
+    arguments: Mapping[str, cst.BaseExpression]
+    reduction: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Helper:
+    """The function that takes a loss in chunks, and the imports that it needs.
+
+    Attributes:
+        options: those of ``_OPTIONS`` that it takes.
+    """
+
+    name: str
+    text: str
+    imports: tuple[str, ...]
+
+
+def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
+    """Return the patch that takes the cross-entropies of the failing run over ``chunks`` chunks."""
+    if any(re.search(rf"\bdef {_NAME}\w*\(", cell.source) for cell in cells.history):
+        return Refused("the code takes its cross-entropy in chunks already")
+    if not code.cross_entropies:
+        return Refused("no cell takes the cross-entropy: what a library does cannot be changed in the source")
+    found: dict[int, tuple[_cst.ParsedCell, list[_Loss]]] = {}
+    known = {cell.number for cell in cells.history}
+    for number in dict.fromkeys(place[0] for place in code.cross_entropies):
+        if number not in known:
+            return Refused(f"cell {number} is no longer in the history")
+        parsed = _cst.read(cells.get(number).source)
+        if isinstance(parsed, Refused):
+            return parsed
+        losses = _losses(cells, code, number, parsed)
+        if isinstance(losses, Refused):
+            return losses
+        found[number] = parsed, losses
+    every = [loss for _, losses in found.values() for loss in losses]
+    helper = _helper(cells, code, every)
+    if isinstance(helper, Refused):
+        return helper
+    first = min(found)
+    return _cst.join(
+        cells,
+        [
+            _edit(
+                cells, cells.get(number), parsed, _changed(parsed, losses, helper.name, chunks), helper, number == first
+            )
+            for number, (parsed, losses) in found.items()
+        ],
+    )
+
+
+def _losses(cells: Cells, code: CodeFacts, number: int, parsed: _cst.ParsedCell) -> list[_Loss] | Refused:
+    finder = _Calls()
+    parsed.module.visit(finder)
+    out: list[_Loss] = []
+    for _, line, called, stands_for in (place for place in code.cross_entropies if place[0] == number):
+        calls = [
+            call
+            for call in finder.found
+            if parsed.code(call.func) == called and parsed.positions[call].start.line == line
+        ]
+        if not calls:
+            return Refused(f"line {line} of cell {number} has no call of `{called}` that can be rewritten")
+        for call in calls:
+            known = next((loss for loss in code.losses if loss.path == stands_for), None)
+            if known is None and (why := _not_torchs(cells, called)) is not None:
+                return Refused(why)
+            loss = _of_function(parsed, call) if known is None else _of_module(parsed, call, called, known)
+            if isinstance(loss, Refused):
+                return loss
+            out.append(loss)
+    return out
+
+
+class _Calls(cst.CSTVisitor):
+    """Finds every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[cst.Call] = []
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        self.found.append(node)
+
+
+def _not_torchs(cells: Cells, called: str) -> str | None:
+    imported = _HOMES.get(called.rpartition(".")[0])
+    if imported is None or not any(imported.search(cell.source) for cell in cells.history):
+        return f"whether `{called}` is torch's cross_entropy cannot be told from the cells"
+    return None
+
+
+def _of_function(parsed: _cst.ParsedCell, call: cst.Call) -> _Loss | Refused:
+    """Return the loss that a call of ``F.cross_entropy`` takes."""
+    positions = ("logits", "targets", "weight")
+    arguments: dict[str, cst.BaseExpression] = {}
+    for at, argument in enumerate(call.args):
+        keyword = argument.keyword.value if argument.keyword is not None else None
+        name = {"input": "logits", "target": "targets"}.get(keyword or "", keyword)
+        if argument.star or (name is None and at >= len(positions)):
+            return Refused(f"the arguments of `{parsed.code(call)}` cannot be told apart")
+        arguments[name or positions[at]] = argument.value
+    reduction = arguments.pop("reduction", cst.SimpleString('"mean"'))
+    if not isinstance(reduction, cst.SimpleString) or not {"logits", "targets"} <= arguments.keys():
+        return Refused(f"how `{parsed.code(call)}` reduces cannot be told from the code")
+    if unknown := arguments.keys() - {"logits", "targets", *_OPTIONS}:
+        return Refused(f"`{min(unknown)}` of `{parsed.code(call)}` is not an option that chunks can keep")
+    if "weight" in arguments and parsed.code(arguments["weight"]) == "None":
+        del arguments["weight"]
+    return _Loss(call=call, arguments=arguments, reduction=str(reduction.evaluated_value))
+
+
+def _of_module(parsed: _cst.ParsedCell, call: cst.Call, called: str, loss: LossFacts) -> _Loss | Refused:
+    """Return the loss that a call of an ``nn.CrossEntropyLoss`` takes, its options read from the object."""
+    if len(call.args) != 2 or any(argument.star or argument.keyword for argument in call.args):
+        return Refused(f"`{parsed.code(call)}` is not given its logits and targets by position")
+    if loss.reduction is None:
+        return Refused(f"how `{called}` reduces cannot be told")
+    arguments = dict(zip(("logits", "targets"), (argument.value for argument in call.args), strict=True))
+    used = {
+        "weight": loss.weighted,
+        "ignore_index": loss.ignore_index not in (None, -100),
+        "label_smoothing": loss.label_smoothing != 0.0,
+    }
+    arguments |= {name: cst.parse_expression(f"{called}.{name}") for name in _OPTIONS if used[name]}
+    return _Loss(call=call, arguments=arguments, reduction=loss.reduction)
+
+
+def _helper(cells: Cells, code: CodeFacts, losses: list[_Loss]) -> _Helper | Refused:
+    reductions = {loss.reduction for loss in losses}
+    if len(reductions) > 1 or len({"weight" in loss.arguments for loss in losses}) > 1:
+        return Refused("the cross-entropies of the code are reduced or weighted in different ways")
+    (reduction,) = reductions
+    if reduction not in ("mean", "sum", "none"):
+        return Refused(f"a reduction {reduction!r} is not known")
+    used = [name for name in _OPTIONS if any(name in loss.arguments for loss in losses)]
+    name = _cst.fresh_name(_NAME, cells)
+    checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
+    imports = [] if any(_IMPORTS_TORCH.search(cell.source) for cell in cells.history) else ["import torch"]
+    imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint))
+    return _Helper(
+        name=name, text=_text(name, checkpoint, _function(cells, code), reduction, used), imports=tuple(imports)
+    )
+
+
+def _function(cells: Cells, code: CodeFacts) -> str:
+    """Return by what text the function is to call torch's ``cross_entropy``: the user's own where there is one."""
+    own = [stands for *_, stands in code.cross_entropies if _not_torchs(cells, stands) is None]
+    if own:
+        return own[0]
+    is_taken = any(re.search(r"^[ \t]*F\s*=[^=]", cell.source, re.MULTILINE) for cell in cells.history)
+    if not is_taken and _not_torchs(cells, "F.cross_entropy") is None:
+        return "F.cross_entropy"
+    return "torch.nn.functional.cross_entropy"
+
+
+def _text(name: str, checkpoint: str, function: str, reduction: str, used: list[str]) -> str:
+    parameters = ["logits", "targets", "chunks", *(["weight"] if "weight" in used else [])]
+    parameters += [f"{option}={_DEFAULTS[option]}" for option in used if option in _DEFAULTS]
+    passed = ['reduction="none"', *(f"{option}={option}" for option in used), "use_reentrant=False"]
+    ignored = "ignore_index" if "ignore_index" in used else "-100"
+    kind = {"mean": "mean ", "sum": "summed ", "none": ""}[reduction]
+    of_rows = " of each row" if reduction == "none" else ""
+    lines = [
+        f"def {name}({', '.join(parameters)}):",
+        f'    """Take the {kind}cross-entropy{of_rows} with the log-probabilities of one chunk of rows at a time."""',
+        "    losses = [",
+        *_laid_out(f"{checkpoint}(", [function, "*rows", *passed], ")"),
+        "        for rows in zip(logits.chunk(chunks), targets.chunk(chunks))",
+        "    ]",
+    ]
+    if reduction == "none":
+        lines += ["    return torch.cat(losses)"]
+    elif reduction == "sum":
+        lines += ["    return torch.cat(losses).sum()"]
+    elif "weight" in used:
+        lines += [f"    return torch.cat(losses).sum() / weight[targets[targets != {ignored}]].sum()"]
+    else:
+        lines += [f"    return torch.cat(losses).sum() / (targets != {ignored}).sum()"]
+    return "\n".join(lines) + "\n"
+
+
+def _laid_out(opening: str, arguments: list[str], closing: str) -> list[str]:
+    """Return a call within the list, over several lines where it is too long for one."""
+    outer, inner = " " * 8, " " * 12
+    joined = ", ".join(arguments)
+    if len(line := f"{outer}{opening}{joined}{closing}") <= _LONGEST:
+        return [line]
+    inside = [f"{inner}{joined}"]
+    if len(inside[0]) > _LONGEST:
+        inside = [f"{inner}{argument}," for argument in arguments]
+    return [f"{outer}{opening}", *inside, f"{outer}{closing}"]
+
+
+def _changed(parsed: _cst.ParsedCell, losses: list[_Loss], name: str, chunks: int) -> cst.Module:
+    return parsed.module.visit(_Replaced({loss.call: _call(loss, name, chunks) for loss in losses}))
+
+
+class _Replaced(cst.CSTTransformer):
+    """Puts other calls in the place of some, all at once: each visit makes every node anew."""
+
+    def __init__(self, calls: Mapping[cst.Call, cst.Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
+        return self._calls.get(original_node, updated_node)
+
+
+def _call(loss: _Loss, name: str, chunks: int) -> cst.Call:
+    """Return the call of the function, laid out as the call was."""
+    old = loss.call
+    tight = cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+    between = next((argument.comma for argument in old.args[:-1] if isinstance(argument.comma, cst.Comma)), tight)
+    is_positional = all(argument.keyword is None for argument in old.args[:2])
+    named = {"chunks": cst.Integer(str(chunks))} | {n: v for n, v in loss.arguments.items() if n in _OPTIONS}
+    arguments = [
+        cst.Arg(loss.arguments[key]) if is_positional else _named(key, loss.arguments[key])
+        for key in ("logits", "targets")
+    ]
+    arguments += [_named(key, value) for key, value in named.items()]
+    last = old.args[-1].with_changes(
+        value=arguments[-1].value,
+        keyword=arguments[-1].keyword,
+        equal=arguments[-1].equal,
+        comma=_bare(old.args[-1].comma),
+    )
+    new = [argument.with_changes(comma=between) for argument in arguments[:-1]]
+    if last.comma is not old.args[-1].comma:  # a comment there is on the argument that was the last
+        new[1] = new[1].with_changes(comma=_with_comment(between, old.args[-1].comma))
+    return old.with_changes(func=cst.Name(name), args=[*new, last])
+
+
+def _bare(comma: _Comma) -> _Comma:
+    """Return a comma without the comment behind it."""
+    if not isinstance(comma, cst.Comma) or not isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):
+        return comma
+    after = comma.whitespace_after
+    if after.first_line.comment is None:
+        return comma
+    return comma.with_changes(whitespace_after=after.with_changes(first_line=cst.TrailingWhitespace()))
+
+
+def _with_comment(comma: cst.Comma, old: _Comma) -> cst.Comma:
+    """Return ``comma`` with the comment behind ``old``."""
+    after = old.whitespace_after if isinstance(old, cst.Comma) else None
+    own = comma.whitespace_after
+    if not isinstance(after, cst.ParenthesizedWhitespace) or not isinstance(own, cst.ParenthesizedWhitespace):
+        return comma
+    return comma.with_changes(whitespace_after=own.with_changes(first_line=after.first_line))
+
+
+def _named(name: str, value: cst.BaseExpression) -> cst.Arg:
+    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(value, keyword=cst.Name(name), equal=tight)
+
+
+def _edit(
+    cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, helper: _Helper, defines: bool
+) -> Edit | Refused:
+    """Return the edit of one cell, with the function and its imports where the cell is to define it."""
+    if not defines:
+        return _cst.edit(cells, cell, parsed, module)
+    with_helper = _spaced(_imports.insert_at_top(parsed, module, [helper.text.strip()]), helper.name)
+    edit = _cst.edit(cells, cell, parsed, with_helper)
+    whole = _spaced(_imports.insert_at_top(parsed, module, [*helper.imports, helper.text.strip()]), helper.name)
+    after = _cst.write(parsed, whole)
+    if isinstance(edit, Refused):
+        return edit
+    if isinstance(after, Refused):
+        return after
+    is_failing = cell.number == cells.failing.number
+    replay = after if is_failing else "\n".join([*helper.imports, "", "", edit.replay])
+    return replace(edit, after=after, replay=replay)
+
+
+def _spaced(module: cst.Module, name: str) -> cst.Module:
+    """Return the module with two blank lines around the function of this name at its top level."""
+    body = list(module.body)
+    at = next(i for i, node in enumerate(body) if isinstance(node, cst.FunctionDef) and node.name.value == name)
+    for place in (at, at + 1):
+        if 0 < place < len(body):
+            comments = [line for line in body[place].leading_lines if line.comment is not None]
+            body[place] = body[place].with_changes(
+                leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False), *comments]
+            )
+    return module.with_changes(body=body)

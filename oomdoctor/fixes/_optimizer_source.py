@@ -1,0 +1,250 @@
+"""Where the cells make an optimizer: the call of its class, in a cell or in a function that a cell calls.
+
+The name in the notebook is followed backwards by its text: to the last statement outside of functions that binds it,
+and from there into a function of the notebook where one made it. Limits: classes under another name, optimizers made by
+libraries, and names that are attributes are not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import OptimizerFacts
+from oomdoctor.model.fix import Edit
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["Made", "New", "calls", "edited", "exchange", "last_name", "made", "with_keyword"]
+
+Read: TypeAlias = Callable[[str], _cst.ParsedCell | Refused]
+
+_TORCH: Final = "torch.optim."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Made:
+    """The making of one optimizer.
+
+    Attributes:
+        cell: where the call of its class stands; ``call``: that call, a node of ``parsed``.
+        statement: the statement outside of functions that binds its name; ``bound_in``: its cell.
+        in_function: the call stands in a function that the statement calls.
+    """
+
+    path: str
+    cell: Cell
+    parsed: _cst.ParsedCell
+    call: cst.Call
+    statement: cst.SimpleStatementLine
+    bound_in: Cell
+    in_function: bool = False
+
+    def is_live(self, cells: Cells) -> bool:
+        """Whether the optimizer is there before the failing cell begins."""
+        return self.bound_in.number != cells.failing.number
+
+
+def made(cells: Cells, optimizers: Iterable[OptimizerFacts]) -> tuple[Made, ...] | Refused:
+    """Return where each of ``optimizers`` is made, or why that is not known of one."""
+    read = cache(_cst.read)
+    found = []
+    for facts in optimizers:
+        one = _made(cells, facts, read)
+        if isinstance(one, Refused):
+            return one
+        found.append(one)
+    return tuple(found)
+
+
+def _made(cells: Cells, facts: OptimizerFacts, read: Read) -> Made | Refused:
+    if not facts.home.startswith(_TORCH):
+        return Refused(f"`{facts.path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
+    if not facts.path.isidentifier():
+        return Refused(f"`{facts.path}` is not a name of its own, so where it is made is not followed")
+    for cell in reversed(cells.history):
+        parsed = read(cell.source)
+        if isinstance(parsed, Refused):
+            if facts.path in cell.source:
+                return parsed
+            continue
+        found = _Bindings(facts.path)
+        parsed.module.visit(found)
+        if found.last is not None and not isinstance(found.value, cst.Call):
+            line = parsed.lines_of(found.last)[0]
+            return Refused(f"line {line} of cell {cell.number} makes `{facts.path}` in a way that is not followed")
+        if found.last is not None and isinstance(found.value, cst.Call):
+            return _followed(
+                cells,
+                facts,
+                read,
+                Made(path=facts.path, cell=cell, parsed=parsed, call=found.value, statement=found.last, bound_in=cell),
+            )
+    return Refused(f"no cell makes `{facts.path}`")
+
+
+def _followed(cells: Cells, facts: OptimizerFacts, read: Read, bound: Made) -> Made | Refused:
+    """Return the making behind the value that the name is bound to."""
+    name = last_name(bound.call)
+    if name == facts.type_name:
+        return bound
+    if isinstance(bound.call.func, cst.Name):
+        for cell in reversed(cells.history):
+            parsed = read(cell.source)
+            if isinstance(parsed, Refused) or (function := _function(parsed, name)) is None:
+                continue
+            inside = [call for call in calls(function) if last_name(call) == facts.type_name]
+            if len(inside) == 1:
+                return replace(bound, cell=cell, parsed=parsed, call=inside[0], in_function=True)
+            break
+    line = bound.parsed.lines_of(bound.statement)[0]
+    return Refused(f"line {line} of cell {bound.cell.number} makes `{facts.path}` in a way that is not followed")
+
+
+def last_name(node: cst.BaseExpression) -> str:
+    """Return the last part of the name that is called, ``Adam`` of ``torch.optim.Adam(...)``; empty if it has none."""
+    func = node.func if isinstance(node, cst.Call) else node
+    if isinstance(func, cst.Attribute):
+        return func.attr.value
+    return func.value if isinstance(func, cst.Name) else ""
+
+
+def _function(parsed: _cst.ParsedCell, name: str) -> cst.FunctionDef | None:
+    found = [node for node in parsed.module.body if isinstance(node, cst.FunctionDef) and node.name.value == name]
+    return found[-1] if found else None
+
+
+def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
+    """Yield every call within ``node``."""
+    for child in node.children:
+        if isinstance(child, cst.Call):
+            yield child
+        yield from calls(child)
+
+
+def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:
+    """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
+    if any(arg.star for arg in call.args):
+        return Refused("the optimizer's options are unpacked from something that may hold this one already")
+    new = cst.parse_expression(value)
+    for at, arg in enumerate(call.args):
+        if arg.keyword is not None and arg.keyword.value == name:
+            return call.with_changes(args=[*call.args[:at], arg.with_changes(value=new), *call.args[at + 1 :]])
+    *rest, last = call.args
+    added = last.with_changes(
+        keyword=cst.Name(name),
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+        value=new,
+        comma=_without_comment(last.comma),
+    )
+    between = rest[-1].comma if rest else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    kept = last.with_changes(comma=_with_comment_of(between, last.comma), whitespace_after_arg=cst.SimpleWhitespace(""))
+    return call.with_changes(args=[*rest, kept, added])
+
+
+def _first_line(comma: cst.Comma | cst.MaybeSentinel) -> cst.TrailingWhitespace | None:
+    space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
+    return space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None
+
+
+def _without_comment(comma: cst.Comma | cst.MaybeSentinel) -> cst.Comma | cst.MaybeSentinel:
+    line = _first_line(comma)
+    if line is None or line.comment is None:
+        return comma
+    return comma.with_deep_changes(line, comment=None, whitespace=cst.SimpleWhitespace(""))  # type: ignore[union-attr]
+
+
+def _with_comment_of(comma: cst.Comma | cst.MaybeSentinel, other: cst.Comma | cst.MaybeSentinel) -> cst.Comma:
+    """Return the comma between two arguments, followed by the comment that stood behind the last argument."""
+    own, line = _first_line(comma), _first_line(other)
+    assert isinstance(comma, cst.Comma)
+    if own is None:
+        return comma
+    bare = line or cst.TrailingWhitespace()
+    return comma.with_deep_changes(own, comment=bare.comment, whitespace=bare.whitespace)
+
+
+def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequence[str]) -> Edit | Refused:
+    """Return the change of the cell in which all of ``found`` are made.
+
+    Args:
+        module: the changed cell.
+        live: what does the same to those of the optimizers that are there already.
+    """
+    cell, parsed = found[0].cell, found[0].parsed
+    if cell.number == cells.failing.number or all(one.in_function for one in found):
+        edit = _cst.edit(cells, cell, parsed, module)
+        return edit if isinstance(edit, Refused) or not live else replace(edit, replay="\n".join([edit.replay, *live]))
+    if any(one.in_function for one in found):
+        return Refused(f"cell {cell.number} makes optimizers in a function and outside of it")
+    after = _cst.write(parsed, module)
+    if isinstance(after, Refused):
+        return after
+    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join(live))
+
+
+New: TypeAlias = cst.CSTNode | Callable[[cst.CSTNode], cst.CSTNode]
+"""What stands in the place of a node: another node, or what is made of it once all within it is exchanged."""
+
+
+def exchange(module: cst.Module, nodes: Mapping[cst.CSTNode, New]) -> cst.Module:
+    """Return ``module`` with each of these very nodes replaced by another one."""
+    return module.visit(_Exchange(nodes))
+
+
+class _Exchange(cst.CSTTransformer):
+    """Puts other nodes in the place of some."""
+
+    def __init__(self, nodes: Mapping[cst.CSTNode, New]) -> None:
+        super().__init__()
+        self._nodes = {id(old): new for old, new in nodes.items()}
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
+        new = self._nodes.get(id(original_node))
+        if new is None:
+            return super().on_leave(original_node, updated_node)
+        return new if isinstance(new, cst.CSTNode) else new(updated_node)
+
+
+class _Bindings(cst.CSTVisitor):
+    """Finds the last assignment to a name outside of functions, and the value that it is from."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.last: cst.SimpleStatementLine | None = None
+        self.value: cst.BaseExpression | None = None
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
+        return False
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802
+        return False
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
+        for small in node.body:
+            for target, value in _pairs(small):
+                if isinstance(target, cst.Name) and target.value == self._name:
+                    self.last, self.value = node, value
+        return False
+
+
+def _pairs(small: cst.BaseSmallStatement) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Yield each target of an assignment with what it is bound to, the whole value where that is not a tuple too."""
+    if isinstance(small, cst.AnnAssign) and small.value is not None:
+        yield small.target, small.value
+    for target in small.targets if isinstance(small, cst.Assign) else ():
+        value = small.value  # type: ignore[attr-defined]
+        if not isinstance(target.target, cst.Tuple):
+            yield target.target, value
+        elif isinstance(value, cst.Tuple) and len(value.elements) == len(target.target.elements):
+            yield from ((a.value, b.value) for a, b in zip(target.target.elements, value.elements, strict=True))
+        else:
+            yield from ((element.value, value) for element in target.target.elements)

@@ -1,0 +1,313 @@
+"""Writes a training step under autocast, and with gradients scaled where the precision needs it.
+
+The statements from the model's call to the loss go under ``torch.autocast``; the backward pass stays outside, as torch
+advises. With float16 the loss is scaled, gradients are unscaled before they are clipped, a step is taken by the scaler,
+and schedules that count steps count those that were taken.
+
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+from oomdoctor.fixes._dataflow import ancestors, bound, own, reads
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.fix import Edit
+from oomdoctor.model.session import Cell, Cells
+
+__all__ = ["under_autocast"]
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+_CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"})
+_SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
+_OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
+
+
+class _NotSafe(Exception):
+    """The step cannot be written so that it is right; the text says why, for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Places in the body of the loop.
+
+    Attributes:
+        start, end: the first and the last statement that go under autocast.
+        backward: the statement that calls ``backward``; ``loss`` the source of what it is called on.
+    """
+
+    start: int
+    end: int
+    backward: int
+    loss: str
+
+
+def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], device: str, dtype: str) -> Edit | Refused:
+    """Return the change of ``cell`` that runs the step of its ``loops`` under autocast.
+
+    Args:
+        device: the type of the device, ``cuda``.
+        dtype: ``bfloat16`` or ``float16``; with the latter a ``GradScaler`` is put in.
+    """
+    parsed = _cst.read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    if not any(re.search(r"^\s*import torch\s*(#|$|,)", one.source, re.M) for one in cells.history):
+        return Refused("the cells do not import `torch` by its name")
+    tree = ast.parse(parsed.masked.text)
+    scaler = _cst.fresh_name("scaler", cells) if dtype == "float16" else ""
+    scale = _cst.fresh_name("scale", cells)
+    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
+    tops: list[cst.CSTNode] = []
+    try:
+        for facts in loops:
+            old, node = _find_cst(parsed, facts.line), _find_ast(tree, facts.line)
+            step = _plan(tree, node, _helpers(cells, facts))
+            new = _wrapped(parsed, old, step, device, dtype)
+            if scaler:
+                _check_scaled(node, facts)
+                new = cst.ensure_type(new.visit(_Scale(parsed, facts, scaler, scale)), type(new))
+            changes[old] = [new]
+            tops.append(_cst.path_to(parsed, facts.line)[0])
+    except _NotSafe as why:
+        return Refused(str(why))
+    edit = _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    if isinstance(edit, Refused) or not scaler:
+        return edit
+    index = min(i for i, node in enumerate(parsed.module.body) if any(node is top for top in tops))
+    return _with_scaler(cells, edit, index, f'{scaler} = torch.amp.GradScaler("{device}")')
+
+
+def _find_ast(tree: ast.Module, line: int) -> Loop:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.AsyncFor | ast.While) and node.lineno == line:
+            return node
+    raise _NotSafe("the loop is not where it was found before")
+
+
+def _find_cst(parsed: _cst.ParsedCell, line: int) -> cst.For | cst.While:
+    for node in reversed(_cst.path_to(parsed, line)):
+        if isinstance(node, cst.For | cst.While) and parsed.lines_of(node).start == line:
+            if not isinstance(node.body, cst.IndentedBlock) or any(
+                isinstance(one, cst.SimpleStatementLine) and len(one.body) != 1 for one in node.body.body
+            ):
+                raise _NotSafe("several statements of the loop share a line")
+            return node
+    raise _NotSafe("the loop is not where it was found before")
+
+
+def _helpers(cells: Cells, facts: TrainingLoop) -> frozenset[str]:
+    """Return the models of the loop, and the functions of the cells that call one of them."""
+    found = set(facts.models)
+    for cell in cells.history:
+        parsed = _cst.read(cell.source)
+        if isinstance(parsed, Refused):
+            continue
+        for node in ast.walk(ast.parse(parsed.masked.text)):
+            if isinstance(node, ast.FunctionDef) and _runs(ast.Module(body=node.body, type_ignores=[]), facts.models):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _plan(tree: ast.Module, loop: Loop, runners: Collection[str]) -> _Step:
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _method(node) == "backward"]
+    if len(calls) != 1:
+        raise _NotSafe(f"the loop calls backward {len(calls)} times, not once")
+    (call,) = calls
+    at = next((i for i, node in enumerate(loop.body) if isinstance(node, ast.Expr) and node.value is call), None)
+    if at is None:
+        raise _NotSafe("backward is not called by a statement of the loop itself")
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if _OWNERS.match(ast.unparse(receiver)):
+        raise _NotSafe(f"`{ast.unparse(receiver)}` takes its precision from its own settings")
+    if _runs(receiver, runners):
+        raise _NotSafe("backward is called on an expression that runs the model: give the loss a name")
+    before = loop.body[:at]
+    start = next((place for place, node in enumerate(before) if _runs(node, runners)), None)
+    end = max((place for place, node in enumerate(before) if bound(node) & reads(receiver)), default=None)
+    if start is None or end is None or end < start:
+        raise _NotSafe("the model and the loss are not called by statements of the loop itself")
+    made = {name for node in before[start : end + 1] for name in bound(node)}
+    _check_numpy(tree, loop, made)
+    return _Step(start=start, end=end, backward=at, loss=ast.unparse(receiver))
+
+
+def _runs(node: ast.AST, runners: Collection[str]) -> bool:
+    """Whether ``node`` calls one of these, or hands one over to what it calls."""
+    return any(
+        ast.unparse(part.func) in runners or any(ast.unparse(arg) in runners for arg in part.args)
+        for part in own(node)
+        if isinstance(part, ast.Call)
+    )
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _check_numpy(tree: ast.Module, loop: Loop, made: set[str]) -> None:
+    """Refuse where what autocast makes is handed to NumPy, which has no bfloat16."""
+    path = ancestors(tree, loop)
+    scope = next((one for one in reversed(path) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)), tree)
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call) and _method(node) == "numpy" and reads(node) & made:
+            name = min(reads(node) & made)
+            raise _NotSafe(f"`{ast.unparse(node)}` needs `{name}` in a precision that NumPy has")
+
+
+def _wrapped(
+    parsed: _cst.ParsedCell, old: cst.For | cst.While, step: _Step, device: str, dtype: str
+) -> cst.For | cst.While:
+    lines = list(old.body.body)
+    inner = lines[step.start : step.end + 1]
+    (head,) = _cst.statements(f'with torch.autocast("{device}", dtype=torch.{dtype}):\n    pass\n', parsed)
+    first = inner[0]
+    above = getattr(first, "leading_lines", ())
+    inner[0] = first.with_changes(leading_lines=()) if hasattr(first, "leading_lines") else first
+    block = cst.ensure_type(head, cst.With)
+    block = block.with_changes(leading_lines=above, body=block.body.with_changes(body=inner))
+    body = [*lines[: step.start], block, *lines[step.end + 1 :]]
+    return old.with_changes(body=old.body.with_changes(body=body))
+
+
+def _check_scaled(loop: Loop, facts: TrainingLoop) -> None:
+    """Check that a scaler can take the step: one optimizer, clipped once, with nothing else that reads gradients.
+
+    Raises:
+        _NotSafe: something looks at scaled gradients, or steps stand where they cannot be told to belong together.
+    """
+    if len(facts.optimizers) != 1:
+        names = ", ".join(facts.optimizers) or "none that is known"
+        raise _NotSafe(f"the loop steps {len(facts.optimizers)} optimizers ({names}), and one can be scaled")
+    calls = [node for node in own(loop) if isinstance(node, ast.Call)]
+    for node in own(loop):
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            raise _NotSafe(f"`{ast.unparse(node)}` is read while gradients are scaled")
+    steps = [call for call in calls if _is_step_of(call, facts.optimizers[0])]
+    if len(steps) != 1 or steps[0].args or steps[0].keywords:
+        raise _NotSafe(f"`{facts.optimizers[0]}` is not stepped by one plain call of the loop itself")
+    block = _block(loop, steps[0])
+    clips = [call for call in calls if _last(call) in _CLIPS]
+    if len(clips) > 1 or any(not any(clip is part for one in block for part in ast.walk(one)) for clip in clips):
+        raise _NotSafe("gradients are clipped apart from the step, so they would be unscaled more than once")
+    schedules = [call for call in calls if _is_schedule(call)]
+    if bool(schedules) != ("schedule" in facts.order):
+        raise _NotSafe("which scheduler is stepped in the loop cannot be told")
+    for call in schedules:
+        after = [one for one in block if one.lineno > steps[0].lineno]
+        if not any(isinstance(one, ast.Expr) and one.value is call for one in after):
+            raise _NotSafe(f"`{ast.unparse(call)}` does not follow the step of the optimizer")
+
+
+def _last(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _is_step_of(call: ast.Call, owner: str) -> bool:
+    return ast.unparse(call.func) == f"{owner}.step"
+
+
+def _is_schedule(call: ast.Call) -> bool:
+    return _method(call) == "step" and _SCHEDULER.search(ast.unparse(call.func)) is not None
+
+
+def _block(loop: Loop, call: ast.Call) -> list[ast.stmt]:
+    """Return the statements among which ``call`` is one.
+
+    Raises:
+        _NotSafe: it is not a statement of its own, or stands in a loop within the loop.
+    """
+    path = ancestors(loop, call)
+    if not isinstance(path[-2], ast.Expr) or any(isinstance(node, ast.For | ast.While) for node in path[1:]):
+        raise _NotSafe(f"`{ast.unparse(call)}` is not a statement of the loop itself")
+    for name in ("body", "orelse"):
+        block: list[ast.stmt] = getattr(path[-3], name, [])
+        if path[-2] in block:
+            return block
+    raise _NotSafe(f"`{ast.unparse(call)}` is not a statement of the loop itself")
+
+
+class _Scale(cst.CSTTransformer):
+    """Puts the scaler into the statements of a loop."""
+
+    def __init__(self, parsed: _cst.ParsedCell, facts: TrainingLoop, scaler: str, scale: str) -> None:
+        super().__init__()
+        self._parsed, self._scaler = parsed, scaler
+        self._optimizer = facts.optimizers[0]
+        self._scale = scale if "schedule" in facts.order else ""
+
+    def leave_SimpleStatementLine(  # noqa: N802
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
+        if len(updated_node.body) != 1:
+            return updated_node
+        try:
+            node = ast.parse(cst.Module([updated_node.with_changes(leading_lines=())]).code.strip()).body[0]
+        except SyntaxError:
+            return updated_node
+        lines = list(self._lines(node, updated_node))
+        if lines == [updated_node]:
+            return updated_node
+        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        return cst.FlattenSentinel(lines)
+
+    def _lines(self, node: ast.stmt, line: cst.SimpleStatementLine) -> Iterator[cst.BaseStatement]:
+        bare = line.with_changes(leading_lines=())
+        calls = [part for part in own(node) if isinstance(part, ast.Call)]
+        if any(_last(call) in _CLIPS for call in calls):
+            yield from self._parse(f"{self._scaler}.unscale_({self._optimizer})")
+            yield bare
+        elif any(_method(call) == "backward" for call in calls):
+            yield self._backward(line)
+        elif any(_is_step_of(call, self._optimizer) for call in calls):
+            yield from self._parse(f"{self._scaler}.step({self._optimizer})")
+            if self._scale:
+                yield from self._parse(f"{self._scale} = {self._scaler}.get_scale()")
+            yield from self._parse(f"{self._scaler}.update()")
+        elif self._scale and any(map(_is_schedule, calls)):
+            text = f"if {self._scaler}.get_scale() >= {self._scale}:  # no step was taken if the gradients overflowed"
+            (block,) = self._parse(f"{text}\n    pass")
+            block = cst.ensure_type(block, cst.If)
+            yield block.with_changes(body=block.body.with_changes(body=[bare]))
+        else:
+            yield line
+
+    def _backward(self, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+        call = cst.ensure_type(cst.ensure_type(line.body[0], cst.Expr).value, cst.Call)
+        receiver = cst.ensure_type(call.func, cst.Attribute).value
+        bare = receiver.with_changes(lpar=(), rpar=()) if hasattr(receiver, "lpar") else receiver
+        scaled = cst.Call(
+            func=cst.Attribute(value=cst.Name(self._scaler), attr=cst.Name("scale")), args=[cst.Arg(bare)]
+        )
+        return cst.ensure_type(line.deep_replace(receiver, scaled), cst.SimpleStatementLine)
+
+    def _parse(self, text: str) -> tuple[cst.BaseStatement, ...]:
+        return _cst.statements(text + "\n", self._parsed)
+
+
+def _with_scaler(cells: Cells, edit: Edit, index: int, line: str) -> Edit | Refused:
+    """Return ``edit`` with the scaler made once, by ``line`` before the statement that uses it."""
+    changed = _cst.read(edit.after)
+    if isinstance(changed, Refused):
+        return changed
+    before, first, rest = changed.module.body[:index], changed.module.body[index], changed.module.body[index + 1 :]
+    above = list(getattr(first, "leading_lines", ()))
+    blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(first, cst.FunctionDef | cst.ClassDef) else 0)
+    (new,) = _cst.statements(line + "\n", changed)
+    body = [*before, new.with_changes(leading_lines=above), first.with_changes(leading_lines=blank), *rest]
+    after = _cst.write(changed, changed.module.with_changes(body=body))
+    if isinstance(after, Refused):
+        return after
+    is_failing = edit.cell == cells.failing.number
+    replay = after if is_failing else f"{line}\n\n\n{edit.replay}"
+    return Edit(cell=edit.cell, before=edit.before, after=after, replay=replay)

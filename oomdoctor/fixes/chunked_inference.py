@@ -1,0 +1,226 @@
+"""A prediction over a large batch made over parts of it, its results put together as they come.
+
+Without gradients nothing is kept of a part but its result. So the batch is cut, its parts take the device one after
+the other, and each result goes to where the whole one was to go: into one tensor on the device, or, where the code
+takes the result to the host anyway, there, part by part.
+
+The results are equal up to rounding, not to the bit: libraries choose other kernels for other numbers of rows. That
+samples do not depend on one another is found out by trying a few of them; a model in training mode whose layers do,
+or that drops values, is refused. Calls with gradients run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _cst
+from oomdoctor.fixes._chunked_calls import rewrite
+from oomdoctor.fixes._inference_source import moved_inwards
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.kinds import child_path
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oomdoctor.fixes._split import Divided
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+
+TOLERANCE: Final = 1e-5
+"""Relative difference of outputs in float32: kernels for other numbers of rows add up in another order."""
+
+_CHUNKS: Final = (2, 4, 16, 64)
+
+_OVERHEAD: Final = 0.001
+"""Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
+
+_DATA_PARALLEL: Final = {"DistributedDataParallel": "its forward exchanges buffers with the other processes"}
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose 2 to 64 parts, no more than the batch has samples where that is known."""
+    code = evidence.code
+    if not code.grad_disabled:
+        return Refused("the failing line runs with gradients on, so that activations of every part would be kept")
+    models = [model for model in code.models if model.parameter_bytes]
+    if not models:
+        return Refused("no model was found among the names of the notebook")
+    for model in models:
+        if (why := _couples(model)) is not None:
+            return Refused(why)
+    size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
+    if not size:
+        return Refused("no activations were found that splitting the batch could save")
+    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
+    doses = [chunks for chunks in _CHUNKS if chunks <= max(batches, default=_CHUNKS[-1])]
+    if not doses:
+        return Refused("the batch has one sample: there is nothing to split")
+    return tuple(
+        Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.EQUIVALENT,
+            saves=size * (chunks - 1) // chunks,
+            slowdown=1 + _OVERHEAD * chunks,
+            basis=f"estimate: 1/{chunks} of {format_size(size)} of activations and request at a time",
+        )
+        for chunks in doses
+    )
+
+
+def _couples(model: ModelFacts) -> str | None:
+    """Return why the samples of a batch cannot be run apart with the same results."""
+    if model.training and model.batch_norm:
+        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
+    if model.training and model.dropout:
+        return f"{child_path(model.path, model.dropout[0])} drops values: `{model.path}` is in training mode"
+    if model.sequence_first:
+        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
+    return None
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Split every forward of the session's models that runs without gradients; undone on exit.
+
+    Raises:
+        OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
+            it does to them cannot be split.
+    """
+    from oomdoctor.fixes import _forward
+
+    models = [(path, model) for path, model in session.modules if any(True for _ in model.parameters())]
+    if not models:
+        raise OomDoctorError("no model was found among the names of the notebook")
+    for path, model in models:
+        _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
+        _forward.refuse_inner_hooks(path, model)
+    split = _Predictions({id(model): path for path, model in models}, dose.number("chunks"))
+    with _forward.replaced([model for _, model in models], split.run):
+        yield
+
+
+class _Predictions:
+    """Runs forwards in parts, and remembers which models were seen to treat their samples one by one."""
+
+    def __init__(self, paths: dict[int, str], chunks: int) -> None:
+        self._paths, self._chunks = paths, chunks
+        self._checked: WeakSet[Any] = WeakSet()
+        self._inside = False
+
+    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward: whole with gradients, with one sample, or as part of one that is split already."""
+        import torch
+
+        from oomdoctor.fixes import _forward, _rowwise, _split
+
+        if self._inside or torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        path = self._paths.get(id(module), type(module).__name__)
+        call = _split.divide(path, args, kwargs)
+        if call.rows < 2:
+            return forward(*args, **kwargs)
+        if _forward.active_dropout(module):
+            raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
+        _rowwise.refuse_batch_norm(path, module)
+        self._inside = True
+        try:
+            if module not in self._checked:
+                _rowwise.refuse_coupled(path, module, forward, call)
+                self._checked.add(module)
+            return self._in_parts(path, module, forward, call)
+        finally:
+            self._inside = False
+
+    def _in_parts(self, path: str, module: Any, forward: Any, call: Divided) -> Any:
+        from oomdoctor.fixes import _forward, _rowwise
+
+        devices = _rowwise.devices(module)
+        watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices)
+        most = -(-call.rows // self._chunks)
+        rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
+        parts = (forward(*args, **kwargs) for args, kwargs in call.chunks(self._chunks))
+        whole = _gathered(path, parts, rows)
+        if (changed := watch.changed()) is not None:
+            raise OomDoctorError(
+                f"{path} is not split: its forward changes {changed}, which would happen for each part"
+            )
+        if marks != _forward.rng_marks(devices):
+            raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
+        return whole
+
+
+def _gathered(path: str, parts: Iterator[Any], rows: Sequence[int]) -> Any:
+    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice."""
+    import torch
+
+    from oomdoctor.fixes import _split
+
+    first = next(parts)
+    if not isinstance(first, torch.Tensor) or first.ndim == 0 or first.shape[0] != rows[0]:
+        return _split.join(path, [first, *parts], rows)
+    form = torch.channels_last if _is_channels_last(first) else torch.contiguous_format
+    whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device, memory_format=form)
+    whole[: rows[0]] = first
+    done, kind = rows[0], (first.dtype, first.shape[1:])
+    del first
+    for part, count in zip(parts, rows[1:], strict=True):
+        if not isinstance(part, torch.Tensor) or part.shape[:1] != (count,) or (part.dtype, part.shape[1:]) != kind:
+            raise OomDoctorError(f"{path} is not split: the outputs for parts of the batch do not fit together")
+        whole[done : done + count] = part
+        done += count
+    return whole
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    import torch
+
+    return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Rewrite the model's calls in the failing cell; moves to and from the device are made part by part."""
+    code = evidence.code
+    if not code.grad_disabled:
+        return Refused("the failing line runs with gradients on")
+    for model in code.models:
+        if (why := _couples(model)) is not None:
+            return Refused(why)
+    if any(loop.in_failing_run for loop in code.loops):
+        return Refused("the failing cell trains as well: which of its calls are predictions cannot be told")
+    found = rewrite(cells, code, dose.number("chunks"))
+    if isinstance(found, Refused):
+        return found
+    (edit,) = found.edits
+    after = moved_inwards(edit.after, _cst.fresh_name("part", cells))
+    return after if isinstance(after, Refused) else Patch(edits=(replace(edit, after=after, replay=after),))
+
+
+def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Try each model out at its first call in the patched cell, as the live form does."""
+    from oomdoctor.fixes import _rowwise
+
+    del dose
+    return _rowwise.tried_out(session)
+
+
+FIX: Final = Fix(
+    id="chunked_inference",
+    title="Predict over parts of the batch, and put the results together as they come",
+    effect=Effect.EQUIVALENT,
+    tolerance=TOLERANCE,
+    cost="the same arithmetic in smaller pieces",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+    guard=guard,
+)

@@ -1,0 +1,184 @@
+"""The cross-entropy over many classes taken by chunks of rows, so that log-probabilities exist for one chunk alone.
+
+Over a large vocabulary the loss keeps log-probabilities as large as the logits, and its backward pass makes two
+gradients of that size. A row's loss depends on that row alone: taken in chunks that are computed anew in the backward
+pass, each of them exists for one chunk at a time. The mean is over all rows that count, weighted by their classes, not
+the mean of means of chunks.
+
+In the source, each call becomes one of a small function under ``torch.utils.checkpoint``. Live, calls are chunked
+wherever they are made, in libraries too. Limits: the logits themselves are the model's, and stay.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._loss_source import rewrite
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.kinds import submodules
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+
+TOLERANCE: Final = 1e-5
+"""Relative difference of losses and parameters in float32: the mean over the rows is taken in another order."""
+
+_CHUNKS: Final = (2, 4, 8, 16)
+
+_OVERHEAD: Final = 0.02
+"""Time of taking each chunk's log-probabilities twice, as a share of a step. A round figure, not measured."""
+
+_WORTH: Final = 1 / 20
+"""What the log-probabilities have to take of the memory found, so that it is worth the while."""
+
+_FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
+_MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
+_PREDICTS_TOKENS: Final = re.compile(r"LMHeadModel$|For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining)$")
+_HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
+_NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose 2 to 16 chunks, no more than there are rows."""
+    code = evidence.code
+    if not code.cross_entropies and not _in_frame(incident) and not any(_predicts_tokens(code)):
+        return Refused("no cross-entropy was found in what the failing cell runs")
+    if code.compiles is not None:
+        return Refused("torch.compile takes the loss together with what is around it")
+    if code.retain_graph is not None and "create_graph" in code.retain_graph:
+        return Refused("a gradient is taken of gradients, which a recomputed loss does not give")
+    logits = [_logits(held, code) for held in evidence.census.holdings]
+    size, rows = max([_asked_for(incident, evidence), *logits])
+    if _in_frame(incident) and (incident.requested or 0) > size:
+        size, rows = incident.requested or 0, rows or _CHUNKS[-1]
+    if not size:
+        return Refused("no logits over the classes of a model were found")
+    if size < _WORTH * evidence.census.found:
+        return Refused(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
+    doses = [chunks for chunks in _CHUNKS if chunks <= rows]
+    if not doses:
+        return Refused("the loss is over one row: there is nothing to split")
+    return tuple(
+        Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.EQUIVALENT,
+            saves=size * (chunks - 1) // chunks,
+            slowdown=1 + _OVERHEAD,
+            basis=f"estimate: 1/{chunks} of {format_size(size)} of log-probabilities at a time",
+        )
+        for chunks in doses
+    )
+
+
+def _in_frame(incident: Incident) -> bool:
+    return _FRAME.search(incident.framework_frame or "") is not None
+
+
+def _predicts_tokens(code: CodeFacts) -> Iterator[bool]:
+    """Tell of each model whether it takes such a loss itself, as those of transformers do."""
+    return (_PREDICTS_TOKENS.search(model.type_name) is not None for model in code.models)
+
+
+def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where the largest tensor that is held is logits."""
+    shape, each = held.shape or (), _NUMBER_BYTES.get(held.dtype or "", 0)
+    if held.role not in _HELD or len(shape) < 2 or not each:
+        return 0, 0
+    classes = next((size for size in (shape[-1], shape[1]) if size in code.classes), None)
+    is_scores = len(shape) == 4 and shape[-1] == shape[-2] == classes  # of attention, over as many positions
+    if classes is None or is_scores:
+        return 0, 0
+    return math.prod(shape) * _loss_bytes(each, code), math.prod(shape) // classes
+
+
+def _asked_for(incident: Incident, evidence: Evidence) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where a linear layer asked for the memory of the logits."""
+    code, requested = evidence.code, incident.requested or 0
+    targets = [
+        math.prod(held.shape)
+        for held in evidence.census.holdings
+        if held.role is Role.BATCH and held.dtype == "int64" and held.shape
+    ]
+    if not targets or _MAKES_LOGITS.search(incident.framework_frame or "") is None:
+        return 0, 0
+    rows, each = max(targets), 2 if code.autocast or code.half_weights else 4
+    fit = [one for one in code.classes if rows * one * each <= requested <= _most_asked_for(rows * one * each)]
+    return (rows * max(fit) * _loss_bytes(each, code), rows) if fit else (0, 0)
+
+
+def _most_asked_for(nbytes: int) -> int:
+    """Return the largest segment that the caching allocator asks for so as to serve ``nbytes``.
+
+    Source: ``get_allocation_size`` with ``kMinLargeAlloc``, ``kLargeBuffer`` and ``kRoundLarge``.
+    """
+    return max(nbytes + (2 << 20), 20 << 20 if nbytes < 10 << 20 else 0)
+
+
+def _loss_bytes(each: int, code: CodeFacts) -> int:
+    """Return the bytes of one log-probability, given those of a logit: autocast takes losses in float32.
+
+    Source: the functions listed so in docs.pytorch.org/docs/stable/amp.html.
+    """
+    return max(each, 4) if code.autocast else each
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return each cross-entropy of the failing run as a call of a function that takes it in chunks."""
+    if evidence.code.half_weights and not evidence.code.autocast:
+        return Refused("the loss is taken in half precision: sums of its chunks would round otherwise")
+    return rewrite(cells, evidence.code, dose.number("chunks"))
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Take every cross-entropy in chunks while the body runs.
+
+    Raises:
+        OomDoctorError: a model is compiled.
+    """
+    from oomdoctor.fixes._loss_live import ChunkedLoss
+
+    for path, model in session.modules:
+        for name, part in submodules(model, path):
+            if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+                raise OomDoctorError(f"{name} is compiled, and its loss may be as well: it is left as it is")
+    with ChunkedLoss(dose.number("chunks")):
+        yield
+
+
+@contextmanager
+def guard(session: Session, dose: Dose) -> Iterator[None]:
+    """Refuse targets that are probabilities, and losses in half precision, where the changed cell takes them.
+
+    Raises:
+        OomDoctorError: from the loss.
+    """
+    from oomdoctor.fixes._loss_live import CheckedLoss
+
+    del session, dose
+    with CheckedLoss():
+        yield
+
+
+FIX: Final = Fix(
+    id="chunked_loss",
+    title="Take the cross-entropy by chunks of rows, recomputed in the backward pass",
+    effect=Effect.EQUIVALENT,
+    tolerance=TOLERANCE,
+    cost="each chunk's log-probabilities once more",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+    guard=guard,
+)

@@ -1,0 +1,143 @@
+"""Lets the gradients lie in the buckets that DistributedDataParallel exchanges, instead of beside them.
+
+DDP copies each gradient into a bucket, exchanges the bucket, and copies it back: the buckets are a second copy of all
+gradients, for as long as the model lives. With ``gradient_as_bucket_view=True`` the gradients are views of the buckets.
+The exchange itself is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with
+the next step.
+
+``find_unused_parameters=False`` comes along where DDP's own search has found every parameter in the graph of every step,
+and where two processes at most take part. Without the search DDP orders its buckets anew, and a sum of three numbers or
+more depends on its order. For the same reason ``static_graph`` and other sizes of buckets, which take no byte off the
+peak, are left as they are.
+
+There is no live form: the buckets are made with the wrapper, on every process at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _ddp_grads, _ddp_ranks, _ddp_source
+from oomdoctor.fixes._optimizer_source import with_keyword
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, ReplicaFacts, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIX", "patch", "propose"]
+
+_VIEW: Final = "gradient_as_bucket_view"
+_SEARCH: Final = "find_unused_parameters"
+_IN_ANY_ORDER: Final = 2
+"""Of so many numbers the sum is the same to the bit in whichever order they are added."""
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where gradients were held beside their buckets."""
+    del incident
+    found = _ddp_ranks.wrapped(evidence)
+    if isinstance(found, Refused):
+        return found
+    if found and all(one.bucket_views for one in found):
+        return Refused("the gradients lie in the buckets already")
+    gradients = evidence.census.bytes_of(Role.GRADIENT)
+    if not gradients:
+        return Refused("no gradient was held when the memory ran out, so the buckets are not a second copy")
+    is_idle = _searches_in_vain(found)
+    return (
+        Proposal(
+            dose=Dose.of(**{_VIEW: True, **({_SEARCH: False} if is_idle else {})}),
+            effect=Effect.EXACT,
+            saves=gradients,
+            slowdown=1.0,
+            basis=f"the census found {format_size(gradients)} of gradients, of which the buckets are a second copy",
+            caveat="a later step that leaves a parameter without a gradient would stop with an error of DDP's"
+            if is_idle
+            else None,
+        ),
+    )
+
+
+def _searches_in_vain(found: tuple[ReplicaFacts, ...]) -> bool:
+    searching = [one for one in found if one.searches_unused]
+    return bool(searching) and all(
+        one.all_used is True and one.ranks is not None and one.ranks <= _IN_ANY_ORDER for one in searching
+    )
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the settings where DDP is made."""
+    found = _ddp_source.find(cells, _ddp_ranks.DDP)
+    if isinstance(found, Refused):
+        return found
+    if not found:
+        return Refused(f"no cell makes a {_ddp_ranks.DDP}: it is made by a library")
+    if (text := _ddp_grads.held(cells)) is not None:
+        return Refused(f"`{text}` may hold on to a gradient, which as a view would change with the next step")
+    live = {one.path for one in evidence.code.replicas}
+    return _cst.join(cells, [_told(cells, group, dose, live) for group in _ddp_source.by_cell(found)])
+
+
+def _told(cells: Cells, found: list[_ddp_source.Call], dose: Dose, live: set[str]) -> Edit | Refused:
+    """Return the change of one cell."""
+    nodes: dict[cst.CSTNode, cst.CSTNode] = {}
+    replays: list[str] = []
+    for one in found:
+        new = _with_settings(one, dose)
+        if isinstance(new, Refused):
+            return new
+        nodes[one.node] = new
+        if one.around is None and one.cell.number != cells.failing.number:
+            if one.target is None or one.target not in live:
+                return Refused(f"{one.where} makes it before the failing cell, under no name that leads to it")
+            replays.append(f"{one.target} = {_ddp_source.code_of(_anew(new, one.target))}")
+    parsed = found[0].parsed
+    if replays and len(replays) < len(found):
+        return Refused(f"cell {found[0].cell.number} wraps models in a function and outside of it")
+    replay = "\n".join(replays) if replays else None
+    return _ddp_source.edited(cells, found[0].cell, parsed, nodes, replay=replay)
+
+
+def _with_settings(one: _ddp_source.Call, dose: Dose) -> cst.Call | Refused:
+    call = one.node
+    if any(arg.star for arg in call.args):
+        return Refused(f"{one.where} unpacks the settings from something that may hold these already")
+    for name, value in ((_VIEW, "True"), (_SEARCH, "False")):
+        given = _ddp_source.keyword(call, name)
+        text = None if given is None else _ddp_source.code_of(given)
+        if text not in (None, "True", "False"):
+            return Refused(f"{one.where} takes `{name}` from `{text}`: set it there")
+        if name == _SEARCH and (text != "True" or name not in dict(dose.values)):
+            continue
+        if text != value:
+            changed = with_keyword(call, name, value)
+            if isinstance(changed, Refused):
+                return changed
+            call = changed
+    return call
+
+
+def _anew(call: cst.Call, name: str) -> cst.Call:
+    """Return the call that wraps the model within the wrapper ``name`` anew."""
+    inner = cst.parse_expression(f"{name}.module")
+    at = next((i for i, arg in enumerate(call.args) if arg.keyword is not None and arg.keyword.value == "module"), 0)
+    args = [arg.with_changes(value=inner) if index == at else arg for index, arg in enumerate(call.args)]
+    return call.with_changes(args=args)
+
+
+FIX: Final = Fix(
+    id="ddp_settings",
+    title="Let the gradients lie in the buckets that DDP exchanges",
+    effect=Effect.EXACT,
+    cost="nothing",
+    propose=propose,
+    apply=None,
+    patch=patch,
+    guard=_ddp_ranks.alone,
+)

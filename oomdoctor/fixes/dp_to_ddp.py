@@ -1,0 +1,326 @@
+"""A process for each device in the place of ``nn.DataParallel``, whose first device holds more than the others.
+
+DataParallel gathers the outputs of all devices on the first one, which computes the loss and holds its gradients. With
+``DistributedDataParallel`` each device keeps its own part. It is advice, since a notebook is one process: the patched
+cells are a program to be started by ``torchrun``. Each process takes its part of every batch, so that a step sees the
+samples that it saw before; the loss of a step is the mean over the part of that process.
+
+The patch is the plain case: one wrapped model, loaders made in the cells for the training loops, and no device but the
+first named by its number. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _ddp_loader, _ddp_ranks, _ddp_source, _imports
+from oomdoctor.fixes._optimizer_source import New, exchange
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Census, Evidence, Role, TrainingLoop
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.session import Cell
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIX", "patch", "propose"]
+
+_CAVEAT: Final = (
+    "the cells then are a program that torchrun starts once for each device; every process prints and saves for itself, "
+    "and where the samples do not come out even some are seen twice"
+)
+_TORCH: Final = re.compile(r"^import torch\b(?! as)", re.MULTILINE)
+_NUMBERED: Final = re.compile(r"cuda:[1-9]|\bcuda\(\s*\d|\.to\(\s*\d|\bset_device\b|CUDA_VISIBLE_DEVICES|f[\"']cuda:")
+_STARTS: Final = re.compile(r"\binit_process_group\b|\bDistributedDataParallel\b|\bnotebook_launcher\b|\bAccelerator\(")
+_ALL: Final = re.compile(r"(list\()?range\(torch\.cuda\.device_count\(\)\)\)?")
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where the census found more passing tensors on the first device than on the others."""
+    told = evidence.code.data_parallel
+    if told is None:
+        return Refused("no model is wrapped in nn.DataParallel")
+    first, *others = [census for census in evidence.censuses if census.device.startswith("cuda")] or [evidence.census]
+    if not first.device.endswith(":0") or (incident.device or first.device) != first.device:
+        return Refused("it is not the first device that ran out, where DataParallel gathers the outputs")
+    if not others:
+        return Refused("one device is in use, so DataParallel gathers nothing there")
+    most = max(map(_passing, others))
+    more = _passing(first) - most
+    if more <= 0:
+        return Refused(f"{first.device} holds no more activations than the other devices")
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.ADVICE,
+            saves=more,
+            slowdown=1.0,
+            basis=f"the census found {format_size(_passing(first))} of activations and batches on {first.device}, and "
+            f"{format_size(most)} at most on another device",
+            caveat=_CAVEAT,
+        ),
+    )
+
+
+def _passing(census: Census) -> int:
+    return census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.BATCH)
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells as a program with a process for each device."""
+    del dose
+    if (used := next((m for cell in cells.history if (m := _STARTS.search(cell.source))), None)) is not None:
+        return Refused(f"the cells start processes already: `{used[0]}`")
+    if (used := next((m for cell in cells.history if (m := _NUMBERED.search(cell.source))), None)) is not None:
+        return Refused(f"`{used[0]}` names one device, where each process has to have its own")
+    found = _ddp_source.find(cells, "DataParallel")
+    if isinstance(found, Refused):
+        return found
+    if len(found) != 1 or found[0].target is None:
+        return Refused("no cell wraps one model in DataParallel, under a name")
+    loops = tuple(loop for loop in evidence.code.loops if loop.in_failing_run)
+    loaders = _ddp_loader.loaders(cells, loops)
+    if isinstance(loaders, Refused):
+        return loaders
+    return _Program(cells, found[0], loaders, loops).patch()
+
+
+class _Program:
+    """The changes of one program, cell by cell."""
+
+    def __init__(
+        self,
+        cells: Cells,
+        wrapper: _ddp_source.Call,
+        loaders: tuple[_ddp_source.Call, ...],
+        loops: tuple[TrainingLoop, ...],
+    ) -> None:
+        self._cells, self._wrapper, self._loaders, self._loops = cells, wrapper, loaders, loops
+        self._dist = _cst.fresh_name("dist", cells)
+        self._parsed: dict[int, _cst.ParsedCell] = {one.cell.number: one.parsed for one in (wrapper, *loaders)}
+        self._nodes: dict[int, dict[cst.CSTNode, New]] = {}
+        self._tops: dict[int, list[str]] = {}
+
+    def patch(self) -> Patch | Refused:
+        """Return all changes as one patch."""
+        for step in (self._wrap, self._share_out, self._name_no_device, self._draw_anew, self._start):
+            if (why := step()) is not None:
+                return Refused(why)
+        touched = sorted({*self._nodes, *self._tops})
+        return _cst.join(self._cells, [self._edit(self._cells.get(number)) for number in touched])
+
+    def _edit(self, cell: Cell) -> Edit | Refused:
+        parsed = self._parsed[cell.number]
+        module = exchange(parsed.module, self._nodes.get(cell.number, {}))
+        after = _cst.write(parsed, _imports.insert_at_top(parsed, module, self._tops.get(cell.number, [])))
+        if isinstance(after, Refused):
+            return after
+        # Advice is never run: what would be run for it is the whole cell.
+        return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
+
+    def _exchange(self, cell: Cell, old: cst.CSTNode, new: New) -> None:
+        self._nodes.setdefault(cell.number, {})[old] = new
+
+    def _import(self, cell: Cell, module: str, attribute: str) -> str:
+        name = _imports.name_for(module, attribute, self._cells, f"torch_{attribute}")
+        top = self._tops.setdefault(cell.number, [])
+        text = _imports.source_of(module, attribute, name)
+        top += [] if text in top else [text]
+        return name
+
+    def _wrap(self) -> str | None:
+        """Wrap the model for this process, on its device."""
+        one = self._wrapper
+        given, *others = one.node.args
+        if given.star or (given.keyword and given.keyword.value != "module"):
+            return f"{one.where} gives the model in a way that is not followed"
+        self._processes = _processes(others)
+        if self._processes is None:
+            return f"{one.where} names the devices in a way that is not followed"
+        value = _assigned_by(one.statement)
+        if value is None:
+            return f"{one.where} does more than to wrap the model"
+        moves = value is not one.node
+        if moves and not _moves(value, one.node):
+            return f"{one.where} does more than to wrap the model"
+        model = _ddp_source.code_of(given.value)
+        if moves:
+            model += "." + _ddp_source.code_of(value).removeprefix(_ddp_source.code_of(one.node)).lstrip(".")
+        elif not _is_move(given.value) and (move := self._moved_later(model)) is not None:
+            model += move
+        elif not _is_move(given.value) and not self._is_moved_before(model):
+            return f"where `{model}` is put on its device was not found in the cells"
+        wrapper = self._import(one.cell, "torch.nn.parallel", _ddp_ranks.DDP)
+        self._exchange(one.cell, value, cst.parse_expression(f"{wrapper}({model})"))
+        return None
+
+    def _is_moved_before(self, model: str) -> bool:
+        pattern = re.compile(rf"^\s*(?:{re.escape(model)}\s*=.*)?(?:{re.escape(model)})?\.(to|cuda)\(.*\)", re.MULTILINE)
+        return any(pattern.search(text) for text in self._texts(before=True))
+
+    def _moved_later(self, model: str) -> str | None:
+        names = "|".join(map(re.escape, {model, str(self._wrapper.target)}))
+        pattern = re.compile(rf"^\s*(?:(?:{names})\s*=\s*)?(?:{names})(\.(?:to|cuda)\([^()\n]*\))", re.MULTILINE)
+        return next((match[1] for text in self._texts(before=False) if (match := pattern.search(text))), None)
+
+    def _texts(self, *, before: bool) -> Iterator[str]:
+        """Yield the text of the cells before the wrapper, or after it."""
+        one = self._wrapper
+        for cell in self._cells.history:
+            lines = cell.source.splitlines()
+            if cell.number == one.cell.number:
+                yield "\n".join(lines[: one.line - 1] if before else lines[one.line :])
+            elif (cell.number < one.cell.number) is before:
+                yield cell.source
+
+    def _share_out(self) -> str | None:
+        """Have each process take its part of the batches."""
+        for one in self._loaders:
+            sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
+            new = _ddp_loader.shared_out(one, self._cells, self._dist, sampler)
+            if isinstance(new, Refused):
+                return new.reason
+            self._exchange(one.cell, one.node, new)
+        return None
+
+    def _name_no_device(self) -> str | None:
+        """Have `cuda:0` mean the device of this process."""
+        for cell in self._cells.history:
+            if "cuda:0" not in cell.source:
+                continue
+            parsed = self._read(cell)
+            if isinstance(parsed, Refused):
+                return parsed.reason
+            strings = _Strings("cuda:0")
+            parsed.module.visit(strings)
+            for node in strings.found:
+                self._exchange(cell, node, node.with_changes(value=node.value.replace("cuda:0", "cuda")))
+        return None
+
+    def _draw_anew(self) -> str | None:
+        """Tell each shuffling loader the epoch, as its order is drawn from that."""
+        shuffled = {one.target for one in self._loaders if _ddp_loader.is_shuffled(one)}
+        for loop in self._loops:
+            path = dict(loop.stands_for).get(loop.loader, loop.loader)
+            for cell in self._cells.history if path in shuffled else ():
+                if (why := self._tell_epoch(cell, loop, path)) is not None:
+                    return why
+        return None
+
+    def _tell_epoch(self, cell: Cell, loop: TrainingLoop, loader: str) -> str | None:
+        if loop.function is None and cell.number != loop.cell:
+            return None
+        parsed = self._read(cell)
+        if isinstance(parsed, Refused):
+            return parsed.reason if cell.number == loop.cell else None
+        for node in _outer_loops(parsed, loop, cell):
+            if not isinstance(node, cst.For) or not isinstance(node.target, cst.Name):
+                return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats the loop without a number"
+            if not isinstance(node.body, cst.IndentedBlock) or node.body in self._nodes.get(cell.number, {}):
+                return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats more than one loop at a time"
+            told = _cst.statements(f"{loader}.sampler.set_epoch({node.target.value})\n", parsed)
+            self._exchange(cell, node.body, _first(told[0]))
+        return None
+
+    def _start(self) -> str | None:
+        """Enter the process group before anything is put on a device."""
+        first = next((cell for cell in self._cells.history if _TORCH.search(cell.source)), None)
+        if first is None:
+            return "no cell imports torch by its name: the processes have to find each other after that"
+        parsed = self._read(first)
+        if isinstance(parsed, Refused):
+            return parsed.reason
+        group = f"{self._dist}.init_process_group()  # started by: torchrun --nproc-per-node={self._processes} program.py"
+        top = ["import os", f"import torch.distributed as {self._dist}", *self._tops.get(first.number, [])]
+        device = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+        self._tops[first.number] = [*top, f"\n{group}", device]
+        return None
+
+    def _read(self, cell: Cell) -> _cst.ParsedCell | Refused:
+        parsed = self._parsed.get(cell.number) or _cst.read(cell.source)
+        if isinstance(parsed, _cst.ParsedCell):
+            self._parsed[cell.number] = parsed
+        return parsed
+
+
+def _assigned_by(statement: _cst.Statement) -> cst.BaseExpression | None:
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    return small.value if isinstance(small, cst.Assign | cst.AnnAssign) else None
+
+
+def _processes(others: Sequence[cst.Arg]) -> str | None:
+    """Return how many processes to start, as torchrun takes it, None where that is not known."""
+    if not others:
+        return "gpu"
+    if len(others) > 1 or (others[0].keyword is not None and others[0].keyword.value != "device_ids"):
+        return None
+    text = _ddp_source.code_of(others[0].value)
+    if _ALL.fullmatch(text) or text == "None":
+        return "gpu"
+    numbers = re.findall(r"\d+", text)
+    is_first = re.fullmatch(r"[\[(][\d, ]+[\])]", text) and numbers == [str(n) for n in range(len(numbers))]
+    return str(len(numbers)) if is_first else None
+
+
+def _moves(value: cst.BaseExpression, call: cst.Call) -> bool:
+    """Whether ``value`` puts what ``call`` makes on a device, and nothing else."""
+    return isinstance(value, cst.Call) and _is_move(value) and getattr(value.func, "value", None) is call
+
+
+def _is_move(node: cst.BaseExpression) -> bool:
+    return (
+        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in {"to", "cuda"}
+    )
+
+
+def _outer_loops(parsed: _cst.ParsedCell, loop: TrainingLoop, cell: Cell) -> Iterator[cst.For | cst.While]:
+    """Yield the loops that repeat ``loop``: the innermost around it, or around the calls of its function."""
+    lines = [loop.line] if cell.number == loop.cell else []
+    if loop.function is not None:
+        called = re.compile(rf"(?<!def )\b{loop.function}\(")
+        lines += [n for n, line in enumerate(cell.source.splitlines(), 1) if called.search(line.partition("#")[0])]
+    seen: set[int] = set()
+    for line in lines:
+        around = [node for node in _cst.path_to(parsed, line) if isinstance(node, cst.For | cst.While)]
+        around = [node for node in around if parsed.lines_of(node)[0] != line]
+        if around and id(around[-1]) not in seen:
+            seen.add(id(around[-1]))
+            yield around[-1]
+
+
+def _first(told: cst.BaseStatement) -> New:
+    def put(body: cst.CSTNode) -> cst.CSTNode:
+        return body.with_changes(body=[told, *body.body])  # type: ignore[attr-defined]
+
+    return put
+
+
+class _Strings(cst.CSTVisitor):
+    """Finds the strings of one value."""
+
+    def __init__(self, value: str) -> None:
+        super().__init__()
+        self._value = value
+        self.found: list[cst.SimpleString] = []
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802
+        if node.evaluated_value == self._value:
+            self.found.append(node)
+
+
+FIX: Final = Fix(
+    id="dp_to_ddp",
+    title="Train in a process for each device instead of gathering on the first",
+    effect=Effect.ADVICE,
+    cost="a program that torchrun starts, in the place of a notebook",
+    propose=propose,
+    apply=None,
+    patch=patch,
+    guard=_ddp_ranks.never_applied,
+)

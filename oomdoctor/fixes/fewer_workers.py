@@ -1,0 +1,128 @@
+"""Loads data with fewer worker processes.
+
+Each worker holds the batches that it has fetched ahead and its own copy of what it touches of the data set: reading a
+Python object writes its reference count, and the page that it lies on is copied. What that comes to was measured when
+memory ran out, worker by worker. Batches come in the same order from however many workers, and are the same as long as
+samples do not depend on the worker that makes them; where that is not certain, it is said. Without any workers, samples
+are made in the process of the notebook itself, which then also starts to shuffle at another moment.
+
+Limits: that workers go on to grow is not foreseen, and with fewer of them, each touches more of the data.
+Source: https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, LoaderFacts
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "apply", "patch", "propose"]
+
+_SLOWER, _WITHOUT = 1.2, 1.5
+"""Time of a step with fewer workers and with none, as ratios. Round figures, not measured: what a step waits for its
+data is not known."""
+
+_NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
+"""What ``DataLoader`` refuses, or asserts to be unset, where it has no workers. Source: ``DataLoader.__init__``."""
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose a half of the workers, a half of those, and so on to none."""
+    if (refused := _host_only.refuse(incident)) is not None:
+        return refused
+    used = _loader_memory.in_use(evidence)
+    if isinstance(used, Refused):
+        return used
+    loaders = [loader for loader in used if not loader.iterable]
+    if not loaders:
+        return Refused(f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
+    taken = {loader: _loader_memory.uss(evidence, loader, len(used) == 1) for loader in loaders}
+    sizes = [size for each in taken.values() for size in each]
+    if not any(sizes):
+        return Refused("what the worker processes take could not be measured")
+    counts = _counts(max(one.num_workers for one in loaders))
+    return tuple(one for count in counts if (one := _proposal(taken, count)).saves)
+
+
+def _counts(most: int) -> list[int]:
+    counts = []
+    while most:
+        most //= 2
+        counts.append(most)
+    return counts
+
+
+def _proposal(taken: dict[LoaderFacts, tuple[int, ...]], count: int) -> Proposal:
+    fewer = {loader: sizes for loader, sizes in taken.items() if loader.num_workers > count}
+    sizes = [size for each in fewer.values() for size in each]
+    # Of what is there, the share of the workers that are told to go: one that was killed is not counted again.
+    saves = sum(sum(each) * (loader.num_workers - count) // loader.num_workers for loader, each in fewer.items())
+    reasons = [_why_not(loader, count) for loader in fewer]
+    effect, caveat = _loader_same.effect_of(reasons)
+    return Proposal(
+        dose=Dose.of(num_workers=count, loaders=_loader_memory.named(fewer)),
+        effect=effect,
+        saves=saves,
+        slowdown=_SLOWER if count else _WITHOUT,
+        basis=f"estimate: {len(sizes)} workers were measured to take {format_size(sum(sizes))} for themselves",
+        caveat=caveat,
+    )
+
+
+def _why_not(loader: LoaderFacts, count: int) -> str | None:
+    if (why := _loader_same.why_not(loader, moves_samples=True)) is not None or count:
+        return why
+    if not loader.collates:
+        return f"batches of `{loader.path}` are put together in a way of their own, and may share memory with the data"
+    if loader.shuffles and not loader.looped:
+        return f"`{loader.path}` draws the seed of its order at its first batch and no longer when it is iterated over"
+    return None
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with ``dose["num_workers"]`` workers for each of the loaders."""
+    count = dose.number("num_workers")
+    names = str(dose["loaders"]).split(", ")
+    loaders = [one for one in evidence.code.loaders if one.path in names and one.num_workers > count]
+    if not loaders:
+        return Refused(f"no loader has more than {count} workers")
+    settings: dict[str, str | None] = {"num_workers": str(count)}
+    if not count:
+        settings |= dict.fromkeys(_NEEDS_WORKERS)
+    return _loader_source.patch(cells, evidence, loaders, settings, lambda one: _live(one, count))
+
+
+def _live(loader: LoaderFacts, count: int) -> list[str]:
+    if not count:
+        # As a loader made without workers has them; it guards some of these.
+        settings = "num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None"
+        return [f"vars({loader.path}).update({settings}, _DataLoader__multiprocessing_context=None)"]
+    anew = [f"{loader.path}._iterator = None"] if loader.persistent else []
+    return [f"{loader.path}.num_workers = {count}", *anew]
+
+
+def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Give the loaders fewer workers whenever they are iterated over."""
+    count = dose.number("num_workers")
+    settings: dict[str, Any] = {"num_workers": count} if count else {"num_workers": 0, "timeout": 0}
+    return _loader_source.set_on(session, str(dose["loaders"]), settings)
+
+
+FIX: Final = Fix(
+    id="fewer_workers",
+    title="Load data with fewer worker processes",
+    effect=Effect.EXACT,
+    cost="steps may wait for their data",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+)

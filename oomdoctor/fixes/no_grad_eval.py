@@ -1,0 +1,140 @@
+"""Evaluation and prediction without gradients: ``torch.no_grad()`` around what is never differentiated.
+
+``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes. Evidence names the
+loops, statements and functions of which the cells show that no gradient is taken of anything they make. A function gets
+the decorator, everything else stands in a ``with``. ``no_grad`` and not ``inference_mode``: what it makes may still be
+part of a later computation that is differentiated.
+
+Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
+inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as
+one that changes the result. There is no live form: what to run without gradients is a matter of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _frees_source, _imports
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIX", "patch", "propose"]
+
+_NO_PLACE: Final = (
+    "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
+)
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where activations are kept and the failing cell runs a model for which nobody needs them."""
+    code = evidence.code
+    if code.grad_disabled:
+        return Refused("gradients are off already at the line that failed")
+    if not code.undifferentiated:
+        return Refused(_NO_PLACE)
+    kept = evidence.census.bytes_of(Role.ACTIVATION)
+    if not kept:
+        return Refused("the census found no activations that are kept for a backward pass")
+    fused = next(
+        (f"{model.path}.{name}".rstrip(".") for model in code.models for name in model.fused_without_grad), None
+    )
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT if fused is None else Effect.CHANGES_RESULT,
+            saves=kept,
+            slowdown=1.0,
+            basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass",
+            caveat=None
+            if fused is None
+            else f"`{fused}` takes a fused kernel in evaluation without gradients, "
+            "whose results differ by rounding and are zero at padded positions",
+        ),
+    )
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Put every place under ``no_grad``."""
+    places = evidence.code.undifferentiated
+    if not places:
+        return Refused(_NO_PLACE)
+    numbers = dict.fromkeys(number for number, *_ in places)
+    return _cst.join(cells, [_cell(cells, number, [p[1:] for p in places if p[0] == number]) for number in numbers])
+
+
+def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit | Refused:
+    cell = cells.get(number)
+    parsed, torch = _cst.read(cell.source), _frees_source.torch_name(cells)
+    if isinstance(parsed, Refused):
+        return parsed
+    if isinstance(torch, Refused):
+        return torch
+    name, imports = torch
+    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
+    wrapped: list[_cst.Statement] = []
+    for line, text in places:
+        node = _frees_source.starting_at(parsed, line, text)
+        if isinstance(node, cst.FunctionDef):
+            changes[node] = [_decorated(node, name)]
+        elif node is None or not _frees_source.block_around(parsed, node):
+            return Refused(f"line {line} of cell {number} is no statement of its own")
+        elif isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
+            return Refused(f"line {line} of cell {number} has several statements")
+        else:
+            wrapped.append(node)
+    if imports and any(parsed.code(node) in dict(parsed.masked.hidden) for node in wrapped):
+        return Refused("torch would have to be imported before a line of IPython's own syntax")
+    for group in _neighbours(parsed, wrapped):
+        changes |= dict.fromkeys(group[1:], ())
+        changes[group[0]] = [_under_no_grad(group, name)]
+    module = _imports.insert_at_top(parsed, _cst.replace_all(parsed.module, changes), imports)
+    return _cst.edit(cells, cell, parsed, module)
+
+
+def _decorated(function: cst.FunctionDef, torch: str) -> cst.FunctionDef:
+    decorator = cst.Decorator(cst.parse_expression(f"{torch}.no_grad()"))
+    return function.with_changes(decorators=[*function.decorators, decorator])
+
+
+def _neighbours(parsed: _cst.ParsedCell, nodes: Sequence[_cst.Statement]) -> list[list[_cst.Statement]]:
+    """Return the statements in groups that follow directly on one another."""
+    groups: list[list[_cst.Statement]] = []
+    for node in nodes:
+        block = list(_frees_source.block_around(parsed, node))
+        before = block[block.index(node) - 1] if block.index(node) else None
+        if groups and groups[-1][-1] is before:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _under_no_grad(group: Sequence[_cst.Statement], torch: str) -> cst.With:
+    """Return the statements in a ``with``, which takes the comments and blank lines before the first."""
+    first = group[0]
+    body = [first.with_changes(leading_lines=()), *group[1:]]
+    return cst.With(
+        items=[cst.WithItem(cst.parse_expression(f"{torch}.no_grad()"))],
+        body=cst.IndentedBlock(body),
+        leading_lines=first.leading_lines,
+    )
+
+
+FIX: Final = Fix(
+    id="no_grad_eval",
+    title="Evaluate without keeping activations for a backward pass",
+    effect=Effect.EXACT,
+    cost="nothing: it is faster",
+    propose=propose,
+    apply=None,
+    patch=patch,
+)

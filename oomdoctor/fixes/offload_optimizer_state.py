@@ -1,0 +1,243 @@
+"""Keeps the state of an optimizer in host memory except while it steps.
+
+Adam's two moments take twice the memory of the parameters, through every forward and backward pass in which nobody
+reads them. They are brought to the device before a step and taken back after it, bit for bit. The peak of the step
+itself stays what it was, so this is for failures outside of it.
+
+Live, tensors change their memory and stay the objects that they are, and are back on the device on leaving. What is
+there at the beginning moves with the first forward pass, after those who watch optimizers (a snapshot that copies what
+is about to change) were told. In the source, two hooks stand where the optimizer is made; where it was made by an
+earlier cell and has its state already, the live form alone is offered, since it can be undone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+import libcst as cst
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _cst, _host_room, _imports, _optimizer_source
+from oomdoctor.fixes.optimizer_foreach_off import in_the_step
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "apply", "patch", "propose"]
+
+_SLOWDOWN: Final = 1.5
+"""Time of a step with its state copied there and back, as a ratio. A round figure, not measured."""
+
+_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?![.\w])(?! as)", re.MULTILINE)
+
+_HOOKS: Final = """\
+def {move}(optimizer, to_host):
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if torch.is_tensor(value) and value.dim():
+                state[name] = value.to("cpu" if to_host else parameter.device)
+"""
+_REGISTER: Final = """\
+{name}.register_step_pre_hook(lambda optimizer, *_: {move}(optimizer, to_host=False))
+{name}.register_step_post_hook(lambda optimizer, *_: {move}(optimizer, to_host=True))
+"""
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where the census found state on the device and the memory ran out outside of a step."""
+    state = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
+    if not state:
+        return Refused("the census found no optimizer state on the device")
+    if in_the_step(incident):
+        return Refused("the memory ran out in the step itself, where the state has to be on the device")
+    for one in evidence.code.steppers:
+        if one.type_name == "LBFGS" or not one.home.startswith("torch.optim."):
+            return Refused(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
+    if evidence.code.distributed is not None:
+        return Refused(f"{evidence.code.distributed} may keep the state of the optimizer itself")
+    if (refused := _host_room.refuse(evidence, state)) is not None:
+        return refused
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT,
+            saves=state,
+            slowdown=_SLOWDOWN,
+            basis=f"the census found {format_size(state)} of optimizer state, which would wait in host memory",
+        ),
+    )
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Keep the state of every optimizer in host memory except while it steps; undone on exit.
+
+    Raises:
+        OomDoctorError: an optimizer of the session keeps its state in a way that is not followed.
+    """
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.optim import optimizer as optim
+
+    del dose
+    known = [optimizer for _, optimizer in session.optimizers]
+    for path, optimizer in session.optimizers:
+        if any(not isinstance(held, dict) for held in optimizer.state.values()) or type(optimizer).__name__ == "LBFGS":
+            raise OomDoctorError(f"`{path}` keeps its state in a way that is not followed")
+    away = _Away()
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        away.bring_back(optimizer)
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        away.send(optimizer)
+
+    def before_forward(module: Any, args: Any) -> None:
+        del module, args
+        first.remove()
+        for optimizer in known:
+            if away.would_send(optimizer):
+                for hook in [one for one in optim._global_optimizer_pre_hooks.values() if one is not before_step]:
+                    hook(optimizer, (), {})
+                away.send(optimizer)
+
+    handles = [optim.register_optimizer_step_pre_hook(before_step), optim.register_optimizer_step_post_hook(after_step)]
+    first = register_module_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        first.remove()
+        for handle in handles:
+            handle.remove()
+        away.end()
+
+
+class _Away:
+    """The tensors that are in host memory, and where they belong."""
+
+    def __init__(self) -> None:
+        self._home: dict[int, tuple[ref[Any], Any]] = {}
+
+    def would_send(self, optimizer: Any) -> bool:
+        """Whether there is state on a device."""
+        return any(not _is_on_host(tensor) for tensor in _state(optimizer))
+
+    def send(self, optimizer: Any) -> None:
+        """Take the state of ``optimizer`` to host memory."""
+        for tensor in _state(optimizer):
+            if not _is_on_host(tensor):
+                self._home[id(tensor)] = ref(tensor), tensor.device
+                tensor.data = _on_host(tensor.data)
+
+    def bring_back(self, optimizer: Any) -> None:
+        """Bring the state of ``optimizer`` to where it belongs."""
+        for tensor in _state(optimizer):
+            self._bring(tensor)
+
+    def end(self) -> None:
+        """Bring everything back; what the device has no room for now is brought by the next step of its optimizer."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        try:
+            for held, _ in list(self._home.values()):
+                self._bring(held())
+        except RuntimeError:  # the failure that ends the cell may still hold the device's memory
+
+            def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+                del args, kwargs
+                self.bring_back(optimizer)
+                if not any(held() is not None for held, _ in self._home.values()):
+                    handle.remove()
+
+            handle = register_optimizer_step_pre_hook(before_step)
+
+    def _bring(self, tensor: Any) -> None:
+        held, device = self._home.get(id(tensor), (None, None))
+        if held is not None and held() is tensor and tensor is not None:
+            tensor.data = _on_device(tensor.data, device)
+            del self._home[id(tensor)]
+
+
+def _state(optimizer: Any) -> Iterator[Any]:
+    """Yield the tensors of the state that are as many as elements of a parameter, counters left out."""
+    import torch
+
+    for held in optimizer.state.values():
+        for value in held.values() if isinstance(held, dict) else ():
+            if isinstance(value, torch.Tensor) and value.dim():
+                yield value
+
+
+def _is_on_host(tensor: Any) -> bool:
+    return bool(tensor.device.type == "cpu")
+
+
+def _on_host(data: Any) -> Any:
+    return data.to("cpu")
+
+
+def _on_device(data: Any, device: Any) -> Any:
+    return data.to(device)
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the failing cell with hooks on the optimizers that it makes."""
+    del dose
+    if not evidence.code.steppers:
+        return Refused("no optimizer was found among the notebook's objects")
+    found = _optimizer_source.made(cells, evidence.code.steppers)
+    if isinstance(found, Refused):
+        return found
+    for one in found:
+        if one.is_live(cells):
+            return Refused(f"`{one.path}` was made by an earlier cell and may have state: that is moved on the object")
+    if "register_step_pre_hook" in cells.failing.source:
+        return Refused("the cell sets hooks around its steps already")
+    return _cst.join(cells, [_hooked(cells, found)])
+
+
+def _hooked(cells: Cells, found: tuple[_optimizer_source.Made, ...]) -> Edit | Refused:
+    parsed = _cst.read(cells.failing.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    move = _cst.fresh_name("move_state", cells)
+    changes: dict[cst.CSTNode, list[_cst.Statement]] = {}
+    for at, one in enumerate(sorted(found, key=lambda one: one.parsed.lines_of(one.statement)[0])):
+        here = next((own for own in parsed.module.body if own.deep_equals(one.statement)), None)
+        if here is None:
+            return Refused(f"`{one.path}` is made in a block: whether that is run is not known")
+        define = _set_off(_cst.statements(_HOOKS.format(move=move), parsed)) if at == 0 else []
+        hooks = list(_cst.statements(_REGISTER.format(name=one.path, move=move), parsed))
+        changes[here] = [here, *define, *(_set_off(hooks) if at == 0 else hooks)]
+    module = _cst.replace_all(parsed.module, changes)
+    has_torch = any(_IMPORTS_TORCH.search(cell.source) for cell in cells.history)
+    return _cst.edit(
+        cells, cells.failing, parsed, _imports.insert_at_top(parsed, module, [] if has_torch else ["import torch"])
+    )
+
+
+def _set_off(block: Sequence[_cst.Statement]) -> list[_cst.Statement]:
+    """Return statements with a blank line before them."""
+    first, *rest = block
+    return [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *rest]
+
+
+FIX: Final = Fix(
+    id="offload_optimizer_state",
+    title="Keep optimizer state in host memory except while it steps",
+    effect=Effect.EXACT,
+    cost="a copy of the state to the device and back at each step",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+)

@@ -1,0 +1,346 @@
+"""Steps each parameter as soon as its gradient is there, and lets go of it: never are all gradients there at once.
+
+A hook on each parameter runs the optimizer's own step on that parameter alone, with the state and the options that it
+has, so its state, its schedulers and its checkpoints stay what they were. The results are the same bits where an
+optimizer treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up
+or reads them is refused, before the cell runs where it can be seen, and in the loop where it shows itself. A backward
+pass still needs no parameter that was stepped already: those that it does need are not stepped before.
+
+There is no patch: the hooks belong to the live parameters, and a cell that set them would set them anew each time that
+it is run.
+
+Source: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.kinds import submodules
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIX", "apply", "patch", "propose"]
+
+ELEMENTWISE: Final = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
+)
+"""Optimizers of torch whose step treats each parameter by itself. Source: their modules in ``torch.optim``."""
+
+_LAUNCHES: Final = 1.1
+"""Time of a step with the optimizer called once per parameter, as a ratio. A round figure, not measured."""
+
+_USES_GRADIENTS: Final = re.compile(r"\.grad\b(?!\s*=\s*None)")
+_REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+_CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+_MISSING: Final = object()
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where gradients took memory and nothing but the step uses them."""
+    del incident
+    code = evidence.code
+    loops = [loop for loop in code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused("no training loop was found in what the failing cell runs")
+    if any("clip" in loop.order for loop in loops):
+        return Refused("gradients are clipped, for which all of them have to be there")
+    if any(loop.accumulates for loop in loops):
+        return Refused("gradients are accumulated over several batches before a step")
+    if code.retain_graph is not None:
+        return Refused(f"{code.retain_graph} uses the graph again, with parameters that would have been stepped")
+    if (spread := code.distributed or code.data_parallel) is not None:
+        return Refused(f"{spread} gathers gradients before the step")
+    if not code.steppers:
+        return Refused("no optimizer was found among the notebook's objects")
+    for one in code.steppers:
+        if one.type_name not in ELEMENTWISE or not one.home.startswith("torch.optim."):
+            return Refused(f"`{one.path}` is a {one.type_name}, which is not known to step each parameter by itself")
+    gradients = evidence.census.bytes_of(Role.GRADIENT)
+    saves = gradients - max(one.largest_bytes for one in code.steppers)
+    if saves <= 0:
+        return Refused("the census found no gradients, or no more than the largest, which has to be there at its time")
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT,
+            saves=saves,
+            slowdown=_LAUNCHES,
+            basis=f"the census found {format_size(gradients)} of gradients; the largest alone would be there at a time",
+        ),
+    )
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Refuse: it is done on the live parameters."""
+    del cells, evidence, dose
+    return Refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run")
+
+
+@contextmanager
+def apply(session: Session, dose: Dose) -> Iterator[None]:
+    """Step the parameters of the session's optimizers within ``backward``; undone on exit.
+
+    Raises:
+        OomDoctorError: on entering, in the loop or on leaving, where the results would not be the same.
+    """
+    del dose
+    _check(session)
+    early = [_Early(path, optimizer) for path, optimizer in session.optimizers]
+    with ExitStack() as undo:
+        _refuse_uses(undo, session)
+        _watch_others(undo, early)
+        _watch_modules(undo, early)
+        for one in early:
+            one.begin(undo)
+        yield
+        for one in early:
+            if one.phase is _Phase.STEPPED:
+                raise OomDoctorError(f"a backward pass was not followed by a step of `{one.path}`")
+
+
+class _Phase(Enum):
+    """How far the step of one optimizer has come."""
+
+    ZEROED = auto()
+    STEPPED = auto()
+    """Parameters were stepped in ``backward``; the program's own call of ``step`` is still to come."""
+    DONE = auto()
+
+
+class _Early:
+    """One optimizer whose parameters are stepped as their gradients come."""
+
+    def __init__(self, path: str, optimizer: Any) -> None:
+        self.path, self.optimizer = path, optimizer
+        self.phase = _Phase.ZEROED
+        self._stepped: set[int] = set()
+        # The same state by another object, whose only parameter is the one at hand. Hooks and what a scheduler has put
+        # around ``step`` stay with the optimizer, whose own ``step`` is called as often as ever.
+        self.alone = object.__new__(type(optimizer))
+        held = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+        vars(self.alone).update(held)
+        self._told = False
+
+    def begin(self, undo: ExitStack) -> None:
+        """Set the hooks and stand before ``step`` and ``zero_grad``."""
+        for weight in _weights(self.optimizer):
+            if weight.requires_grad:
+                handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
+                undo.callback(_take_off, weight, handle)
+        _replace(undo, self.optimizer, "step", self._step(self.optimizer.step))
+        _replace(undo, self.optimizer, "zero_grad", self._zero_grad(self.optimizer.zero_grad))
+
+    def owns(self, weight: Any) -> bool:
+        """Whether ``weight`` is one of its parameters."""
+        return any(weight is one for one in _weights(self.optimizer))
+
+    def zeroed(self, set_to_none: bool) -> None:
+        """Note that gradients are zeroed."""
+        if self.phase is _Phase.STEPPED:
+            raise OomDoctorError("gradients are zeroed between the backward pass and the step")
+        if not set_to_none:
+            raise OomDoctorError("gradients are kept as zeros, with which parameters would be stepped")
+        self.phase = _Phase.ZEROED
+        self._stepped.clear()
+
+    def _on_gradient(self, weight: Any) -> None:
+        import torch
+
+        if id(weight) in self._stepped and self.phase is _Phase.STEPPED:
+            raise OomDoctorError("a parameter gets its gradient in several parts before the step")
+        if self.phase is _Phase.DONE:
+            raise OomDoctorError(f"the gradients of `{self.path}` are not zeroed between two backward passes")
+        if weight.grad.requires_grad:
+            raise OomDoctorError("the backward pass makes a graph of the gradients")
+        if not self._told:
+            self._tell()
+        (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
+        self.alone.param_groups = [{**group, "params": [weight]}]
+        with torch.no_grad():
+            _bare_step(type(self.optimizer))(self.alone)
+        weight.grad = None
+        self._stepped.add(id(weight))
+        self.phase = _Phase.STEPPED
+
+    def _tell(self) -> None:
+        """Tell those who watch optimizers, a snapshot among them, before the first parameter changes."""
+        from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+        self._told = True
+        for hook in list(_global_optimizer_pre_hooks.values()):
+            hook(self.optimizer, (), {})
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if any(value is not None for value in (*args, *kwargs.values())):
+                raise OomDoctorError("the optimizer calls a closure, or is told by arguments how to step")
+            if self.phase is _Phase.DONE:
+                raise OomDoctorError("the optimizer steps twice with the same gradients")
+            result = original()  # without gradients it steps nothing, and schedulers and hooks see their step
+            if self.phase is _Phase.STEPPED:
+                self.phase = _Phase.DONE
+            return result
+
+        return step
+
+    def _zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.zeroed(set_to_none)
+            original(set_to_none=set_to_none)
+
+        return zero_grad
+
+
+def _bare_step(cls: Any) -> Callable[[Any], Any]:
+    """Return the step of an optimizer's class without hooks: the program steps once, not once for each parameter.
+
+    Source: ``torch.optim.Optimizer._patch_step_function`` wraps ``step`` of the class and marks it ``hooked``.
+    """
+    step = cls.step
+    bare: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return bare
+
+
+def _check(session: Session) -> None:
+    """Refuse what can be seen before the cell runs."""
+    if not session.optimizers:
+        raise OomDoctorError("no optimizer was found among the notebook's objects")
+    seen: set[int] = set()
+    for path, optimizer in session.optimizers:
+        cls = type(optimizer)
+        if cls.__name__ not in ELEMENTWISE or not cls.__module__.startswith("torch.optim."):
+            raise OomDoctorError(f"`{path}` is a {cls.__name__}, which is not known to step each parameter by itself")
+        if optimizer._optimizer_step_pre_hooks:
+            raise OomDoctorError(f"`{path}` has hooks of its own before its step")
+        for weight in _weights(optimizer):
+            if id(weight) in seen:
+                raise OomDoctorError(f"`{path}` steps a parameter that another optimizer steps as well")
+            seen.add(id(weight))
+            if weight._post_accumulate_grad_hooks:
+                raise OomDoctorError(f"a parameter of `{path}` has a hook of its own for its gradient")
+    for path, root in session.modules:
+        for name, module in submodules(root, path):
+            if _REPLICATES & {base.__name__ for base in type(module).__mro__}:
+                raise OomDoctorError(f"{name} gathers gradients before the step")
+    for cell in session.cells.history:
+        if _USES_GRADIENTS.search(cell.source):
+            raise OomDoctorError(f"cell {cell.number} uses gradients by itself, which would be gone")
+
+
+def _refuse_uses(undo: ExitStack, session: Session) -> None:
+    """Have functions that need all gradients at once refuse, wherever they were imported to."""
+    import sys
+
+    import torch
+    from torch.nn.utils import clip_grad
+
+    for name in _CLIPS:
+        original = getattr(clip_grad, name, None)
+        if original is None:
+            continue
+        refusing = _refusing(original, "gradients are clipped or measured, for which all of them have to be there")
+        homes = [vars(module) for module in list(sys.modules.values()) if vars(module).get(name) is original]
+        homes += [session.namespace] if session.namespace.get(name) is original else []
+        for home in homes:
+            home[name] = refusing
+            undo.callback(home.__setitem__, name, original)
+    scaler = torch.amp.GradScaler
+    step = scaler.step
+
+    @wraps(step)
+    def scaled(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():
+            raise OomDoctorError("gradients are scaled, and a step is left out where they overflow")
+        return step(self, optimizer, *args, **kwargs)
+
+    undo.callback(setattr, scaler, "step", step)
+    scaler.step = scaled  # type: ignore[method-assign]
+
+
+def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
+    @wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise OomDoctorError(why)
+
+    return refuse
+
+
+def _watch_others(undo: ExitStack, early: list[_Early]) -> None:
+    """Refuse a step of an optimizer that is not known: its parameters were stepped by another one already."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    known = {id(one.optimizer) for one in early}
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if id(optimizer) not in known and any(one.owns(weight) for one in early for weight in _weights(optimizer)):
+            raise OomDoctorError("an optimizer that the cell made itself steps the parameters of another one")
+
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+
+
+def _watch_modules(undo: ExitStack, early: list[_Early]) -> None:
+    """Tell the optimizers when a module zeroes gradients."""
+    from torch import nn
+
+    original = nn.Module.zero_grad
+
+    @wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        zeroed = {id(weight) for weight in self.parameters()}
+        for one in early:
+            mine = {id(weight) for weight in _weights(one.optimizer)}
+            if mine & zeroed and not mine <= zeroed:
+                raise OomDoctorError(f"the gradients of some parameters of `{one.path}` are zeroed and of others not")
+            if mine & zeroed:
+                one.zeroed(set_to_none)
+        original(self, set_to_none=set_to_none)
+
+    undo.callback(setattr, nn.Module, "zero_grad", original)
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _weights(optimizer: Any) -> list[Any]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _take_off(weight: Any, handle: Any) -> None:
+    handle.remove()
+    if not weight._post_accumulate_grad_hooks:
+        weight._post_accumulate_grad_hooks = None  # as it was before the first one
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = vars(owner).get(name, _MISSING)
+    vars(owner)[name] = value
+    if before is _MISSING:
+        undo.callback(vars(owner).pop, name, None)
+    else:
+        undo.callback(vars(owner).__setitem__, name, before)
+
+
+FIX: Final = Fix(
+    id="optimizer_in_backward",
+    title="Step each parameter within the backward pass, as soon as its gradient is there",
+    effect=Effect.EXACT,
+    cost="the optimizer is called once for each parameter",
+    propose=propose,
+    apply=apply,
+    patch=patch,
+)

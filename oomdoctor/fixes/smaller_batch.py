@@ -1,0 +1,117 @@
+"""Smaller batches, where the batch size is written down in the cells.
+
+What a person does first when memory runs out. Each step then averages over fewer samples and an epoch has more of
+them, so the training goes another way: ``micro_batch`` keeps the effective batch and is to be preferred where it can be
+had. The number is changed where it is written, in whichever cell, and loaders that were made from it are made anew. A
+number that also sets what cannot be made again, as a schedule over so many steps, is left alone.
+
+There is no live form: code that reads the batch size from a name would disagree with a loader that was changed alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.fixes._batch_notebook import Book, Number
+from oomdoctor.fixes._batch_replay import exchange_numbers
+from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of
+from oomdoctor.fixes._micro_source import layer, model_facts
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIX", "patch", "propose"]
+
+_DIVISORS: Final = (2, 4, 8, 16, 32)
+_OVERHEAD: Final = 0.02
+"""Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
+
+_NO_LOOP: Final = "no training loop was found in what the failing cell runs"
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose batches of a half of the samples down to a 32nd of them."""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused(_NO_LOOP)
+    size = _size(evidence, loops)
+    if size is None:
+        return Refused("the census found no batch of the loop, so how many samples it has is not known")
+    if size == 1:
+        return Refused("the batch has one sample: it cannot be smaller")
+    scales = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
+    scales += incident.requested or 0
+    if not scales:
+        return Refused("no activations were found that a smaller batch could save")
+    return tuple(
+        Proposal(
+            dose=Dose.of(batch_size=size // one),
+            effect=Effect.CHANGES_RESULT,
+            saves=scales - scales // one,
+            slowdown=1 + _OVERHEAD * one,
+            basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
+            caveat=f"each step averages over {size // one} samples and no longer over {size}, with {one} times as many "
+            "steps: the training goes another way, and the learning rate was chosen for the larger batch",
+        )
+        for one in _DIVISORS
+        if size % one == 0
+    ) or Refused(f"a batch of {size} samples has no half")
+
+
+def _size(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
+    """Return the samples in a batch: of the loop's loader, else what the loaders and the batch found agree on."""
+    known = dict(evidence.code.batch_sizes)
+    named = [known[loop.loader] for loop in loops if loop.loader in known]
+    if named:
+        return max(named)
+    shapes = [held.shape for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
+    agreed = set(known.values()) & {length for shape in shapes for length in shape}
+    return max(agreed, default=max((shape[0] for shape in shapes), default=None))
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with batches of ``dose["batch_size"]`` samples at most in every loop of the failing run."""
+    code, size = evidence.code, dose.number("batch_size")
+    loops = [loop for loop in code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused(_NO_LOOP)
+    if size == 1 and (name := _normalised(code, loops)) is not None:
+        return Refused(f"{name} normalises over the batch, and cannot over one sample")
+    book = Book.read(cells)
+    numbers: dict[int, Number] = {}
+    largest = 0
+    for loop in loops:
+        found = sizes_of(book, loop)
+        if isinstance(found, Refused):
+            return found
+        if (call := hard_coded(book, loop, found)) is not None:
+            return Refused(f"`{call}` has the size of the batch written into it as well")
+        numbers |= {id(number.node): number for number in found if number.value > size}
+        largest = max([largest, *(number.value for number in found)])
+    if not numbers:
+        return Refused(f"the cells set batches of {largest} samples, which are not larger than {size}")
+    odd = next((number.value for number in numbers.values() if number.value % size), None)
+    if odd is not None:
+        return Refused(f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
+    return exchange_numbers(cells, dict.fromkeys(numbers.values(), size))
+
+
+def _normalised(code: CodeFacts, loops: list[TrainingLoop]) -> str | None:
+    models = [(loop, model_facts(code, loop, text)) for loop in loops for text in loop.models]
+    return next((layer(model, model.batch_norm[0]) for _, model in models if model and model.batch_norm), None)
+
+
+FIX: Final = Fix(
+    id="smaller_batch",
+    title="Train with smaller batches",
+    effect=Effect.CHANGES_RESULT,
+    cost="another course of the training; more steps per epoch",
+    propose=propose,
+    apply=None,
+    patch=patch,
+)

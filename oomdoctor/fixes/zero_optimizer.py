@@ -1,0 +1,231 @@
+"""Lets each process keep its share of the optimizer's state, which DistributedDataParallel repeats in all of them.
+
+``ZeroRedundancyOptimizer`` gives each parameter to one process. That one keeps the state for it, steps it, and sends it
+to the others. Every process has the same gradients, so the numbers are the same to the bit as long as the optimizer
+treats each element for itself; those that look at several at once are refused. So is a program that reads or loads the
+optimizer's state, which no process has whole.
+
+There is no live form: the state would have to move on all processes at once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst, _ddp_ranks, _ddp_source, _imports
+from oomdoctor.fixes.optimizer_foreach_off import in_the_step
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts, Role
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.sizes import format_size
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIX", "patch", "propose"]
+
+_SHARDED: Final = "ZeroRedundancyOptimizer"
+_HOME: Final = "torch.distributed.optim"
+_STEPWISE: Final = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta")
+"""Optimizers of torch that treat each element for itself."""
+_TWO_VALUES: Final = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
+"""Those that keep two values for each element."""
+_WHOLE_STATE: Final = re.compile(r"(?P<name>[\w.\[\]'\"]+)\.(?P<use>state_dict|load_state_dict|state|share_memory)\b")
+_OPTIMIZER: Final = re.compile(r"optim|opt\b", re.IGNORECASE)
+_BROADCASTS: Final = 1.05
+"""Time of a step that sends every parameter once more, as a ratio. A round figure, not measured."""
+
+
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where processes repeat a state that the census found, or that the failing step was making."""
+    ranks = _ddp_ranks.shared_by(evidence)
+    if isinstance(ranks, Refused):
+        return ranks
+    steppers = evidence.code.steppers
+    if (why := _unfit(evidence)) is not None:
+        return Refused(why)
+    state, basis = _state(incident, evidence)
+    if not state:
+        return Refused("the census found no optimizer state on the device")
+    share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
+    if share >= 1:
+        return Refused("one parameter has all the state, and each parameter stays with one process")
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT,
+            saves=int(state * (1 - share)),
+            slowdown=_BROADCASTS,
+            basis=f"{basis}; each of {ranks} processes would keep about {share:.0%} of it",
+        ),
+    )
+
+
+def _unfit(evidence: Evidence) -> str | None:
+    for one in evidence.code.steppers:
+        if one.type_name == _SHARDED:
+            return f"`{one.path}` shares its state among the processes already"
+        if one.type_name not in _STEPWISE or not one.home.startswith("torch.optim."):
+            return f"`{one.path}` is a {one.type_name}, of which it is not known that it treats each element for itself"
+    if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
+        return "the parameters are of several types, which ZeroRedundancyOptimizer does not take"
+    return None
+
+
+def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
+    """Return the bytes of state that each process holds or would hold, and how that is known."""
+    found = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
+    making = sum(map(_made_by_a_step, evidence.code.steppers)) if in_the_step(incident) else 0
+    if making > found:
+        return making, f"analytic estimate: the step that failed makes {format_size(making)} of state"
+    return found, f"the census found {format_size(found)} of optimizer state"
+
+
+def _made_by_a_step(one: OptimizerFacts) -> int:
+    return 2 * one.parameter_bytes if one.type_name in _TWO_VALUES else 0
+
+
+def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
+    del dose
+    if any(_SHARDED in cell.source for cell in cells.history):
+        return Refused("the cells share the state of an optimizer already")
+    found = _stepped(cells, evidence.code)
+    if isinstance(found, Refused):
+        return found
+    if (use := _uses_whole_state(cells, [one.target for one in found if one.target])) is not None:
+        return Refused(f"`{use}` needs the whole state of the optimizer, which no process has then")
+    name = _imports.name_for(_HOME, _SHARDED, cells, "SharedOptimizer")
+    return _cst.join(cells, [_shared(cells, group, name) for group in _ddp_source.by_cell(found)])
+
+
+def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
+    """Return the calls that make the optimizers which the failing run steps."""
+    found = _ddp_source.find(cells, *_STEPWISE)
+    if isinstance(found, Refused):
+        return found
+    names = {one.path for one in code.steppers}
+    for loop in (one for one in code.loops if one.in_failing_run):
+        names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
+    made = [one for one in found if _is_of_torch(one, cells) and (not names or one.target in names)]
+    return made or Refused("no cell makes the optimizer from a class of torch under the name that it is stepped by")
+
+
+def _is_of_torch(one: _ddp_source.Call, cells: Cells) -> bool:
+    if isinstance(one.node.func, cst.Name):
+        imported = re.compile(rf"^[ \t]*from torch\.optim import [^\n]*\b{one.name}\b", re.MULTILINE)
+        return any(imported.search(cell.source) for cell in cells.history)
+    return re.fullmatch(rf"(torch\.)?optim\.{one.name}", _ddp_source.code_of(one.node.func)) is not None
+
+
+def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:
+    for cell in cells.history:
+        for match in _WHOLE_STATE.finditer(cell.source):
+            if match["name"] in names or _OPTIMIZER.search(match["name"]):
+                return match[0] if match["use"] == "state" else f"{match[0]}()"
+    return None
+
+
+def _shared(cells: Cells, found: list[_ddp_source.Call], name: str) -> Edit | Refused:
+    """Return the change of one cell."""
+    imported = _imports.source_of(_HOME, _SHARDED, name)
+    first = found[0]
+    nodes: dict[cst.CSTNode, cst.CSTNode] = {}
+    replays: list[str] = []
+    for one in found:
+        new = _within(one, name)
+        if isinstance(new, Refused):
+            return new
+        nodes[one.node] = new
+        if one.around is None and one.cell.number != cells.failing.number:
+            again = _with_its_state(cells, one, new)
+            if isinstance(again, Refused):
+                return again
+            replays.append(again)
+    if replays and len(replays) < len(found):
+        return Refused(f"cell {first.cell.number} makes optimizers in a function and outside of it")
+    replay = "\n".join(replays) if replays else None
+    return _ddp_source.edited(cells, first.cell, first.parsed, nodes, [imported], replay)
+
+
+def _with_its_state(cells: Cells, one: _ddp_source.Call, new: cst.Call) -> str | Refused:
+    """Return what makes the optimizer of an earlier cell anew from the state that it has by now."""
+    if one.target is None:
+        return Refused(f"{one.where} makes the optimizer under no name that leads to it")
+    kept = re.compile(rf"^[^\n#]*=[^\n#=]*\(\s*([^\n()#]*,\s*)?{one.target}\s*[,)]", re.MULTILINE)
+    for cell in cells.history[:-1]:
+        if (match := kept.search(cell.source)) is not None:
+            return Refused(f"`{match[0].strip()}…` of cell {cell.number} holds on to the optimizer that is there now")
+    state = _cst.fresh_name("state", cells)
+    return (
+        f"{state} = {one.target}.state_dict()\n{one.target} = {_ddp_source.code_of(new)}\n"
+        f"{one.target}.load_state_dict({state})\ndel {state}"
+    )
+
+
+def _within(one: _ddp_source.Call, name: str) -> cst.Call | Refused:
+    """Return the call that makes the same optimizer for a share of the parameters."""
+    call = one.node
+    if any(arg.star for arg in call.args):
+        return Refused(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")
+    unnamed = [arg for arg in call.args if arg.keyword is None]
+    if len(unnamed) > 2 or not call.args or (call.args[0].keyword and call.args[0].keyword.value != "params"):
+        return Refused(f"{one.where} gives the optimizer's settings by position")
+    if not _is_read_again(one, call.args[0].value):
+        return Refused(f"{one.where} gives groups of parameters that may be readable once only, which would be lost")
+    if len(unnamed) == 2:
+        rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
+        call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
+    added = _ddp_source.with_argument(call, f"optimizer_class={_ddp_source.code_of(call.func)}")
+    return added.with_changes(func=cst.Name(name))
+
+
+def _is_read_again(one: _ddp_source.Call, given: cst.BaseExpression, depth: int = 2) -> bool:
+    """Whether ``given`` is no group of parameters, or one of lists: the class reads groups twice, and loses generators.
+
+    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
+    """
+    match given:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters"))):
+            return True
+        case cst.Call(func=cst.Name(value="filter")):
+            return True
+        case cst.Call(func=cst.Name(value="list"), args=[cst.Arg(value=inner)]):
+            return _is_read_again(one, inner, depth)
+        case cst.ListComp(elt=elt) | cst.GeneratorExp(elt=elt):
+            return not isinstance(elt, cst.Dict | cst.Call)
+        case cst.List(elements=elements):
+            return all(_is_group_of_lists(element.value) for element in elements)
+        case cst.Name(value=name) if depth:
+            values = _ddp_source.assigned(one, name)
+            return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
+    return False
+
+
+def _is_group_of_lists(group: cst.BaseExpression) -> bool:
+    if not isinstance(group, cst.Dict):
+        return False
+    for element in group.elements:
+        if isinstance(element, cst.DictElement) and _ddp_source.code_of(element.key).strip("'\"") == "params":
+            value = element.value
+            is_made = isinstance(value, cst.Call) and _ddp_source.code_of(value.func) == "list"
+            return is_made or isinstance(value, cst.List | cst.ListComp)
+    return False
+
+
+_EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+FIX: Final = Fix(
+    id="zero_optimizer",
+    title="Share the optimizer's state out among the processes",
+    effect=Effect.EXACT,
+    cost="every parameter is sent once more in each step",
+    propose=propose,
+    apply=None,
+    patch=patch,
+    guard=_ddp_ranks.alone,
+)

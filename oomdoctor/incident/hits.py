@@ -1,0 +1,158 @@
+"""Finds where a row of the message table matches: its needle, its pattern, its neighbourhood, and who refused.
+
+A line that gives advice, sets a condition or is source code denies what it says; such a match is told as well, because
+the joined lines must not bring it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format
+from oomdoctor.incident.place import line_end_of, line_start_of
+from oomdoctor.incident.table import FORMATS
+from oomdoctor.model.incident import Family
+
+__all__ = ["AROUND", "LINE", "Hit", "candidates", "hits", "lowered_of"]
+
+AROUND: Final = 400
+LINE: Final = 200
+"""Characters of its own line that a message has to itself before and after the match."""
+_LONG_LINE: Final = 2_000
+_PIECE: Final = 3
+_PIECES: Final = tuple(
+    (
+        frozenset(needle[:_PIECE] for needle in row.needles),
+        frozenset(needle[-_PIECE:] for needle in row.needles),
+    )
+    for row in FORMATS
+)
+"""The first and the last letters of each row's needles."""
+_SHORT: Final = 8_000
+"""Characters up to which it takes less time to cut a text into all of its pieces than to look for each needle."""
+_HITS: Final = 25
+"""Hits of one literal that are looked at from either end of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A match of a row; ``family`` is None where its line says that nothing happened."""
+
+    match: re.Match[str]
+    end: int
+    family: Family | None
+
+
+def lowered_of(lines: str) -> str:
+    """Return ``lines`` in lower case on one line, with every character where it was."""
+    lowered = lines.lower()
+    if len(lowered) != len(lines):  # a few letters become two when lowered
+        lowered = "".join(letter.lower() if letter.isascii() else letter for letter in lines)
+    return lowered.replace("\n", " ")
+
+
+def candidates(lowered: str) -> Iterable[int]:
+    """Return the places of the rows of which a needle may be there."""
+    if len(lowered) > _SHORT:
+        return range(len(FORMATS))
+    pieces = {lowered[at : at + _PIECE] for at in range(len(lowered))}
+    return (
+        place
+        for place, (first, last) in enumerate(_PIECES)
+        if not first.isdisjoint(pieces) and not last.isdisjoint(pieces)
+    )
+
+
+def hits(row: Format, lines: str, lowered: str) -> Iterator[Hit]:
+    """Yield the confirmed matches of a row, each with the end of what may belong to its message."""
+    for needle in row.needles:
+        places = _places(lowered, needle)
+        for at, following in zip(places, [*places, -1][1:], strict=True):
+            match = _confirmed(row, lines, lowered, at)
+            if match is None:
+                continue
+            if _is_denied(row, lines, match):
+                yield Hit(match, match.end(), None)
+                continue
+            end = min(len(lines), match.end() + row.reach)
+            if following >= match.end():
+                end = min(end, following)
+            family = _family(row, lines, match) if _in_place(row, lines, match, end) else None
+            if family is not None:
+                yield Hit(match, end, family)
+
+
+def _places(lowered: str, needle: str) -> list[int]:
+    """Return where ``needle`` stands, from either end of the text, in order."""
+    first: list[int] = []
+    at = lowered.find(needle)
+    while at >= 0 and len(first) < _HITS:
+        first.append(at)
+        at = lowered.find(needle, at + len(needle))
+    if at < 0:
+        return first
+    last: list[int] = []
+    low, high = at, len(lowered)
+    while len(last) < _HITS and (at := lowered.rfind(needle, low, high)) >= 0:
+        last.append(at)
+        high = at
+    return first + last[::-1]
+
+
+def _confirmed(row: Format, lines: str, lowered: str, at: int) -> re.Match[str] | None:
+    low, high = max(0, at - row.window[0]), min(len(lines), at + row.window[1])
+    if row.beside and all(lowered.find(word, low, high) < 0 for word in row.beside):
+        return None
+    for match in row.pattern.finditer(lines, low, high):
+        if match.start() <= at < match.end():
+            return match
+        if match.start() > at:
+            break
+    return None
+
+
+def _in_place(row: Format, lines: str, match: re.Match[str], end: int) -> bool:
+    before = max(0, match.start() - ANYWHERE)
+    if row.requires and not row.requires.search(lines, match.start(), end):
+        return False
+    if row.context and not row.context.search(lines, before, end):
+        return False
+    if row.unless and row.unless.search(lines, before, end):
+        return False
+    if row.on_line:
+        low, high = _line_of(lines, match)
+        above = line_start_of(lines, low - 1, max(0, AROUND - match.start() + low))
+        return row.on_line.search(lines, above, min(high, match.end() + LINE)) is not None
+    return True
+
+
+def _is_denied(row: Format, lines: str, match: re.Match[str]) -> bool:
+    """Whether the line of the match says that nothing happened, or is a line of source code."""
+    low, high = _line_of(lines, match)
+    before = lines[max(low, match.start() - AROUND) : match.start()]
+    return (
+        SOURCE.search(before) is not None
+        or SOURCE_AFTER.match(lines, match.end(), high) is not None
+        or (row.denied is not None and row.denied.search(before) is not None)
+    )
+
+
+def _line_of(lines: str, match: re.Match[str]) -> tuple[int, int]:
+    """Return where the lines of the match begin and end, of a very long line its part around the match."""
+    return line_start_of(lines, match.start(), _LONG_LINE), line_end_of(lines, match.end(), _LONG_LINE)
+
+
+def _family(row: Format, lines: str, match: re.Match[str]) -> Family | None:
+    """Return who refused: by the words on the line of the match, or else by those around it."""
+    if not row.families:
+        return row.family
+    low, high = _line_of(lines, match)
+    line = max(low, match.start() - AROUND), min(high, match.end() + LINE)
+    for start, end in (line, (max(0, line[0] - AROUND), min(len(lines), line[1] + LINE))):
+        for words, family in row.families:
+            if words.search(lines, start, end):
+                return family
+    return None

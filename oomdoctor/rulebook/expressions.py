@@ -1,0 +1,104 @@
+"""Compiles the expressions of rules, and refuses those that could fail or run without end when they are matched.
+
+A rule is matched while somebody waits for a diagnosis. So an expression compares facts and does sums with them, and no
+more: no function, no clock, no list that is made; and a pattern is written out, and cannot be tried in exponentially
+many ways.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+import rule_engine
+from rule_engine import ast as tree
+
+from oomdoctor.rulebook.context import engine_context
+
+__all__ = ["compiled"]
+
+_LONGEST: Final = 20_000
+
+
+def compiled(text: str) -> rule_engine.Rule:
+    """Return the compiled expression.
+
+    Raises:
+        ValueError: it cannot be a rule's expression; the message says why, in one line.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError(f"the expression has more than {_LONGEST:,} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)  # an escape such as "\\w", which Python will refuse
+            rule = rule_engine.Rule(text, context=engine_context())
+        for node in _nodes(rule.statement.expression):
+            _refuse(node)
+    except (rule_engine.EngineError, DeprecationWarning) as error:
+        raise ValueError(f"the expression is refused: {_one_line(getattr(error, 'message', '') or error)}") from None
+    except ArithmeticError:
+        raise ValueError("the expression is refused: a number in it is too large") from None
+    except RecursionError:
+        raise ValueError("the expression is nested too deeply") from None
+    kind = rule.statement.expression.result_type
+    if kind is not rule_engine.DataType.BOOLEAN:
+        raise ValueError(f"the expression is a {kind.name.lower()}, not a yes or no")
+    return rule
+
+
+def _refuse(node: Any) -> None:
+    if isinstance(node, tree.FunctionCallExpression | tree.ComprehensionExpression):
+        raise ValueError("the expression is refused: it compares facts, and calls or makes nothing")
+    if isinstance(node, tree.SymbolExpression) and node.scope is not None:
+        raise ValueError(f"the expression is refused: ${node.name} is no fact")
+    if isinstance(node, tree.FuzzyComparisonExpression):
+        if not isinstance(node.right, tree.StringExpression):
+            raise ValueError("the expression is refused: the pattern on the right must be written out")
+        if _is_explosive(str(node.right.value)):
+            raise ValueError(
+                "the expression is refused: the pattern repeats a group that has a repeat or a choice in it, "
+                "and may take without end"
+            )
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, tree.ASTNodeBase):
+            yield one
+            slots = {name for base in type(one).__mro__ for name in vars(base).get("__slots__", ())}
+            waiting += [getattr(one, name, None) for name in {*slots, *getattr(one, "__dict__", ())} - {"context"}]
+
+
+_OPEN: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|*+?]|\{\d*,?\d*\}|[^\\]", re.DOTALL)
+
+
+def _is_explosive(pattern: str) -> bool:
+    """Whether a repeat goes over a group that can match one text in several ways, as far as the pattern's form tells.
+
+    A repeat within a repeat, and a choice within one, are what makes a search of a short line take hours.
+    """
+    loose = [False]  # for each group that is open: whether a repeat or a choice stands in it
+    closed = False  # of the group that ended right before
+    before = ""
+    for piece in _OPEN.findall(pattern):
+        repeats = piece in "*+" or (piece[0] == "{" and len(piece) > 1)
+        if repeats and closed:
+            return True
+        if piece == "(":
+            loose.append(False)
+        elif piece == "|" or repeats or (piece == "?" and before not in ("", "(")):
+            loose[-1] = True
+        closed = piece == ")" and len(loose) > 1 and loose.pop()
+        loose[-1] = loose[-1] or closed
+        before = piece
+    return False
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,214 @@
+"""Facts of loaders: their settings, and whether samples and their order depend on which worker makes them and when."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
+
+from oomdoctor.evidence.code import facts
+from oomdoctor.model.evidence import LoaderFacts
+from oomdoctor.model.session import Cell, Cells
+
+DATA = TensorDataset(torch.zeros(8, 2))
+
+PREFACE = """
+import os, random, math
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+images = torch.zeros(8, 4)
+class Named:
+    def __getitem__(self, index):
+        return random.random()
+hidden = Named()
+def scaled(x):
+    return x.float() / 255
+def crop(x):
+    start = random.randrange(2)
+    return x[start:]
+"""
+
+
+def read(**loaders: DataLoader[Any]) -> tuple[LoaderFacts, ...]:
+    return facts(Cells(history=(Cell(number=1, source="pass"),)), loaders, (), (), loaders.items()).loaders
+
+
+def made_by(*cells: str, **more: Any) -> LoaderFacts:
+    """The facts of the loader ``loader`` that the cells make."""
+    sources = [PREFACE, *map(textwrap.dedent, cells)]
+    space: dict[str, Any] = {"__name__": "__main__", **more}
+    for source in sources:
+        exec(source, space)
+    history = tuple(Cell(number=number, source=text) for number, text in enumerate(sources, 1))
+    return facts(Cells(history=history), space, (), (), [("loader", space["loader"])]).loaders[0]
+
+
+def dataset(getitem: str, init: str = "self.x = images", rest: str = "") -> str:
+    text = f"class Data(Dataset):\n    def __init__(self):\n        {init}\n    def __len__(self):\n        return 8\n"
+    body = textwrap.indent(textwrap.dedent(getitem).strip(), " " * 8)
+    text += f"    def __getitem__(self, i):\n{body}\n"
+    return f"{text}{textwrap.indent(textwrap.dedent(rest), '    ')}\nloader = DataLoader(Data(), num_workers=2)\n"
+
+
+def test_settings() -> None:
+    train = DataLoader(DATA, shuffle=True, num_workers=2, prefetch_factor=5, persistent_workers=True)
+    plain = DataLoader(DATA, batch_size=None, pin_memory=True, collate_fn=len)
+    spawned = DataLoader(DATA, num_workers=1, multiprocessing_context="spawn", in_order=False)
+    a, b, c = read(train=train, plain=plain, spawned=spawned)
+    assert a == LoaderFacts(path="train", num_workers=2, prefetch=5, persistent=True, shuffles=True)
+    assert (b.num_workers, b.prefetch, b.pin_memory, b.collates, b.shuffles) == (0, None, True, False, False)
+    assert (c.spawns, c.unordered, c.prefetch) == (True, True, 2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DATA,
+        Subset(DATA, [1, 2]),
+        ConcatDataset([DATA, Subset(DATA, [0])]),
+        [(torch.zeros(2), 1)],
+        np.zeros((4, 2)),
+        torch.zeros(4, 2),
+    ],
+)
+def test_data_sets_of_torch_are_the_same_everywhere(data: Any) -> None:
+    assert read(loader=DataLoader(data))[0].varies is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        dataset("return self.x[i], i"),
+        dataset("x = scaled(self.x[i])\nreturn (x - 0.5) / 0.5"),
+        dataset("return self.clean(i)", rest="def clean(self, i):\n    return self.x[i].clamp(0, 1)"),
+        dataset("x = self.x[i]\nif self.transform:\n    x = self.transform(x)\nreturn x", "self.x = images\n        "
+                "self.transform = scaled"),
+        dataset("return self.transform(self.x[i])", "self.x = images\n        self.transform = Scale()",
+                rest="")
+        .replace("class Data", "class Scale:\n    def __call__(self, x):\n        return x * 2\nclass Data"),
+        dataset("return torch.from_numpy(np.load(os.path.join('d', f'{i}.npy')))"),
+        dataset("return {'x': torch.tensor(self.x[i].tolist()), 'n': len(self.x)}"),
+        dataset("return self.base[i]", "self.base = [images, images]"),
+    ],
+)  # fmt: skip
+def test_classes_of_the_cells_that_are_the_same_everywhere(source: str) -> None:
+    assert made_by(source).varies is None
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (dataset("return self.x[i] + torch.randn(4)"), "calls `torch.randn`"),
+        (dataset("return crop(self.x[i])"), "`crop` calls `random.randrange`"),
+        (dataset("return self.x[i] * np.random.rand()"), "calls `np.random.rand`"),
+        (dataset("return self.x[self.rng.integers(4)]", "self.x, self.rng = images, np.random.default_rng(0)"), "rng"),
+        (dataset("return self.t(self.x[i])", "self.x, self.t = images, crop"), "uses `self.t`: `crop` calls"),
+        (dataset("return self.x[i].clone().normal_()"), "normal_"),
+        (dataset("self.seen = i\nreturn self.x[i]"), "writes to `self.seen`"),
+        (dataset("self.x[i] = 0\nreturn self.x[i]"), "writes to `self.x[i]`"),
+        (dataset("x = self.x[i]\nx += 1\nreturn x"), "changes `x` in place"),
+        (dataset("return torch.utils.data.get_worker_info().id"), "get_worker_info"),
+        (dataset("return hidden[i]"), "uses `hidden`"),
+        (dataset("return self.part[i]", "self.part = hidden"), "`Named.__getitem__` calls `random.random`"),
+        (dataset("return self.now", rest="@property\ndef now(self):\n    return random.random()"), "uses `self.now`"),
+        (dataset("draw = torch.rand\nreturn draw(3)"), "calls `draw`"),
+        (dataset("return self.draw()", "self.draw = random.random"), "uses `self.draw`"),
+        (dataset("return max([i, 1], key=random.seed)"), "calls `max`"),
+        (dataset("return self.x[i].mean()"), "mean"),
+        (dataset("return len(self.x)").replace("len(self.x)", "help(i)"), "calls `help`"),
+        (
+            dataset("return self.x[i]").replace("    def __getitem__", "    @cached\n    def __getitem__"),
+            "is not known",
+        ),
+        (dataset("return self.x[i]") + "class Data(Dataset):\n    pass\n", "what `Data.__getitem__` does is not known"),
+        (
+            dataset("return self.x[i]").replace("num_workers=2", "num_workers=2, collate_fn=lambda rows: rows"),
+            "what `<lambda>` does is not known",
+        ),
+        (
+            dataset("return self.x[i]").replace("num_workers=2", "num_workers=2, worker_init_fn=print"),
+            "worker_init_fn",
+        ),
+    ],
+)
+def test_what_may_depend_on_its_worker(source: str, why: str) -> None:
+    found = made_by(source, cached=lambda function: function).varies
+    assert found is not None
+    assert why in found
+
+
+def test_a_class_that_lies_about_its_home_is_not_claimed() -> None:
+    odd = type("Odd", (), {"__module__": 3, "__getitem__": lambda self, i: i, "__len__": lambda self: 3})
+    assert read(loader=DataLoader(odd()))[0].varies == "what `Odd.__getitem__` does is not known"
+
+
+def test_a_data_set_of_a_library_is_not_claimed() -> None:
+    class Elsewhere(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __len__(self) -> int:
+            return 3
+
+    varies = read(loader=DataLoader(Elsewhere()))[0].varies
+    assert varies == "what `Elsewhere.__getitem__` does is not known"
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_order() -> None:
+    class Odd(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter([torch.randint(3, ()).item()])
+
+    generator = torch.Generator()
+    weights = torch.utils.data.WeightedRandomSampler(torch.ones(3).tolist(), 3)
+    a, b, c, d, e, f = read(
+        a=DataLoader(DATA, shuffle=True),
+        b=DataLoader(DATA, sampler=weights),
+        c=DataLoader(DATA, shuffle=True, generator=generator),
+        d=DataLoader(DATA, sampler=Odd()),
+        e=DataLoader(Stream()),
+        f=DataLoader(DATA, sampler=range(3)),
+    )
+    assert (a.order, b.order, e.order, f.order) == (None, None, None, None)
+    assert (a.shuffles, b.shuffles, f.shuffles) == (True, True, False)
+    assert c.order is not None
+    assert "generator of the program's" in c.order
+    assert d.order is not None
+    assert "`Odd`" in d.order
+    assert (d.iterable, e.iterable) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_looped"),
+    [
+        ("for x in loader:\n    fit(x)", True),
+        ("for i, x in enumerate(tqdm(loader, total=len(loader))):\n    fit(x)\nn = loader.batch_size", True),
+        ("seen = [x for x in loader]\nfirst = next(iter(loader))", True),
+        ("def run(dl):\n    for x in dl:\n        fit(x)\nrun(loader)", True),
+        ("def run(dl):\n    for x, y in zip(dl, dl):\n        fit(x)\nrun(loader)", False),
+        ("for x, y in zip(loader, loader):\n    fit(x)", False),
+        ("it = iter(loader)\nfor x in loader:\n    fit(x)", False),
+        ("trainer.fit(model, loader)", False),
+        ("for x in others:\n    fit(x)", False),
+    ],
+)
+def test_loaders_that_are_looped_over(source: str, is_looped: bool) -> None:
+    loader = DataLoader(DATA)
+    cells = Cells(history=(Cell(number=1, source=source),))
+    assert facts(cells, {"loader": loader}, (), (), [("loader", loader)]).loaders[0].looped is is_looped
+
+
+def test_the_sharing_strategy_is_read() -> None:
+    cells = Cells(history=(Cell(number=1, source="pass"),))
+    strategy: Any = torch.multiprocessing
+    assert facts(cells, {}).sharing_strategy == strategy.get_sharing_strategy()

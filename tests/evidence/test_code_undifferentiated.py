@@ -1,0 +1,225 @@
+"""Which code is found to run a model with gradients that nobody takes, and which is left alone."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oomdoctor.evidence.code import facts
+from oomdoctor.model.session import Cell, Cells
+
+LIVE: dict[str, Any] = {"model": nn.Linear(2, 2), "criterion": nn.MSELoss()}
+
+TRAIN = """
+    for x, y in train_loader:
+        out = model(x)
+        loss = criterion(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+EVALUATE = """
+    total = 0
+    for x, y in test_loader:
+        out = model(x)
+        loss = criterion(out, y)
+        total += loss.item() * len(x)
+    print(total / len(test_set))
+"""
+FUNCTION = """
+    def evaluate(net, loader):
+        net.eval()
+        preds, total = [], 0.0
+        for x, y in loader:
+            out = net(x)
+            total += criterion(out, y).item()
+            preds.append(out.argmax(1))
+        return total / len(loader), torch.cat(preds)
+"""
+PHASES = """
+    for phase in phases:
+        with torch.set_grad_enabled(phase == 'train'):
+            out = model(x)
+            loss = criterion(out, y)
+            if phase == 'train':
+                loss.backward()
+"""
+TRAINER = """
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+            self.best = 0
+
+        def loss(self, batch):
+            x, y = batch
+            return criterion(self.model(x), y)
+
+        def train_epoch(self):
+            for batch in train_loader:
+                optimizer.zero_grad()
+                self.loss(batch).backward()
+                optimizer.step()
+
+        def validate(self):
+            total = 0
+            for batch in test_loader:
+                total += self.loss(batch).item()
+            return total
+"""
+
+
+def found(*sources: str, line: int | None = None, **namespace: Any) -> list[tuple[int, int, str]]:
+    cells = Cells(history=tuple(Cell(number=n, source=textwrap.dedent(s)) for n, s in enumerate(sources, 1)))
+    live = LIVE | namespace
+    modules = [(name, value) for name, value in live.items() if isinstance(value, nn.Module)]
+    return list(facts(cells, live, modules, [], line=line).undifferentiated)
+
+
+@pytest.mark.parametrize("before", ["", TRAIN])
+def test_a_loop_at_the_top_level(before: str) -> None:
+    assert found(before, EVALUATE) == [(2, 3, "for x, y in test_loader:")]
+
+
+def test_a_single_prediction() -> None:
+    assert found(TRAIN, "pred = model(x_test)\nprint(pred.mean())") == [(2, 1, "pred = model(x_test)")]
+
+
+def test_an_evaluation_within_an_epoch_is_found_beside_the_training() -> None:
+    epochs = "for epoch in range(3):" + textwrap.indent(textwrap.dedent(TRAIN), "    ")
+    epochs += textwrap.indent(textwrap.dedent(EVALUATE), "    ")
+    assert found(epochs) == [(1, 10, "for x, y in test_loader:")]
+
+
+def test_a_function_as_a_whole_called_from_an_epoch() -> None:
+    epochs = "for epoch in range(3):" + textwrap.indent(textwrap.dedent(TRAIN), "    ")
+    epochs += "    loss_now, preds = evaluate(model, test_loader)\n    print(loss_now)\n"
+    assert found(FUNCTION, epochs) == [(1, 2, "def evaluate")]
+
+
+def test_only_what_runs_at_the_failing_line_or_after() -> None:
+    source = "a = model(x)\nprint(a)\nb = model(x)\nc = model(x)\n"
+    assert [line for _, line, _ in found(TRAIN, source, line=3)] == [3, 4]
+
+
+def test_the_methods_of_a_trainer() -> None:
+    assert found(TRAINER, "trainer = Trainer(model)\ntrainer.train_epoch()\nprint(trainer.validate())") == [
+        (1, 17, "def validate")
+    ]
+
+
+def test_a_function_whose_results_are_differentiated_elsewhere_gives_way_to_its_calls() -> None:
+    step = "def step(batch):\n    x, y = batch\n    return criterion(model(x), y)\n"
+    train = "for batch in train_loader:\n    loss = step(batch)\n    loss.backward()\n    optimizer.step()\n"
+    check = "total = 0\nfor batch in test_loader:\n    total += step(batch).item()\n"
+    assert found(step, train, check) == [(3, 2, "for batch in test_loader:")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        TRAIN,
+        "for x, y in loader:\n    x.requires_grad = True\n    loss = criterion(model(x), y)\n    loss.backward()\n",
+        "for x, y in loader:\n    g = torch.autograd.grad(model(x).sum(), x)\n",
+        "out = model(x)\nloss = criterion(out, y)\nloss.backward()",
+        "outs = []\nfor x in xs:\n    outs.append(model(x))\ntorch.cat(outs).sum().backward()",
+        "total = 0\nfor x, y in loader:\n    total += criterion(model(x), y)\ntotal.backward()",
+        "total = 0\nfor x, y in loader:\n    total = total + criterion(model(x), y)\n(total / 3).backward()",
+        "seen = {}\nfor x, y in loader:\n    seen['out'] = model(x)\nseen['out'].mean().backward()",
+        "h = None\nfor x in xs:\n    h = model(x)\n    if len(x) > 3:\n        (h ** 2).mean().backward()",
+        "z = model(x)\ndef closure():\n    l = z.sum()\n    l.backward()\n    return l\noptimizer.step(closure)",
+        "z = model(x)\n(g,) = torch.autograd.grad(z.sum(), list(model.parameters())[0])",
+        "with torch.no_grad():\n    out = model(x)",
+        "with torch.inference_mode():\n    for x, y in loader:\n        out = model(x)",
+        PHASES,
+        "out = model(x)\nprint(out.grad_fn)",
+        "for x in xs:\n    h = model(x)\n    h.register_hook(print)",
+        "print(len(xs))",
+    ],
+)
+def test_what_needs_gradients_or_has_none_is_left_alone(source: str) -> None:
+    assert found(TRAIN, source) == []
+
+
+def test_a_prediction_on_adversarial_examples_is_found_and_the_making_of_them_is_not() -> None:
+    source = "for x, y in loader:\n    adv = fgsm_attack(model, x, y)\n    out = model(adv)"
+    assert found(TRAIN, source) == [(2, 3, "out = model(adv)")]
+
+
+ENCODE = """
+    def encode(xs):
+        return torch.cat([model(x) for x in xs])
+"""
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        (ENCODE, "loss = criterion(encode(x.chunk(4)), y)\nloss.backward()"),
+        (ENCODE, "def loss_of(x, y):\n    return criterion(encode(x), y)", "l = loss_of(x, y)\nl.backward()"),
+        (ENCODE, "f = encode(xs)", "f.sum().backward()", "f = encode(xs)"),
+        ("def perturbed(x):\n    x.requires_grad_()\n    return x", "out = model(perturbed(x))"),
+        (
+            "class Energy(nn.Module):\n    def forward(self, x):\n        return torch.autograd.grad(e(x), x)[0]\n",
+            "for x in xs:\n    force = model(x)",
+        ),
+        (
+            "class Net(nn.Module):\n    def forward(self, x):\n        self.h = self.cell(x, self.h)\n",
+            TRAIN,
+            EVALUATE,
+        ),
+        ("class T:\n    def look(self, x):\n        self.out = self.model(x)\n", TRAIN, "t = T()\nt.look(x)"),
+        ("kept = []\ndef look(x):\n    kept.append(model(x))\n", TRAIN, "look(x)"),
+    ],
+)
+def test_gradients_taken_elsewhere_are_seen(sources: tuple[str, ...]) -> None:
+    assert found(*sources) == []
+
+
+STYLE = """
+    class StyleLoss(nn.Module):
+        def forward(self, x):
+            self.loss = F.mse_loss(gram(x), self.target)
+            return x
+"""
+HOOKED = """
+    seen = {}
+    model.register_forward_hook(lambda module, args, out: seen.update(out=out))
+"""
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        (STYLE, "for _ in range(3):\n    out = model(image)\n    sum(l.loss for l in losses).backward()"),
+        (HOOKED, "for x, y in loader:\n    out = model(x)\n    seen['out'].mean().backward()"),
+        ("for x, y in loader:\n    model(x)\n    (features.mean() + prior).backward()",),
+        ("for x, y in loader:\n    inner = criterion(model(x), y)\n    learner.adapt(inner)\n    outer().backward()",),
+        ("for x, y in loader:\n    inner = criterion(model(x), y)\n    diffopt.step(inner)\n    outer().backward()",),
+    ],
+)
+def test_gradients_that_flow_past_the_names_are_seen(sources: tuple[str, ...]) -> None:
+    assert found(*sources) == []
+
+
+def test_a_function_that_is_handed_on_keeps_its_gradients() -> None:
+    sources = (
+        "def loss_of(x, y):\n    return criterion(model(x), y)\n",
+        "runner = Runner(loss=loss_of)\nrunner.backward()",
+    )
+    assert found(*sources, "score = loss_of(x, y).item()") == [(3, 1, "score = loss_of(x, y).item()")]
+
+
+def test_without_any_gradient_in_the_notebook_results_may_go_anywhere() -> None:
+    assert found(ENCODE, "f = encode(xs)\nkept = [f]") == [(1, 2, "def encode")]
+
+
+def test_modules_with_a_kernel_of_their_own_for_inference() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    cells = Cells(history=(Cell(number=1, source="model(x)"),))
+    (known,) = facts(cells, {"model": layer}, [("model", layer)], []).models
+    assert known.fused_without_grad == ("", "self_attn")
+    assert torch.is_tensor(layer(torch.zeros(1, 2, 8)))

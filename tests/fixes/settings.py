@@ -1,0 +1,108 @@
+"""What the cross-cutting tests of the fixes cannot derive from the fixes: one entry each, and the reasons.
+
+A fix without an entry runs through the same checks; its refusals are then taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+__all__ = ["DEFAULT", "SETTINGS", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is right for one fix.
+
+    Attributes:
+        refuses: part of a reason, and the families that are rightly refused for it: neither the patch nor the live
+            form is made for them. Every other family has to be healed. None takes refusals as they are.
+        heals: families that have to be healed, where it is shorter to name them than all others; of those, refusals are
+            taken as they are.
+        elsewhere: why no family can show what it does, so that it may refuse them all.
+        tolerance: by family, where more than the fix's own tolerance is right.
+        stays: patterns of paths that the live form changes for good, on purpose.
+        live_frees_before: the live form frees what earlier cells left; what the failing cell goes on to gather is
+            changed by the patch alone.
+        unseen: what it frees is not in storages of this machine's kind, so that a peak on a CPU cannot show it.
+    """
+
+    refuses: Mapping[str, tuple[str, ...]] | None = None
+    heals: tuple[str, ...] = ()
+    elsewhere: str = ""
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    stays: tuple[str, ...] = ()
+    live_frees_before: bool = False
+    unseen: str = ""
+
+
+DEFAULT: Final = Settings()
+
+_LAYERS_APART: Final = ("mlp", "lstm", "gan", "vae", "encoder_decoder", "stateful", "wide", "zeroed")
+"""Families whose models have no layer twice in one container."""
+
+_NO_LEAK: Final = (
+    *("mlp", "cnn", "unet", "lstm", "gpt", "vit", "gan", "vae", "encoder_decoder", "transformers", "contrastive"),
+    *("evaluation", "prediction", "retained", "stateful", "wide", "zeroed"),
+)
+"""Families that keep no tensor of an earlier step with its graph."""
+
+SETTINGS: Final[Mapping[str, Settings]] = {
+    "autocast": Settings(heals=("mlp", "cnn", "lstm", "gpt", "vit", "encoder_decoder", "transformers", "contrastive")),
+    "batch_to_device": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
+    "checkpoint_blocks": Settings(
+        refuses={
+            "no model with repeated blocks": _LAYERS_APART,
+            "gradients are off": ("prediction",),
+        }
+    ),
+    "chunked_forward": Settings(
+        refuses={
+            "statistics over the whole batch": ("cnn", "unet"),
+            # Its state has the batch in dimension 1.
+            "which is not split": ("lstm",),
+            "which is not made of rows for the samples": ("gpt", "stateful"),
+            # The noise of the VAE and the dropout inside of attention would be drawn for each part.
+            "draws random numbers, others for each part": ("vae", "transformers"),
+            "in the optimizer's step": ("wide",),
+        }
+    ),
+    "chunked_inference": Settings(heals=("prediction",)),
+    "chunked_loss": Settings(heals=("gpt", "retained")),
+    "clear_output_cache": Settings(elsewhere="the cells are run without IPython, so there is no output cache"),
+    "detach_history": Settings(
+        refuses={"it is certain that no gradient is taken": _NO_LEAK},
+        live_frees_before=True,
+    ),
+    "drop_retain_graph": Settings(heals=("retained",)),
+    "dynamic_quantization": Settings(elsewhere="its kernels are for the CPU, and the families run on a device"),
+    "expandable_segments": Settings(elsewhere="it is a setting of CUDA's allocator"),
+    "free_stale": Settings(elsewhere="no family builds its model twice"),
+    "lighter_optimizer": Settings(heals=("mlp", "gpt", "gan", "transformers", "wide")),
+    "load_mmap": Settings(elsewhere="no family reads a checkpoint"),
+    "micro_batch": Settings(
+        refuses={
+            "normalises over the batch": ("cnn", "unet"),
+            "no DataLoader was found": ("lstm", "gpt", "history"),
+            "the loop steps 2 optimizers": ("gan",),
+            "compares the samples of a batch with one another": ("contrastive",),
+            "no training loop": ("evaluation", "prediction", "stateful"),
+            # A second backward may follow, whose share is not known.
+            "backward is called with arguments": ("retained",),
+            "in the optimizer's step": ("wide",),
+        }
+    ),
+    "no_grad_eval": Settings(heals=("evaluation", "history", "stateful")),
+    "offload_optimizer_state": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
+    "offload_predictions": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
+    "optimizer_8bit": Settings(elsewhere="its optimizers are made for CUDA devices"),
+    "optimizer_foreach_off": Settings(heals=("wide",)),
+    "release_cache": Settings(elsewhere="the families use no other allocator that PyTorch's cache could starve"),
+    "release_traceback": Settings(elsewhere="each family fails once: there is no earlier failure to let go of"),
+    "save_on_cpu": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
+    "set_to_none": Settings(heals=("zeroed",)),
+    "smaller_batch": Settings(heals=("mlp", "cnn", "gpt", "gan", "encoder_decoder", "contrastive")),
+    "smaller_image": Settings(elsewhere="the families' images are as small as images get"),
+}

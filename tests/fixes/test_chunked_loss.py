@@ -1,0 +1,551 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import live
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.evidence.code import facts
+from oomdoctor.fixes import _loss_live
+from oomdoctor.fixes.chunked_loss import FIX, TOLERANCE, apply, guard, patch, propose
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.fix import Dose, Effect, Patch
+
+FOUR = Dose.of(chunks=4)
+WORDS = 50
+
+
+class Words(nn.Module):
+    """A language model of the least kind."""
+
+    def __init__(self, words: int = WORDS, drop: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, 8)
+        self.drop = nn.Dropout(drop)
+        self.head = nn.Linear(8, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.tanh(self.embed(x))))
+
+
+def batches(words: int = WORDS, rows: int = 6, length: int = 7, count: int = 5) -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randint(0, words, (rows, length), generator=generator) for _ in range(2 * count)]
+    for y in draw[1::2]:
+        y[:, -2:] = 0  # padding, more of it in some chunks than in others
+        y[0] = 0
+    return list(zip(draw[::2], draw[1::2], strict=True))
+
+
+SETUP = """\
+import torch
+import torch.nn.functional as F
+torch.manual_seed(0)
+model = Words(drop=0.1)
+weight = torch.rand(50) + 0.5
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+"""
+LOOP = """\
+%time pass
+losses = []
+for x, y in loader:   # a comment
+    optimizer.zero_grad()
+    logits = model(x)
+    loss = F.cross_entropy(logits.view(-1, 50), y.view(-1), ignore_index=0)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+LOOP_FIXED = '''\
+%time pass
+from torch.utils.checkpoint import checkpoint
+
+
+def chunked_cross_entropy(logits, targets, chunks, ignore_index=-100):
+    """Take the mean cross-entropy with the log-probabilities of one chunk of rows at a time."""
+    losses = [
+        checkpoint(
+            F.cross_entropy, *rows, reduction="none", ignore_index=ignore_index, use_reentrant=False
+        )
+        for rows in zip(logits.chunk(chunks), targets.chunk(chunks))
+    ]
+    return torch.cat(losses).sum() / (targets != ignore_index).sum()
+
+
+losses = []
+for x, y in loader:   # a comment
+    optimizer.zero_grad()
+    logits = model(x)
+    loss = chunked_cross_entropy(logits.view(-1, 50), y.view(-1), chunks=4, ignore_index=0)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+'''
+
+
+def run(*sources: str, context: Any = None, **more: Any) -> dict[str, Any]:
+    """Run the cells, the last of them under ``context``, and return their namespace with the peak of that."""
+    namespace: dict[str, Any] = {"Words": Words, "loader": batches(), "nn": nn, **more}
+    *before, last = (source.replace("%time pass\n", "") for source in sources)
+    for source in before:
+        exec(source, namespace)
+    with context or nullcontext(), live.Peak() as seen:
+        exec(last, namespace)
+    return namespace | {"peak": seen.peak, "rng": torch.get_rng_state().tolist()}
+
+
+def live_form(chunks: int = 4, **modules: Any) -> Any:
+    return apply(live.session(**modules), Dose.of(chunks=chunks))
+
+
+def alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two runs of five steps agree within the tolerance, and left the random numbers in one place."""
+    close = left["losses"] == pytest.approx(right["losses"], rel=TOLERANCE)
+    params = live.furthest(live.values(left["model"]), live.values(right["model"])) < TOLERANCE
+    return close and params and left["rng"] == right["rng"]
+
+
+def told(*sources: str, **namespace: Any) -> tuple[Any, Evidence]:
+    """Return cells and what evidence tells of them."""
+    cells = live.cells_of(*sources)
+    modules = [(name, value) for name, value in namespace.items() if isinstance(value, nn.Module)]
+    return cells, replace(live.evidence(), code=facts(cells, namespace, modules, loaded=()))
+
+
+def patched(*sources: str, dose: Dose = FOUR, **namespace: Any) -> Patch | Refused:
+    cells, evidence = told(*sources, **namespace)
+    return patch(cells, evidence, dose)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        ", ignore_index=0",
+        ", ignore_index=0, label_smoothing=0.2",
+        ", weight=weight",
+        ", weight, ignore_index=0, label_smoothing=0.2",
+        ", reduction='sum'",
+        ", weight=weight, reduction='sum', label_smoothing=0.1, ignore_index=0",
+    ],
+)
+@pytest.mark.parametrize("chunks", [2, 5, 16])
+def test_live_and_source_are_equivalent_whatever_the_options(options, chunks) -> None:
+    loop = LOOP.replace(", ignore_index=0", options)
+    if "sum" in options:
+        loop = loop.replace("loss.backward()", "(loss / 50).backward()")
+    made = patched(SETUP, loop, dose=Dose.of(chunks=chunks), model=Words())
+    assert isinstance(made, Patch), made
+    plain = run(SETUP, loop)
+    assert alike(plain, run(SETUP, made.edits[0].after))
+    assert alike(plain, run(SETUP, loop, context=live_form(chunks)))
+    assert FIX.effect is Effect.EQUIVALENT
+    assert FIX.tolerance == TOLERANCE
+
+
+def test_source_and_live_give_the_same_numbers() -> None:
+    source, applied = run(SETUP, LOOP_FIXED), run(SETUP, LOOP, context=live_form())
+    assert source["losses"] == applied["losses"]
+    assert live.same(live.values(source["model"]), live.values(applied["model"]))
+
+
+def test_golden_and_second_time() -> None:
+    made = patched(SETUP, LOOP, model=Words())
+    assert isinstance(made, Patch)
+    (edit,) = made.edits
+    assert edit.after == edit.replay == LOOP_FIXED
+    again = patched(SETUP, edit.after, model=Words())
+    assert isinstance(again, Refused)
+    assert "already" in again.reason
+
+
+MODULE_LOOP = """\
+criterion = nn.CrossEntropyLoss(weight=weight, ignore_index=0, label_smoothing=0.1)
+losses = []
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = criterion(
+        model(x).transpose(1, 2),
+        y,  # words
+    )
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+def test_a_loss_module_is_asked_for_its_options() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(WORDS), ignore_index=0, label_smoothing=0.1)
+    made = patched(SETUP, MODULE_LOOP, model=Words(), criterion=criterion)
+    assert isinstance(made, Patch)
+    after = made.edits[0].after
+    assert "weight=criterion.weight" in after
+    assert max(map(len, after.splitlines())) <= 100
+    assert "        y,  # words\n        chunks=4,\n" in after
+    plain = run(SETUP, MODULE_LOOP)
+    assert alike(plain, run(SETUP, after))
+    assert alike(plain, run(SETUP, MODULE_LOOP, context=live_form()))
+
+
+FUNCTION = """\
+import torch
+
+def train(net, loss_fn, losses):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(net(x).view(-1, 50), y.view(-1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+model = 1
+"""
+
+
+def test_several_losses_are_all_rewritten() -> None:
+    loop = LOOP.replace(
+        "    loss.backward()", "    loss = loss + F.cross_entropy(model(y)[:, 0], x[:, 0])\n    loss.backward()"
+    )
+    made = patched(SETUP, loop, model=Words())
+    assert isinstance(made, Patch)
+    assert made.edits[0].after.count("chunked_cross_entropy(") == 3
+    assert alike(run(SETUP, loop), run(SETUP, made.edits[0].after))
+
+
+def test_a_function_of_an_earlier_cell_is_replayed_alone() -> None:
+    setup = SETUP + "criterion = nn.CrossEntropyLoss(ignore_index=0)\n"
+    call = "losses = []\ntrain(model, criterion, losses)\n"
+    made = patched(FUNCTION, setup, call, model=Words(), criterion=nn.CrossEntropyLoss(ignore_index=0))
+    assert isinstance(made, Patch), made
+    (edit,) = made.edits
+    assert edit.cell == 1
+    assert edit.after.startswith("import torch\nfrom torch.utils.checkpoint import checkpoint\n\n\ndef chunked_cross")
+    assert "model = 1" not in edit.replay
+    plain = run(FUNCTION, setup, call)
+    assert alike(plain, run(edit.after, setup, call))
+    assert alike(plain, run(FUNCTION, setup, edit.replay, call))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_values_and_types(reduction, dtype) -> None:
+    def step(context: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Words()
+        (x, y), *_ = batches()
+        with context, torch.autocast("cpu", dtype):
+            loss = F.cross_entropy(model(x).view(-1, WORDS), y.view(-1), ignore_index=0, reduction=reduction)
+        loss.sum().backward()
+        return [loss.detach(), model.embed.weight.grad]
+
+    plain, fixed = step(nullcontext()), step(live_form())
+    assert [one.dtype for one in plain] == [one.dtype for one in fixed]
+    for left, right in zip(plain, fixed, strict=True):
+        torch.testing.assert_close(left, right, rtol=TOLERANCE, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_other_types_stay_what_they_are(dtype, reduction) -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(4000, 20, dtype=dtype), torch.randint(0, 20, (4000,))
+    found = []
+    for context in (nullcontext(), live_form()):
+        leaf = logits.clone().requires_grad_()
+        with context:
+            loss = F.cross_entropy(leaf, y, reduction=reduction)
+        (loss.double() / 1000).sum().backward()
+        found.append((loss.detach(), leaf.grad))
+    (plain, gradient), (fixed, other) = found
+    assert (plain.dtype, gradient.dtype) == (fixed.dtype, other.dtype)
+    true = F.cross_entropy(logits.double(), y, reduction=reduction)
+    slack = 1e-13 if dtype is torch.float64 else 1e-3
+    assert ((fixed - true).abs() <= (plain - true).abs() + slack * true).all()
+    torch.testing.assert_close(gradient, other, rtol=slack, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (1, 20, 40), (3, 20, 5, 6)])
+def test_rows_are_cut_where_there_are_most(shape) -> None:
+    logits, y = torch.randn(shape), torch.randint(0, 20, (shape[0], *shape[2:]))
+    grads = []
+    for context in (nullcontext(), live_form()):
+        leaf = logits.clone().requires_grad_()
+        with context, live.Peak():
+            loss = F.cross_entropy(leaf, y, ignore_index=3)
+            loss.backward()
+        grads.append(torch.cat([leaf.grad.flatten(), loss.detach()[None]]))
+    torch.testing.assert_close(*grads, rtol=TOLERANCE, atol=1e-8)
+
+
+def test_rows_that_do_not_count_at_all_are_as_torch_has_them() -> None:
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": torch.rand(5)}):
+        found = []
+        for context in (nullcontext(), live_form()):
+            leaf = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            with context:
+                loss = F.cross_entropy(leaf, torch.full((8,), -100), **options)
+            loss.backward()
+            found.append((loss.detach(), leaf.grad))
+        torch.testing.assert_close(*found, equal_nan=True)
+
+
+def test_needs_less() -> None:
+    setup = SETUP.replace("Words(drop=0.1)", "Words(4000)").replace("rand(50)", "rand(4000)")
+    loop = LOOP.replace("50", "4000")
+    loader = batches(4000, 4, 32, count=2)
+    logits_bytes = 4 * 32 * 4000 * 4
+    made = patched(setup, loop, model=Words(4000), dose=Dose.of(chunks=8))
+    assert isinstance(made, Patch)
+    plain = run(setup, loop, loader=loader)["peak"]
+    source = run(setup, made.edits[0].after, loader=loader)["peak"]
+    applied = run(setup, loop, loader=loader, context=live_form(8))["peak"]
+    assert plain - source > 0.5 * logits_bytes
+    assert plain - applied > 1.5 * logits_bytes
+    assert plain - source >= propose_saves(logits_bytes, 8) * 0.6
+
+
+def propose_saves(size: int, chunks: int) -> int:
+    found = propose(live.INCIDENT, evidence_of(CodeFacts(cross_entropies=PLACE, classes=(4000,)), shape=(128, 4000)))
+    assert not isinstance(found, Refused)
+    (one,) = [proposal for proposal in found if proposal.dose == Dose.of(chunks=chunks)]
+    assert one.saves == size * (chunks - 1) // chunks
+    return one.saves
+
+
+def test_a_sabotaged_mean_is_not_equivalent(monkeypatch) -> None:
+    plain = run(SETUP, LOOP)
+    wrong = LOOP_FIXED.replace("(targets != ignore_index).sum()", "len(targets)")
+    assert not alike(plain, run(SETUP, wrong))
+    assert not alike(plain, run(SETUP, LOOP_FIXED.replace("logits.chunk(chunks)", "logits.chunk(chunks)[:-1]")))
+    loss = _loss_live._Way.loss
+    monkeypatch.setattr(_loss_live._Way, "loss", lambda way, *rest: loss(replace(way, ignore_index=1), *rest))
+    assert not alike(plain, run(SETUP, LOOP, context=live_form()))
+
+
+def test_a_library_s_loss_and_the_backward_pass_in_scope_are_chunked_once(monkeypatch) -> None:
+    seen: list[int] = []
+    loss = _loss_live._Way.loss
+    monkeypatch.setattr(
+        _loss_live._Way, "loss", lambda way, rows, *args: (seen.append(len(rows)), loss(way, rows, *args))[1]
+    )
+    torch.manual_seed(0)
+    logits = torch.randn(8, 5, requires_grad=True)
+    with live_form():
+        nn.CrossEntropyLoss()(logits, torch.arange(8) % 5).backward()
+    assert seen == [2] * 8  # four chunks forward, four again in the backward pass
+    seen.clear()
+    with live_form(), torch.no_grad():
+        assert F.cross_entropy(logits, torch.arange(8) % 5).grad_fn is None
+    assert seen == [2] * 4
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_leaves_nothing_behind(raises) -> None:
+    model = Words()
+    before, marks, function = live.digest(model), torch.get_rng_state(), F.cross_entropy
+    try:
+        with live_form(model=model):
+            F.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
+            if raises:
+                raise MemoryError
+    except MemoryError:
+        pass
+    assert live.digest(model) == before
+    assert torch.equal(marks, torch.get_rng_state())
+    assert F.cross_entropy is function
+    seen = torch.nn.functional.cross_entropy(torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]))
+    assert "_Rows" not in type(seen.grad_fn.next_functions[0][0] or seen.grad_fn).__name__
+
+
+def test_calls_that_it_does_not_suit_run_as_they_are() -> None:
+    logits = torch.randn(8, 5, requires_grad=True)
+    soft = torch.rand(8, 5)
+    for args, options in (
+        ((logits, soft), {}),
+        ((logits[0], torch.tensor(1)), {}),
+        ((logits[:1], torch.tensor([1])), {}),
+    ):
+        plain = F.cross_entropy(*args, **options)
+        with live_form():
+            assert torch.equal(plain, F.cross_entropy(*args, **options))
+    with live_form(), pytest.raises(RuntimeError, match="not differentiable"):
+        F.cross_entropy(logits, torch.arange(8) % 5, torch.rand(5, requires_grad=True))
+    with live_form():
+        grad = torch.func.grad(lambda one: F.cross_entropy(one, torch.arange(8) % 5))(logits.detach())
+    F.cross_entropy(logits, torch.arange(8) % 5).backward()
+    torch.testing.assert_close(grad, logits.grad)
+
+
+def test_works_on_tensors_without_values_as_a_forecast_needs_it() -> None:
+    with FakeTensorMode(), live_form(), live.Peak():
+        model = Words()
+        loss = F.cross_entropy(model(torch.zeros(4, 6, dtype=torch.long)).view(-1, WORDS), torch.zeros(24).long())
+        loss.backward()
+        assert loss.shape == ()
+        assert model.embed.weight.grad is not None
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = Words()
+    model.compile(backend="eager")
+    with pytest.raises(OomDoctorError, match="compiled"), live_form(model=model):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda: F.cross_entropy(torch.randn(4, 3), torch.rand(4, 3)), "probabilities"),
+        (lambda: F.cross_entropy(torch.randn(3), torch.tensor(1)), "rows of classes"),
+        (lambda: F.cross_entropy(torch.randn(4, 3).half(), torch.arange(4) % 3), "half precision"),
+        (lambda: F.cross_entropy(torch.randn(4, 3), torch.arange(4) % 3, torch.rand(3, requires_grad=True)), "learns"),
+    ],
+)
+def test_the_guard_refuses_what_the_source_would_take_wrongly(call, why) -> None:
+    with guard(live.session(), FOUR):
+        F.cross_entropy(torch.randn(4, 3), torch.arange(4) % 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            F.cross_entropy(torch.randn(4, 3).bfloat16(), torch.arange(4) % 3)
+        with pytest.raises(OomDoctorError, match=why):
+            call()
+
+
+IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+
+
+@pytest.mark.parametrize(
+    ("sources", "why"),
+    [
+        ((IMPORTS + "loss = F.mse_loss(model(x), y)",), "no cell takes the cross-entropy"),
+        (("import mylib as F\nloss = F.cross_entropy(model(x), y)",), "torch's cross_entropy"),
+        ((IMPORTS + "loss = F.cross_entropy(model(x), y, reduction=how)",), "how"),
+        ((IMPORTS + "loss = F.cross_entropy(*pair)",), "told apart"),
+        ((IMPORTS + "loss = F.cross_entropy(model(x), y, None, False)",), "told apart"),
+        ((IMPORTS + "loss = F.cross_entropy(model(x), y, size_average=False)",), "size_average"),
+        (
+            (IMPORTS + "a = F.cross_entropy(model(x), y)\nb = F.cross_entropy(model(x), y, reduction='sum')",),
+            "different ways",
+        ),
+        (
+            (
+                IMPORTS
+                + "class Net(nn.Module):\n    def forward(self, x, y):\n        return F.cross_entropy(self.a(x), y)",
+                "net = Net()",
+                "net(x, y)",
+            ),
+            "a class of cell 1",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(sources, why) -> None:
+    found = patched(*sources, model=Words())
+    assert isinstance(found, Refused)
+    assert why in found.reason
+
+
+def test_half_weights_are_left_to_the_live_form() -> None:
+    cells, evidence = told(SETUP, LOOP, model=Words())
+    half = replace(evidence, code=replace(evidence.code, half_weights=True))
+    assert isinstance(patch(cells, half, FOUR), Refused)
+
+
+PLACE = ((1, 1, "F.cross_entropy", "F.cross_entropy"),)
+
+
+def evidence_of(
+    code: CodeFacts, shape: tuple[int, ...] | None = None, dtype: str = "float32", found: int = 0
+) -> Evidence:
+    holdings = (
+        ()
+        if shape is None
+        else (Holding(bytes=1, device="cuda:0", role=Role.ACTIVATION, path="loss", shape=shape, dtype=dtype),)
+    )
+    base = live.evidence(holdings=holdings)
+    return replace(base, code=code, censuses=(replace(base.census, found=found),))
+
+
+def test_proposals() -> None:
+    found = propose(live.INCIDENT, evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,)), (6, 100)))
+    assert not isinstance(found, Refused)
+    assert [one.dose.number("chunks") for one in found] == [2, 4]
+    assert [one.saves for one in found] == [1200, 1800]
+    cast = propose(
+        live.INCIDENT,
+        evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,), autocast=True), (6, 100), dtype="bfloat16"),
+    )
+    assert not isinstance(cast, Refused)
+    assert cast[0].saves == 1200
+    frame = replace(live.INCIDENT, framework_frame="torch/nn/functional.py:3104 cross_entropy")
+    asked = propose(frame, evidence_of(CodeFacts()))
+    assert not isinstance(asked, Refused)
+    assert asked[-1].saves == (1 << 20) * 15 // 16
+    library = evidence_of(
+        CodeFacts(models=(live.model_facts(type_name="GPT2LMHeadModel"),), classes=(100,)), (6, 7, 100)
+    )
+    assert not isinstance(propose(live.INCIDENT, library), Refused)
+
+
+def asking(requested: int, classes: tuple[int, ...], frame: str = "torch/nn/modules/linear.py:134 forward") -> Any:
+    """Propose where a layer asked for this much, with targets for 6 x 7 rows."""
+    held = Holding(bytes=336, device="cuda:0", role=Role.BATCH, path="y", shape=(6, 7), dtype="int64")
+    known = evidence_of(CodeFacts(cross_entropies=PLACE, classes=classes))
+    known = replace(known, censuses=(replace(known.census, holdings=(held,)),))
+    return propose(replace(live.INCIDENT, requested=requested, framework_frame=frame), known)
+
+
+@pytest.mark.parametrize("requested", [42 * 1000 * 4, 42 * 1000 * 4 + 344, 2 << 20, 20 << 20])
+def test_logits_that_were_asked_for_are_as_large_as_what_the_loss_takes(requested) -> None:
+    found = asking(requested, classes=(3, 1000))
+    assert not isinstance(found, Refused)
+    assert found[0].saves == 42 * 1000 * 4 // 2
+
+
+def test_other_requests_are_not_taken_for_logits() -> None:
+    for found in (
+        asking(42 * 1000 * 4 - 4, classes=(1000,)),
+        asking(22 << 20, classes=(1000,)),
+        asking(2 << 20, classes=(1000,), frame="torch/nn/modules/sparse.py:190 forward"),
+    ):
+        assert isinstance(found, Refused)
+        assert "no logits" in found.reason
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 100, 100), (2, 2, 100, 100)])
+def test_scores_over_as_many_positions_as_classes_are_no_logits(shape) -> None:
+    found = propose(live.INCIDENT, evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,)), shape))
+    assert isinstance(found, Refused)
+    assert "no logits" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("evidence", "why"),
+    [
+        (evidence_of(CodeFacts(classes=(100,)), (6, 100)), "no cross-entropy"),
+        (evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,)), (6, 99)), "no logits"),
+        (evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,)), (1, 100)), "one row"),
+        (
+            evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,), compiles="torch.compile(m)"), (6, 100)),
+            "compile",
+        ),
+        (
+            evidence_of(
+                CodeFacts(cross_entropies=PLACE, classes=(100,), retain_graph="l.backward(create_graph=True)"), (6, 100)
+            ),
+            "gradients",
+        ),
+        (evidence_of(CodeFacts(cross_entropies=PLACE, classes=(100,)), (6, 100), found=1 << 20), "take 2.34 KiB of"),
+    ],
+)
+def test_proposes_nothing_where_it_would_not_help(evidence, why) -> None:
+    found = propose(live.INCIDENT, evidence)
+    assert isinstance(found, Refused)
+    assert why in found.reason

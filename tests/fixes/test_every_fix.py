@@ -1,0 +1,231 @@
+"""Every fix on every model family: it heals and keeps its promises, or it refuses with a reason.
+
+One table, ``settings``, says what cannot be derived; no test here is about one fix alone, save those that sabotage one
+to show that the checks would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES
+from promises import Outcome, check
+from settings import DEFAULT, SETTINGS
+from torch import nn
+
+from oomdoctor import fixes
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch
+from oomdoctor.model.session import Cells, Session
+
+
+def fix_of(fix_id: str) -> Fix:
+    fix: Fix = import_module(f"{fixes.__name__}.{fix_id}").FIX  # no other one is imported
+    return fix
+
+
+@cache
+def outcome_of(fix_id: str, family: str) -> Outcome:
+    return check(fix_of(fix_id), FAMILIES[family], SETTINGS.get(fix_id, DEFAULT))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fix_id", fixes.ids())
+def test_a_fix_heals_or_refuses_with_a_reason(fix_id: str, family: str) -> None:
+    outcome = outcome_of(fix_id, family)
+    refuses, heals = SETTINGS.get(fix_id, DEFAULT).refuses, SETTINGS.get(fix_id, DEFAULT).heals
+    if refuses is None:
+        assert outcome.forms or family not in heals, f"refused: {outcome.refusals}"
+        return
+    expected = [part for part, families in refuses.items() if family in families]
+    if not expected:
+        assert outcome.forms, f"refused: {outcome.refusals}"
+    else:
+        assert not outcome.forms, f"expected to refuse: {expected}"
+        assert any(part in why for part in expected for why in outcome.refusals), outcome.refusals
+
+
+@pytest.mark.parametrize("fix_id", fixes.ids())
+def test_a_fix_heals_a_family_or_the_table_says_why_none(fix_id: str) -> None:
+    if fix_of(fix_id).effect is Effect.ADVICE:
+        return
+    outcomes = {family: outcome_of(fix_id, family) for family in FAMILIES}
+    heals = [family for family, outcome in outcomes.items() if outcome.forms]
+    if SETTINGS.get(fix_id, DEFAULT).elsewhere:
+        assert not heals, "the table says that no family can show it"
+    else:
+        assert heals, "\n".join(f"{family}: {' / '.join(outcome.refusals)}" for family, outcome in outcomes.items())
+
+
+def test_the_table_knows_its_fixes_and_families() -> None:
+    assert SETTINGS.keys() <= set(fixes.ids())
+    for settings in SETTINGS.values():
+        named = [family for families in (settings.refuses or {}).values() for family in families]
+        assert set(named) <= FAMILIES.keys()
+        assert len(named) == len(set(named)), "a family is refused for one reason"
+        assert {*settings.tolerance, *settings.heals} <= FAMILIES.keys()
+        assert not (settings.heals and settings.refuses)
+
+
+# Sabotage: what a fix could do wrong, and the check that notices ----------------------------------------------------
+
+
+def sabotaged_source(fix_id: str, old: str, new: str) -> Fix:
+    """Return a fix whose patch has ``new`` where ``old`` stood, and no other form."""
+    fix = fix_of(fix_id)
+
+    def patch(*args: Any) -> Patch | Refused:
+        made = fix.patch(*args)
+        if isinstance(made, Refused):
+            return made
+        assert any(old in edit.after for edit in made.edits)
+        return Patch(
+            edits=tuple(
+                replace(edit, after=edit.after.replace(old, new), replay=edit.replay.replace(old, new))
+                for edit in made.edits
+            )
+        )
+
+    return replace(fix, patch=patch, apply=None)
+
+
+def noticed(fix: Fix, family: str, by: str) -> None:
+    with pytest.raises(AssertionError, match=by):
+        check(fix, FAMILIES[family], SETTINGS.get(fix.id, DEFAULT))
+
+
+@pytest.mark.parametrize(
+    ("fix_id", "family", "old", "new", "by"),
+    [
+        pytest.param("micro_batch", "mlp", " * (len(micro_x) / len(x))", "", "off, more than", id="no division"),
+        pytest.param(
+            *("micro_batch", "mlp", "zip(x.chunk(2), y.chunk(2), strict=True)", "[(x.chunk(2)[0], y.chunk(2)[0])]"),
+            *("off, more than",),
+            id="last part",
+        ),
+        pytest.param("chunked_forward", "prediction", ".chunk(2)", ".chunk(2)[:1]", "2000 results", id="last chunk"),
+        pytest.param(
+            "checkpoint_blocks",
+            "gpt",
+            "use_reentrant=False",
+            "use_reentrant=False, preserve_rng_state=False",
+            "not bit for bit",
+            id="other draws",
+        ),
+        pytest.param("detach_history", "history", "val_loss.detach()", "(val_loss)", "are not enough", id="no use"),
+    ],
+)
+def test_a_sabotaged_patch_is_noticed(fix_id: str, family: str, old: str, new: str, by: str) -> None:
+    noticed(sabotaged_source(fix_id, old, new), family, by)
+
+
+def test_a_patch_that_can_be_made_again_is_noticed() -> None:
+    fix = fix_of("chunked_forward")
+
+    def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+        made = fix.patch(cells, evidence, dose)
+        if isinstance(made, Patch):
+            return made
+        source = cells.failing.source
+        return Patch(edits=(Edit(cell=cells.failing.number, before=source, after=f"{source}\n", replay=source),))
+
+    noticed(replace(fix, patch=patch, apply=None), "mlp", "patching the patched cells again")
+
+
+Leave = Callable[[Session], Callable[[], None]]
+"""Changes something and returns what undoes it."""
+
+
+def forward_hook(session: Session) -> Callable[[], None]:
+    return session.modules[0][1].register_forward_hook(lambda *args: None).remove
+
+
+def parameter_hook(session: Session) -> Callable[[], None]:
+    parameter = next(session.modules[0][1].parameters())
+    return parameter.register_post_accumulate_grad_hook(lambda _: None).remove
+
+
+def optimizer_hook(session: Session) -> Callable[[], None]:
+    return session.optimizers[0][1].register_step_post_hook(lambda *args: None).remove
+
+
+def global_hook(session: Session) -> Callable[[], None]:
+    return nn.modules.module.register_module_forward_hook(lambda *args: None).remove
+
+
+def flag(session: Session) -> Callable[[], None]:
+    model = session.modules[0][1]
+    model.recomputes = True
+    return lambda: delattr(model, "recomputes")
+
+
+def group(session: Session) -> Callable[[], None]:
+    settings = session.optimizers[0][1].param_groups[0]
+    settings["foreach"] = False
+    return lambda: settings.update(foreach=None)
+
+
+def loader_workers(session: Session) -> Callable[[], None]:
+    loader = session.loaders[0][1]
+    object.__setattr__(loader, "prefetch_factor", 1)
+    return lambda: object.__setattr__(loader, "prefetch_factor", None)
+
+
+def class_method(session: Session) -> Callable[[], None]:
+    original = torch.Tensor.backward
+    torch.Tensor.backward = lambda *args, **kwargs: original(*args, **kwargs)  # type: ignore[method-assign]
+    return lambda: setattr(torch.Tensor, "backward", original)
+
+
+LEFT: list[Leave] = [
+    forward_hook,
+    parameter_hook,
+    optimizer_hook,
+    global_hook,
+    flag,
+    group,
+    loader_workers,
+    class_method,
+]
+
+
+@pytest.mark.parametrize("only_by_exception", [False, True])
+@pytest.mark.parametrize("leave", LEFT)
+def test_what_a_live_form_leaves_behind_is_noticed(leave: Leave, only_by_exception: bool) -> None:
+    fix = fix_of("chunked_forward")
+    assert fix.apply is not None
+    apply = fix.apply
+    left: list[Callable[[], None]] = []
+
+    @contextmanager
+    def applied(session: Session, dose: Any) -> Iterator[None]:
+        undo = leave(session)
+        try:
+            with apply(session, dose):
+                yield
+        except BaseException:
+            left.append(undo)
+            raise
+        if only_by_exception:
+            undo()
+        else:
+            left.append(undo)
+
+    sabotaged = replace(fix, apply=applied, patch=lambda *args: Refused("only the live form is looked at"))
+    try:
+        noticed(sabotaged, "mlp", "OutOfMemoryError" if only_by_exception else "left normally")
+    finally:
+        for undo in left:
+            undo()
+
+
+def test_a_reason_that_is_no_sentence_is_noticed() -> None:
+    noticed(replace(fix_of("micro_batch"), propose=lambda *args: Refused("no")), "mlp", "not a sentence")

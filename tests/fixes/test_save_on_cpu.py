@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import textwrap
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import live
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oomdoctor.evidence.code import facts
+from oomdoctor.fixes.save_on_cpu import FIX, apply, patch, propose
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.session import Cells
+
+PLAIN = Dose.of(pin_memory=False)
+PINNED = Dose.of(pin_memory=True)
+
+SETUP = """\
+import torch
+
+torch.manual_seed(0)
+with torch.device(device):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+criterion = torch.nn.MSELoss()
+"""
+TRAINS = """\
+losses = []
+for x, y in batches:
+    optimizer.zero_grad()
+
+    # one step
+    out = model(x.to(device))
+    loss = criterion(
+        out, y.to(device)
+    )
+    loss.backward()  # all at once
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+GOLDEN = """\
+--- In[2]
++++ In[2] fixed
+@@ -3,11 +3,12 @@
+     optimizer.zero_grad()
+\x20
+     # one step
+-    out = model(x.to(device))
+-    loss = criterion(
+-        out, y.to(device)
+-    )
+-    loss.backward()  # all at once
++    with torch.autograd.graph.save_on_cpu(pin_memory=True):
++        out = model(x.to(device))
++        loss = criterion(
++            out, y.to(device)
++        )
++        loss.backward()  # all at once
+     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+     optimizer.step()
+     losses.append(loss.detach())
+"""
+
+
+def cells_of(*sources: str) -> Cells:
+    return live.cells_of(*(textwrap.dedent(source) for source in sources))
+
+
+def evidence(*sources: str, device: str = "cuda:0", **kwargs: Any) -> Evidence:
+    base = live.evidence(**kwargs)
+    code = replace(
+        facts(cells_of(*sources), {}, [("model", nn.Linear(1, 1))], loaded=()), grad_disabled=base.code.grad_disabled
+    )
+    return replace(base, code=code, devices=(replace(base.device, tensor_device=device),))
+
+
+def patched(*sources: str, dose: Dose = PINNED) -> Patch | Refused:
+    return patch(cells_of(*sources), evidence(*sources), dose)
+
+
+def run(trains: str, context: Any = None, device: str = "cpu") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(16, 32, generator=generator), torch.ones(16, 1)) for _ in range(5)]
+    space: dict[str, Any] = {"device": device, "batches": batches}
+    exec(SETUP, space)
+    with context or nullcontext():
+        exec(trains, space)
+    return space | {"rng": torch.get_rng_state()}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return (
+        all(torch.equal(a, b) for a, b in zip(left["losses"], right["losses"], strict=True))
+        and live.same(live.values(left["model"]), live.values(right["model"]))
+        and torch.equal(left["rng"], right["rng"])
+    )
+
+
+def test_golden_diff_and_second_time() -> None:
+    made = patched(SETUP, TRAINS)
+    assert isinstance(made, Patch), made
+    assert made.diff() == GOLDEN
+    again = patched(SETUP, made.edits[0].after)
+    assert isinstance(again, Refused)
+    assert "already" in again.reason
+
+
+def test_the_same_bits_live_and_patched() -> None:
+    plain = run(TRAINS)
+    for dose in (PLAIN, PINNED):
+        made = patched(SETUP, TRAINS, dose=dose)
+        assert isinstance(made, Patch)
+        assert same(plain, run(made.edits[0].after))
+        assert same(plain, run(TRAINS, apply(live.session(), dose)))
+
+
+class Saved:
+    """Where what autograd saves lies, and how it comes back, told by hooks of its own on a stand-in for a device."""
+
+    def __init__(self, source: str, context: Any) -> None:
+        self.places: list[str] = []
+        self.strides: list[tuple[Any, Any]] = []
+        real = torch.autograd.graph.saved_tensors_hooks.__init__
+        seen = self
+
+        def watching(hooks: Any, pack: Any, unpack: Any) -> None:
+            def packing(tensor: torch.Tensor) -> Any:
+                packed = pack(tensor)
+                seen.places.append(packed[1].device.type)
+                return packed, tensor.stride()
+
+            def unpacking(packed: Any) -> torch.Tensor:
+                tensor = unpack(packed[0])
+                seen.strides.append((packed[1], tensor.stride()))
+                assert tensor.device.type == "meta"
+                return tensor
+
+            real(hooks, packing, unpacking)
+
+        with pytest.MonkeyPatch.context() as monkeypatch, FakeTensorMode():
+            monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__init__", watching)
+            self.space = run(source, context() if context else None, device="meta")
+
+
+def test_what_is_saved_lies_in_host_memory_and_comes_back_to_the_device() -> None:
+    made = patched(SETUP, TRAINS, dose=PLAIN)
+    assert isinstance(made, Patch)
+    for saved in (Saved(TRAINS, lambda: apply(live.session(), PLAIN)), Saved(made.edits[0].after, None)):
+        # Five steps of two layers with their weights and inputs, an activation and a loss.
+        assert len(saved.places) >= 5 * 6
+        assert set(saved.places) == {"cpu"}
+        assert all(before == after for before, after in saved.strides)
+    assert not Saved(TRAINS, None).places
+
+
+def test_page_locked_copies_do_lose_the_layout_so_they_promise_less() -> None:
+    saved = Saved(TRAINS, lambda: apply(live.session(), PINNED))
+    assert set(saved.places) == {"cpu"}
+    assert any(before != after for before, after in saved.strides)
+    pinned, plain = propose(live.INCIDENT, evidence(SETUP, TRAINS))  # type: ignore[misc]
+    assert (pinned.dose, pinned.effect) == (PINNED, Effect.EQUIVALENT)
+    assert "contiguous" in pinned.caveat
+    assert (plain.dose, plain.effect) == (PLAIN, Effect.EXACT)
+    assert FIX.effect is Effect.EXACT
+    assert pinned.slowdown < plain.slowdown
+    assert pinned.saves == plain.saves == 64 << 20
+
+
+def test_on_the_stand_in_the_device_holds_less_while_the_graph_is_there() -> None:
+    def held(context: Any) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        with FakeTensorMode():
+            x = torch.empty(16, 32, device="meta", requires_grad=True)
+            with context, live.Peak() as seen:
+                out = x.exp().exp().exp().sum()
+            del seen
+            node = out.grad_fn.next_functions[0][0]
+            while hasattr(node, "_raw_saved_result"):
+                place = node._saved_result.device.type if context is plain else "packed"
+                sizes[place] = sizes.get(place, 0) + 16 * 32 * 4
+                node = node.next_functions[0][0]
+        return sizes
+
+    plain = nullcontext()
+    assert held(plain) == {"meta": 3 * 16 * 32 * 4}
+    assert held(apply(live.session(), PLAIN)) == {"packed": 3 * 16 * 32 * 4}
+
+
+def test_a_function_of_an_earlier_cell_without_import_torch() -> None:
+    function = """
+        from torch import nn
+
+        def fit(net, batches):
+            for i, (x, y) in enumerate(batches):
+                loss = nn.functional.mse_loss(net(x), y)
+                if i % 2:
+                    loss.backward()
+    """
+    made = patched(function, "fit(model, batches)", dose=PLAIN)
+    assert isinstance(made, Patch), made
+    (edit,) = made.edits
+    assert edit.cell == 1
+    assert "from torch.autograd.graph import save_on_cpu" in edit.after
+    assert "        with save_on_cpu():\n            loss = nn" in edit.after
+    compile(edit.after, "cell", "exec")
+
+
+def test_every_step_of_a_loop_with_two_models() -> None:
+    source = """
+        import torch
+        for x in batches:
+            netD.zero_grad()
+            d = netD(x).mean()
+            d.backward()
+            optD.step()
+            netG(x).mean().backward()
+            optG.step()
+    """
+    made = patched(source)
+    assert isinstance(made, Patch), made
+    lines = made.edits[0].after.splitlines()
+    (at,) = [n for n, line in enumerate(lines) if "save_on_cpu" in line]
+    assert [line.strip() for line in lines if line.startswith(" " * 8)] == [
+        "d = netD(x).mean()",
+        "d.backward()",
+        "optD.step()",
+        "netG(x).mean().backward()",
+    ]
+    assert lines[at + 5] == "    optG.step()"
+
+
+@pytest.mark.parametrize(
+    ("sources", "why"),
+    [
+        (("loss = model(x).mean()\nloss.backward()",), "no training loop"),
+        (
+            (
+                "def one(x):\n    loss = model(x).mean()\n    loss.backward()\n",
+                "for x in batches:\n    one(x)\n    optimizer.step()",
+            ),
+            "not both in the loop",
+        ),
+        (("for x in batches: model(x).mean().backward()",), "not a loop that can be rewritten"),
+        (
+            (
+                "class T:\n    def fit(self):\n        for x in xs:\n            self.model(x).mean().backward()\n",
+                "T().fit()",
+            ),
+            "class",
+        ),
+    ],
+)
+def test_patch_refuses(sources, why) -> None:
+    refused = patched(*sources)
+    assert isinstance(refused, Refused), refused
+    assert why in refused.reason
+
+
+def room(found: Evidence, available: int) -> Evidence:
+    return replace(found, host=replace(found.host, available=available))
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (evidence(SETUP, TRAINS, device="cpu"), "host memory already"),
+        (evidence(SETUP, TRAINS, grad_disabled=True), "gradients are off"),
+        (evidence(SETUP, TRAINS, roles=((Role.PARAMETER, 1 << 30),)), "no activations"),
+        (room(evidence(SETUP, TRAINS), 1 << 20), "1.00 MiB left"),
+        (evidence("g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n    model(x)"), "captures"),
+    ],
+)
+def test_propose_refuses(found, why) -> None:
+    refused = propose(live.INCIDENT, found)
+    assert isinstance(refused, Refused)
+    assert why in refused.reason
+
+
+def test_on_the_virtual_accelerator_it_says_why_not_and_elsewhere_nothing_is_pinned() -> None:
+    found = evidence(SETUP, TRAINS, device="cpu")
+    found = replace(found, devices=(replace(found.device, simulated=True),))
+    refused = propose(live.INCIDENT, found)
+    assert isinstance(refused, Refused)
+    assert "virtual accelerator" in refused.reason
+    (only,) = propose(live.INCIDENT, evidence(SETUP, TRAINS, device="mps:0"))  # type: ignore[misc]
+    assert only.dose == PLAIN
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_undoes_itself(raises) -> None:
+    try:
+        with apply(live.session(), PLAIN):
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+            if raises:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dose", [PLAIN, PINNED])
+def test_on_a_gpu_the_peak_is_lower_and_plain_copies_give_the_same_bits(dose) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    results = []
+    for context in (nullcontext(), apply(live.session(), dose)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        torch.cuda.reset_peak_memory_stats()
+        with context:
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(4096, 256, device="cuda")).square().mean().backward()
+                optimizer.step()
+        results.append((live.values(model), torch.cuda.max_memory_allocated()))
+        del model, optimizer
+    assert results[1][1] < results[0][1]
+    if dose is PLAIN:
+        assert live.same(results[0][0], results[1][0])
+    else:
+        assert live.furthest(results[0][0], results[1][0]) < 1e-5

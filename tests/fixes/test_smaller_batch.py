@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import live
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from oomdoctor.evidence.code import facts
+from oomdoctor.fixes import catalogue, get
+from oomdoctor.fixes.smaller_batch import FIX, patch, propose
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case, State
+from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.session import Cells
+from oomdoctor.pipeline import admitted
+from oomdoctor.testing import assert_heals
+
+IMPORTS = """
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+"""
+DATA = """
+    torch.manual_seed(0)
+    X, Y = torch.randn(96, 8), torch.randint(0, 4, (96,))
+    train_set = TensorDataset(X, Y)
+    losses = []
+"""
+MODEL = """
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss()
+"""
+LOADER = """
+    batch_size = 32  # what the paper used
+    train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
+    n_batches = len(train_loader)
+"""
+LOOP = """
+    for i, (x, y) in enumerate(train_loader):
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+SLICES = """
+    for i in range(0, len(X), 32):
+        xb, yb = X[i:i + 32], Y[i:i + 32]
+        optimizer.zero_grad()
+        loss = criterion(model(xb), yb)
+        loss.backward()
+        optimizer.step()
+"""
+DRAWN = """
+    bs = 32
+
+    def get_batch():
+        at = torch.randint(len(X), (bs,))
+        return X[at], Y[at]
+"""
+STEPS = """
+    for step in range(3):
+        x, y = get_batch()
+        loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+HELPER = """
+    def get_loaders(data, bs=32):
+        train = DataLoader(data, batch_size=bs, shuffle=True)
+        return train, DataLoader(data, batch_size=bs * 2)
+"""
+FIT = """
+    def fit(model, loader, optimizer):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+def cells_of(*sources: str) -> Cells:
+    return live.cells_of(*(textwrap.dedent(source) for source in sources))
+
+
+def run(sources: list[str], namespace: dict[str, Any] | None = None) -> dict[str, Any]:
+    namespace = {} if namespace is None else namespace
+    for source in sources:
+        exec(compile(textwrap.dedent(source), "<cell>", "exec"), namespace)
+    return namespace
+
+
+def evidence(cells: Cells, namespace: dict[str, Any], *holdings: Holding) -> Evidence:
+    kinds = (nn.Module, torch.optim.Optimizer, DataLoader)
+    found = [[(name, value) for name, value in namespace.items() if isinstance(value, kind)] for kind in kinds]
+    base = live.evidence(holdings=holdings)
+    return Evidence(devices=base.devices, host=base.host, censuses=base.censuses, code=facts(cells, namespace, *found))
+
+
+def rows(namespace: dict[str, Any]) -> list[int]:
+    """Samples in each batch that the model is given from now on."""
+    seen: list[int] = []
+    namespace["model"].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    return seen
+
+
+def patched(*sources: str, size: int = 16) -> Patch | Refused:
+    cells = cells_of(*sources)
+    namespace = run([cell.source for cell in cells.history[:-1]])
+    return patch(cells, evidence(cells, namespace), Dose.of(batch_size=size))
+
+
+def changed(made: Patch, sources: tuple[str, ...]) -> list[str]:
+    texts = [textwrap.dedent(source) for source in sources]
+    for edit in made.edits:
+        texts[edit.cell - 1] = edit.after
+    return texts
+
+
+NOTEBOOKS = {
+    "named in another cell": (IMPORTS, DATA, MODEL, LOADER, LOOP),
+    "literal in another cell": (IMPORTS, DATA, MODEL, "train_loader = DataLoader(train_set, 32, shuffle=True)", LOOP),
+    "in the failing cell": (IMPORTS, DATA, MODEL, LOADER + LOOP),
+    "slices": (IMPORTS, DATA, MODEL, SLICES),
+    "named slices": (IMPORTS, DATA, MODEL, "batch_size = 32", SLICES.replace("32", "batch_size")),
+    "drawn": (IMPORTS, DATA, MODEL, DRAWN, STEPS),
+    "default of a helper": (IMPORTS, DATA, MODEL, HELPER, "train_loader, test_loader = get_loaders(train_set)", LOOP),
+    "argument of a helper": (IMPORTS, DATA, MODEL, HELPER, "train_loader, _ = get_loaders(train_set, bs=32)", LOOP),
+    "function": (IMPORTS, DATA, MODEL, LOADER, FIT, "fit(model, train_loader, optimizer)"),
+    "dictionary": (
+        *(IMPORTS, DATA, MODEL, "config = {'lr': 0.1, 'batch_size': 32}"),
+        *("train_loader = DataLoader(train_set, batch_size=config['batch_size'])", LOOP),
+    ),
+    "class": (
+        *(IMPORTS, DATA, MODEL, "class Config:\n    lr = 0.1\n    batch_size: int = 32\n\ncfg = Config()"),
+        *("train_loader = DataLoader(train_set, batch_size=cfg.batch_size)", LOOP),
+    ),
+    "settings": (
+        *(IMPORTS, DATA, MODEL, "settings = dict(batch_size=32, shuffle=True)"),
+        *("train_loader = DataLoader(train_set, **settings)", LOOP),
+    ),
+    "loaders by name": (
+        *(IMPORTS, DATA, MODEL, "loaders = {name: DataLoader(train_set, batch_size=32) for name in ('train', 'val')}"),
+        LOOP.replace("train_loader", "loaders['train']"),
+    ),
+    "magics": (IMPORTS, DATA, MODEL, LOADER, "%%time\n" + textwrap.dedent(LOOP)),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_retry_leaves_what_a_fresh_kernel_leaves(name: str) -> None:
+    """The changed cells from the start, and the replays with the failing cell alone, give the same bits."""
+    sources = NOTEBOOKS[name]
+    made = patched(*sources)
+    assert isinstance(made, Patch), made
+    plain = changed(made, sources)
+    plain[-1] = plain[-1].replace("%%time\n", "")
+    fresh = run(plain[:-1])
+    fresh_rows = rows(fresh)
+    torch.manual_seed(1)
+    run(plain[-1:], fresh)
+
+    retried = run(list(sources[:-1]))
+    retried_rows = rows(retried)
+    failing = len(sources)
+    torch.manual_seed(1)
+    run([edit.replay for edit in made.edits if edit.cell != failing], retried)
+    run(plain[-1:], retried)
+    assert set(fresh_rows) == {16}
+    assert retried_rows == fresh_rows
+    assert live.same(live.values(fresh["model"]), live.values(retried["model"]))
+    assert fresh.get("n_batches") == retried.get("n_batches")
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_changing_it_again_is_refused(name: str) -> None:
+    sources = NOTEBOOKS[name]
+    made = patched(*sources)
+    assert isinstance(made, Patch)
+    texts = changed(made, sources)
+    assert "magics" in name or isinstance(patched(*texts), Refused)
+
+
+GOLDEN = """\
+--- In[4]
++++ In[4] fixed
+@@ -1,4 +1,4 @@
+\x20
+-batch_size = 32  # what the paper used
++batch_size = 16  # what the paper used
+ train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
+ n_batches = len(train_loader)
+"""
+
+
+def test_golden_diff_and_what_runs_again() -> None:
+    made = patched(*NOTEBOOKS["named in another cell"])
+    assert isinstance(made, Patch)
+    assert made.diff() == GOLDEN
+    (edit,) = made.edits
+    assert edit.replay.splitlines() == [
+        "batch_size = 16",
+        "train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)",
+        "n_batches = len(train_loader)",
+    ]
+
+
+def test_both_train_with_less_memory() -> None:
+    peaks = []
+    for size in (32, 8):
+        namespace = run([IMPORTS, DATA, MODEL, LOADER.replace("32", str(size))])
+        with live.Peak() as seen:
+            run([LOOP], namespace)
+        peaks.append(seen.peak)
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+ONE_CYCLE = """
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=1, steps_per_epoch=len(train_loader))
+"""
+REFUSALS = {
+    "a schedule over the steps": (
+        (IMPORTS, DATA, MODEL, LOADER, ONE_CYCLE, LOOP + "        scheduler.step()\n"),
+        "line 2 of cell 5 made something of it that the failing cell needs",
+    ),
+    "noise of the batch's size": (
+        (IMPORTS, DATA, MODEL, LOADER, "noise = torch.randn(batch_size, 8)", LOOP.replace("(x)", "(x + noise)")),
+        "line 1 of cell 5 made something",
+    ),
+    "a learning rate made of it": (
+        (IMPORTS, DATA, LOADER, MODEL.replace("lr=0.1", "lr=0.1 * batch_size / 32"), LOOP),
+        "line 3 of cell 4 made something",
+    ),
+    "a shape written out": (
+        (IMPORTS, DATA, MODEL, LOADER, LOOP.replace("model(x)", "model(x.view(32, -1))")),
+        "`x.view(32, -1)` has the size of the batch written into it",
+    ),
+    "a computed size": (
+        (IMPORTS, DATA, MODEL, "train_loader = DataLoader(train_set, batch_size=len(X) // 3)", LOOP),
+        "`len(X) // 3`, is not set by a number",
+    ),
+    "a sampler of batches": (
+        (
+            *(IMPORTS, DATA, MODEL),
+            "train_loader = DataLoader(train_set, batch_sampler=[[0, 1], [2, 3]])",
+            LOOP,
+        ),
+        "a sampler of batches",
+    ),
+    "a helper that draws": (
+        (
+            *(IMPORTS, DATA, MODEL),
+            (
+                "def make(bs):\n    a, b = torch.utils.data.random_split(train_set, [64, 32])\n"
+                "    return DataLoader(a, batch_size=bs)\n"
+            ),
+            "train_loader = make(32)",
+            LOOP,
+        ),
+        "does more than to make an object",
+    ),
+    "a class of their own": (
+        (
+            *(IMPORTS, DATA, MODEL),
+            (
+                "class DataLoader:\n    def __init__(self, data, batch_size):\n        self.all = [(X, Y)]\n"
+                "    def __iter__(self):\n        return iter(self.all)\n"
+            ),
+            "train_loader = DataLoader(train_set, batch_size=32)",
+            LOOP,
+        ),
+        "is a class of the cells' own",
+    ),
+    "the full batch": (
+        (
+            *(IMPORTS, DATA, MODEL),
+            (
+                "for epoch in range(2):\n    loss = criterion(model(X), Y)\n    optimizer.zero_grad()\n"
+                "    loss.backward()\n    optimizer.step()\n"
+            ),
+        ),
+        "was not found in the cells",
+    ),
+    "no training": ((IMPORTS, DATA, MODEL, LOADER, "model(X)"), "no training loop"),
+    "rebound": (
+        (IMPORTS, DATA, MODEL, DRAWN, STEPS.replace("loss =", "bs = len(x)\n        loss =")),
+        "`bs` is bound anew in the loop",
+    ),
+    "pieces of texts": (
+        (
+            *(IMPORTS, DATA, MODEL, "bptt = 4\nT = X.view(2, 48, 8)\n"),
+            SLICES.replace("len(X), 32", "T.size(1), bptt").replace("X[i:i + 32]", "T[:, i:i + bptt]").replace(
+                "Y[i:i + 32]", "Y"
+            ),
+        ),
+        "the loop cuts `T` along a later dimension: how many samples a batch has was decided where `T` was made",
+    ),
+    "small enough": (
+        (IMPORTS, DATA, MODEL, LOADER.replace("32", "16"), LOOP),
+        "the cells set batches of 16 samples, which are not larger than 16",
+    ),
+    "not a divisor": (
+        (IMPORTS, DATA, MODEL, LOADER.replace("32", "24"), LOOP),
+        "a batch of 24 does not divide into batches of 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    sources, reason = REFUSALS[name]
+    made = patched(*sources)
+    assert isinstance(made, Refused), made.diff()
+    assert reason in made.reason
+
+
+def test_one_sample_cannot_be_normalised() -> None:
+    model = MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
+    made = patched(IMPORTS, DATA, model, LOADER, LOOP, size=1)
+    assert isinstance(made, Refused)
+    assert "model[1] normalises over the batch" in made.reason
+
+
+def batch(*shape: int) -> Holding:
+    return Holding(bytes=1 << 20, device="cuda:0", role=Role.BATCH, path="x", shape=shape)
+
+
+def proposals(*holdings: Holding, loader: str = "train_loader") -> Any:
+    sources = (IMPORTS, DATA, MODEL, LOADER, FIT if loader == "loader" else "", LOOP.replace("train_loader", loader))
+    cells = cells_of(*sources)
+    namespace = run(list(sources[:-1]))
+    return propose(live.INCIDENT, evidence(cells, namespace, *holdings))
+
+
+def test_proposals_divide_the_batch_of_the_loader() -> None:
+    made = proposals(batch(7, 32))
+    assert [proposal.dose["batch_size"] for proposal in made] == [16, 8, 4, 2, 1]
+    assert all(proposal.effect is Effect.CHANGES_RESULT for proposal in made)
+    assert made[0].caveat == (
+        "each step averages over 16 samples and no longer over 32, with 2 times as many steps: the training goes "
+        "another way, and the learning rate was chosen for the larger batch"
+    )
+    scales = (64 << 20) + (1 << 20)
+    assert [proposal.saves for proposal in made[:2]] == [scales // 2, scales * 3 // 4]
+    assert "65.0 MiB" in made[0].basis
+    assert FIX.apply is None
+
+
+def test_a_loader_of_another_name_is_told_by_the_batch_found() -> None:
+    assert proposals(batch(7, 32), loader="other")[0].dose["batch_size"] == 16
+    assert proposals(batch(6, 5), loader="other")[0].dose["batch_size"] == 3
+
+
+def test_what_is_not_known_is_not_proposed() -> None:
+    assert "no batch" in proposals(loader="other").reason
+    assert "one sample" in proposals(batch(1, 8), loader="other").reason
+    assert "no half" in proposals(batch(3, 8), loader="other").reason
+    nothing = live.evidence(roles=(), loops=(live.loop(1, 1),), holdings=(batch(8),))
+    silent = live.INCIDENT.__class__(is_oom=True, family=live.INCIDENT.family)
+    refused = propose(silent, nothing)
+    assert isinstance(refused, Refused)
+    assert "no activations" in refused.reason
+
+
+CHANGING = (
+    *("autocast", "dynamic_quantization", "half_weights", "lighter_optimizer", "optimizer_8bit", "smaller_batch"),
+    *("smaller_image", "truncate_sequence"),
+)
+
+
+def case_with(fix_id: str) -> Case:
+    fix = get(fix_id)
+    forecast = Forecast(basis="shadow run", budget=2, peak=1)
+    given = {"fix": fix_id, "title": fix.title, "dose": Dose(), "effect": fix.effect, "forecast": forecast}
+    offered = Candidate(**given, patch=Refused("not asked for"), applies_live=True)
+    plan = Plan(unchanged=forecast, candidates=(offered,))
+    return Case(number=1, incident=live.INCIDENT, evidence=live.evidence(), findings=(), plan=plan)
+
+
+@pytest.mark.parametrize("fix_id", CHANGING)
+def test_an_automatic_exact_retry_takes_none_of_those_that_change_the_result(fix_id: str) -> None:
+    case = case_with(fix_id)
+    assert admitted(case, "exact") == ()
+    assert admitted(case, "off") == ()
+    assert [one.fix for one in admitted(case, "any")] == [fix_id]
+
+
+def test_it_heals_where_it_is_asked_for() -> None:
+    data = DATA.replace("96", "8192")
+    model = MODEL.replace("nn.Linear(8, 16), nn.ReLU()", "nn.Linear(8, 512), nn.Tanh()").replace("16, 4", "512, 4")
+    sources = (IMPORTS, data, model, LOADER.replace("32", "4096"), LOOP)
+    case = assert_heals("smaller_batch", *map(textwrap.dedent, sources), budget="22MiB")
+    assert case.outcome.fixes[0].startswith("smaller_batch(batch_size=")
+    assert case.outcome.state is State.CLEAN
+    assert not {one.fix for one in admitted(case, "exact")} & set(CHANGING)
+
+
+def test_what_asks_is_taken_by_no_automatic_retry() -> None:
+    asking = [fix_id for fix_id, fix in catalogue().items() if fix.asks]
+    assert "free_stale" in asking
+    for fix_id in asking:
+        assert admitted(case_with(fix_id), "any") == ()

@@ -1,0 +1,82 @@
+"""Expressions of rules: what is refused, and that nothing which passes can fail or run without end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from oomdoctor.rulebook.context import bound
+from oomdoctor.rulebook.expressions import compiled
+from oomdoctor.rulebook.matching import _holds
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("incident.requested + incident.family > 3", "data type mismatch"),
+        ("incident.requested > null", "data type mismatch"),
+        ("incident.requested", "is a float, not a yes or no"),
+        ("incident.requested > 10 ** 10000000", "refused"),
+        ("$now > d'2020-01-01'", "$now is no fact"),
+        ("$pi > incident.requested", "$pi is no fact"),
+        ("$range(10 ** 12) == [1]", "calls or makes nothing"),
+        ("$any([incident.is_oom])", "calls or makes nothing"),
+        ("[x for x in [1, 2] if x > 1] == [1]", "calls or makes nothing"),
+        ("incident.frame =~~ incident.source_line", "must be written out"),
+        ("incident.frame =~~ '('", "invalid regular expression"),
+        ("not " * 3000 + "incident.is_oom", "nested too deeply"),
+        ("incident.is_oom or " * 2000 + "incident.is_oom", "more than 20,000 characters"),
+    ],
+)
+def test_what_is_no_comparison_of_facts_is_refused_in_one_line(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"^the expression") as caught:
+        compiled(text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a|b)*",
+        "(?:x{0,40}){3}",
+        "((a|b)c)+",
+        "(a?a)+$",
+        "((a+))*",
+        "(?P<n>a*)*",
+        "(a*){2,}",
+        "x(?:(?:a|b))+",
+    ],
+)
+@pytest.mark.parametrize("within", ["{}", "not ({})", "incident.is_oom and (incident.is_oom or {})"])
+def test_a_pattern_that_can_match_in_countless_ways_is_refused(pattern: str, within: str) -> None:
+    with pytest.raises(ValueError, match="without end"):
+        compiled(within.format(f'incident.source_line =~~ "{pattern}"'))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?i)attention|attn", "(ab)+", "(a|b)?", "(a+)?", "[(a+)+]", r"\\(a+\\)+", "[a-z_]+[.]py:[0-9]+ (x|y)", "a??(b)"],
+)
+def test_a_plain_pattern_is_not(pattern: str) -> None:
+    began = time.monotonic()
+    rule = compiled(f'incident.source_line =~~ "{pattern}"')
+    _holds(rule, bound({"incident": {"source_line": "a" * 5000 + "!"}}))
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("incident.requested / incident.free > 1", {"requested": 1.0, "free": 0.0}),
+        ("incident.requested % incident.free == 1", {"requested": 1.0, "free": 0.0}),
+        ("incident.requested ** incident.free > 3", {"requested": 9e300, "free": 9e300}),
+        ("incident.requested > 1", {"requested": float("nan")}),
+        ("incident.requested > incident.free", {"requested": 1.0}),
+        ("incident.frame =~~ 'x'", {}),
+    ],
+)
+def test_a_sum_that_has_no_answer_does_not_hold(text: str, facts: dict[str, float]) -> None:
+    assert not _holds(compiled(text), bound({"incident": facts}))
