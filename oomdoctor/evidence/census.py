@@ -126,9 +126,11 @@ class _Count:
     def run(self) -> tuple[Census, ...]:
         """Walk from all roots, then let the owners claim in their order."""
         self._claim_all([_Held(found, origin) for origin, roots in self._roots() for found in self._walk.run(roots)])
-        if nameless := self._ledger.ownerless(_all_tensors()):
+        nameless = self._ledger.ownerless(_all_tensors())
+        if nameless and self._walk.later:
             self._claim_all([_Held(found, _Origin.NAME) for found in self._walk.resume()])
-            self._claim_rest(self._ledger.ownerless(nameless))
+            nameless = self._ledger.ownerless(nameless)
+        self._claim_rest(nameless)
         self._claim_shared()
         return self._ledger.censuses(tuple(self._notes()), self._walk.aliases)
 

@@ -85,10 +85,10 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
 
 def _children(path: str, value: Any, kind: Kind) -> list[tuple[str, Any]]:
     if kind is Kind.MAPPING:
-        pairs = pairs_of(value, kind)[:_MOST_ITEMS]
+        pairs = pairs_of(value, kind, _MOST_ITEMS)
         return [(f"{path}[{key!r}]", item) for key, item in pairs if type(key) in (str, int)]
     if kind in (Kind.SEQUENCE, Kind.TUPLE):
-        return [(f"{path}[{index}]", item) for index, item in pairs_of(value, kind)[:_MOST_ITEMS]]
+        return [(f"{path}[{index}]", item) for index, item in pairs_of(value, kind, _MOST_ITEMS)]
     if kind is Kind.CALLABLE:
         return [(f"{path}{suffix}", item) for suffix, item in held_by(value)]
     if kind is Kind.OBJECT:

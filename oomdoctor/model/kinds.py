@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
+from itertools import islice
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -133,27 +134,27 @@ def plain_dict(value: object) -> dict[str, Any] | None:
     return None
 
 
-def pairs_of(container: Any, kind: Kind) -> list[tuple[Any, Any]]:
-    """Return ``(key, value)`` of a mapping, ``(index, item)`` of a sequence or a set.
+def pairs_of(container: Any, kind: Kind, most: int | None = None) -> list[tuple[Any, Any]]:
+    """Return ``(key, value)`` of a mapping, ``(index, item)`` of a sequence or a set; the first ``most`` of them.
 
     Read by the methods of the builtin base: a subclass may answer itself.
     """
     if kind is Kind.MAPPING:
-        return list(dict.items(container))
-    return list(enumerate(items_of(container, kind)))
+        return list(islice(dict.items(container), most))
+    return list(enumerate(items_of(container, kind, most)))
 
 
-def items_of(container: Any, kind: Kind) -> Sequence[Any]:
+def items_of(container: Any, kind: Kind, most: int | None = None) -> Sequence[Any]:
     """Return what a container holds, of a mapping its values, read by the methods of its builtin base."""
     if kind is Kind.TUPLE:
-        return tuple.__getitem__(container, slice(None))
+        return tuple.__getitem__(container, slice(most))
     if kind is Kind.MAPPING:
-        return list(dict.values(container))
+        return list(islice(dict.values(container), most))
     if kind is Kind.SET:
-        return list(set.__iter__(container))
+        return list(islice(set.__iter__(container), most))
     if issubclass(type(container), list):
-        return list.__getitem__(container, slice(None))
-    return list(deque.__iter__(container))
+        return list.__getitem__(container, slice(most))
+    return list(islice(deque.__iter__(container), most))
 
 
 def held_by(function: Any) -> Iterator[tuple[str, Any]]:
