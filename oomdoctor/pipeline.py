@@ -130,8 +130,10 @@ async def heal(
     from oomdoctor.retry import heal as retry
 
     lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
-    if lost and not anyway:
-        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why="; ".join(lost))
+    ranks = case.evidence.code.world_size or 1
+    alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
+    if alone or (lost and not anyway):
+        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=alone or "; ".join(lost))
         return replace(case, outcome=refused), None
     trials = _trials(case, session, chosen)
     outcome, error = await retry(

@@ -7,13 +7,14 @@ fused kernel is taken to choose it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._program import Scope, call_name, own_nodes, place, target_names
+from oomdoctor.model.kinds import name_of, plain_dict, submodules
 
-__all__ = ["eager_attention"]
+__all__ = ["attention_dropout", "eager_attention"]
 
 _PRODUCTS: Final = frozenset({"matmul", "bmm", "einsum", "baddbmm", "dot"})
 _FUSED: Final = frozenset({"scaled_dot_product_attention", "flash_attn_func", "memory_efficient_attention"})
@@ -33,6 +34,43 @@ def eager_attention(ground: Ground) -> str | None:
             if isinstance(node, ast.Assign) and _sets_it(node):
                 return place(scope, node)
     return None
+
+
+def attention_dropout(ground: Ground, modules: Iterable[tuple[str, Any]]) -> str | None:
+    """Return what drops the weights of the attention that ``eager_attention`` names, as far as it is known to.
+
+    A layer, ``model.layers[0].drop``, or a setting, ``model.config.attention_dropout``, of a model in training mode.
+    """
+    parts = {path: part for name, root in modules for path, part in submodules(root, name)}
+    training = {path: held for path, part in parts.items() if (held := plain_dict(part) or {}).get("training") is True}
+    for scope in ground.reach:
+        if scope.function is not None and _softmax_of_scores(scope) is not None:
+            owner, layers = scope.function.name.rpartition(".")[0], _dropping(scope)
+            owners = [path for path in training if name_of(type(parts[path])) == owner]
+            found = [f"{path}.{layer}" for path in owners for layer in layers]
+            return next((path for path in found if _is_positive(training.get(path, {}).get("p"))), None)
+    if eager_attention(ground) is None:
+        return None
+    return next(filter(None, (_setting(path, held) for path, held in training.items())), None)
+
+
+def _dropping(scope: Scope) -> list[str]:
+    """Return the attributes of ``self`` that are called with weights of attention and drop some, by their name."""
+    softmaxes = list(_nodes(scope, _is_softmax))
+    weights = _bound_to(scope, softmaxes)
+    calls = [node for node in own_nodes(scope.body) if isinstance(node, ast.Call)]
+    given = [ast.unparse(one.func) for one in calls if _mentions(_arguments(one), weights, softmaxes, through=False)]
+    return [name.removeprefix("self.") for name in given if name.startswith("self.") and "drop" in name.lower()]
+
+
+def _setting(path: str, held: Mapping[str, Any]) -> str | None:
+    settings = plain_dict(held.get("config")) or {}
+    named = [name for name, value in settings.items() if "drop" in name and "att" in name and _is_positive(value)]
+    return f"{path}.config.{named[0]}" if named else None
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and value > 0  # type: ignore[operator]
 
 
 def _asks_for_it(call: ast.Call) -> bool:

@@ -6,20 +6,24 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from oomdoctor.model.evidence import LossFacts, ModelFacts
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict
 
 __all__ = ["losses", "models", "parameters", "sizes", "typed"]
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
 _CONTAINERS: Final = frozenset({"ModuleList", "Sequential"})
+_LAYERS: Final = "torch.nn.modules."
+_SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The names in transformers since 5.23, and before."""
 _BATCH_NORMS: Final = frozenset({"_BatchNorm", "SyncBatchNorm"})
 _DROPOUTS: Final = frozenset({"_DropoutNd", "MultiheadAttention", "RNNBase"})
 _FUSED: Final = frozenset({"MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder"})
@@ -54,6 +58,7 @@ def _model(path: str, root: Any) -> ModelFacts:
         training=_flag(root, "training", True),
         parameter_bytes=_parameter_bytes(module for _, module in tree),
         blocks=tuple(name for name, module in tree if _is_repeated(module)),
+        switches=tuple(_switches(tree)),
         batch_norm=tuple(name for name, module in active if _couples(module)),
         dropout=tuple(name for name, module in active if _drops(module)),
         sequence_first=tuple(name for name, module in tree if _is_sequence_first(module)),
@@ -124,8 +129,36 @@ def _is_loss(module: Any) -> bool:
 def _is_repeated(module: Any) -> bool:
     if not _CONTAINERS & _mro(module):
         return False
-    kinds = [type(child) for child in dict.values(_mapping(module, "_modules")) if child is not None]
-    return len(kinds) >= 2 and len(set(kinds)) == 1
+    children = [child for child in dict.values(_mapping(module, "_modules")) if child is not None]
+    return len(children) >= 2 and len({type(child) for child in children}) == 1 and not _is_layer(children[0])
+
+
+def _is_layer(module: Any) -> bool:
+    """Whether it is a single layer of ``torch.nn``; a recurrent one goes through many steps."""
+    return (
+        module_of(type(module)).startswith(_LAYERS)
+        and not _mapping(module, "_modules")
+        and "RNNBase" not in _mro(module)
+    )
+
+
+def _switches(tree: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield the switches of the outermost modules that have one, as those of transformers do."""
+    owners: list[str] = []
+    for path, module in tree:
+        if any(not owner or path.startswith(f"{owner}.") for owner in owners):
+            continue
+        if _member(type(module), "supports_gradient_checkpointing") is not True:
+            continue
+        for name in _SWITCHES:
+            if type(switch := _member(type(module), name)) is FunctionType:
+                owners.append(path)
+                yield f"{path}.{name}".lstrip("."), "every_n_layers" in switch.__code__.co_varnames
+                break
+
+
+def _member(cls: type, name: str) -> Any:
+    return next((members_of(base)[name] for base in mro_of(cls) if name in members_of(base)), None)
 
 
 def _couples(module: Any) -> bool:

@@ -8,22 +8,18 @@ is another case: its loop is the user's own, and what it does is told by the cal
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import torch
-
-from oomdoctor.evidence import _models, _optimizers
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes
+from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
 from oomdoctor.evidence.frames import locals_of
 from oomdoctor.model.chain import chained, traceback_of
-from oomdoctor.model.evidence import ModelFacts, TrainerFacts, TrainingLoop
-from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.model.evidence import TrainerFacts, TrainingLoop
+from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
 
 __all__ = ["Passed", "passed", "trainers"]
 
@@ -42,27 +38,8 @@ _MAKERS: Final = {
 
 _EVALUATES: Final = frozenset({"evaluate", "predict", "evaluation_loop", "prediction_step"})
 _EVALUATION_LOOPS: Final = (".loops.evaluation_loop", ".loops.prediction_loop")
-_DECIDES: Final = (
-    "compute_loss",
-    "training_step",
-    "get_batch_samples",
-    "_get_num_items_in_batch",
-    "get_train_dataloader",
-)
-"""Methods of ``transformers.Trainer`` that decide over batches and their weights."""
 
-_BY_ITEMS: Final = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
-"""Losses that are divided by the labels of the whole batch where that number is passed. Source: ``LOSS_MAPPING`` and
-``fixed_cross_entropy`` in transformers/loss/loss_utils.py; without a type it is the first."""
-
-_COLLATORS: Final = frozenset(
-    {"default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq"}
-    | {"DataCollatorForTokenClassification"}
-)
-"""They put samples together and draw no random numbers. Source: transformers/data/data_collator.py."""
-
-
-Setting: TypeAlias = int | float | str | bool | None
+_Maker: TypeAlias = tuple[str, Scope, ast.Call]
 
 
 class Passed(NamedTuple):
@@ -71,6 +48,7 @@ class Passed(NamedTuple):
     library: str
     phase: str
     trainer: Any
+    model: Any
     counts_items: bool
     predictions: Any
 
@@ -109,6 +87,7 @@ def _passed(library: str, frames: Sequence[FrameType]) -> Passed:
         library=library,
         phase="evaluate" if is_evaluation else "train",
         trainer=next((one for one in selves if _is_trainer(library, one)), None),
+        model=next((values["model"] for name, values in own if name == "fit" and "model" in values), None),
         counts_items=any(values.get("num_items_in_batch") is not None for values in steps),
         predictions=loops[-1].get("all_preds") if loops else None,
     )
@@ -140,9 +119,9 @@ def trainers(
         return _accelerators(under, calls, dict(loaders), loops)
     makers = [(scope, call) for library, scope, call in calls if library == found.library]
     place = makers[0] if len(makers) == 1 else None
-    held = plain_dict(found.trainer) or {}
-    read = _of_transformers if found.library == "transformers" else _of_lightning
-    facts = read(found, held, modules)
+    facts = _facts(found, modules)
+    if any("optimizers" in {keyword.arg for keyword in call.keywords} for call in _named_trainers(under)):
+        facts["given_optimizer"] = True
     return (
         TrainerFacts(
             library=found.library,
@@ -151,81 +130,28 @@ def trainers(
             line=place[1].lineno if place else None,
             call=call_name(place[1]) if place else "",
             **facts,
-            given_optimizer=any("optimizers" in {k.arg for k in call.keywords} for call in _named_trainer(under)),
         ),
     )
 
 
-def _of_transformers(found: Passed, held: Mapping[str, Any], modules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    settings = plain_dict(held.get("args")) or {}
-    model = held.get("model")
-    return {
-        "settings": tuple((name, _word(value)) for name, value in settings.items()),
-        "model": _model(model, modules),
-        "recomputes": any(
-            members_of(base).get("supports_gradient_checkpointing") is True for base in mro_of(type(model))
-        ),
-        "optimizer": next(iter(_optimizers.optimizers(_wrapped(held.get("optimizer")))), None),
-        "weighs": _weighs(found, held, model),
-        "own": _own(held, found.trainer),
-        "draws": _draws(held, model),
-        "samples": _length(held.get("train_dataset")),
-        "gathered_bytes": _bytes(found.predictions),
-    }
-
-
-def _of_lightning(found: Passed, held: Mapping[str, Any], modules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    del found
-    model = (plain_dict(held.get("strategy")) or {}).get("_lightning_module")
-    combined = (plain_dict(held.get("fit_loop")) or {}).get("_combined_loader")
-    loaders = (plain_dict(combined) or {}).get("_flattened")
-    plugin = plain_dict((plain_dict(held.get("strategy")) or {}).get("_precision_plugin")) or {}
-    one = loaders[0] if type(loaders) is list and len(loaders) == 1 else None
-    return {
-        "settings": (
-            ("accumulate_grad_batches", _word(held.get("accumulate_grad_batches"))),
-            # The plugin for full precision has its name on the class alone. Source: lightning's ``Precision``.
-            ("precision", _word(plugin.get("precision", "32-true"))),
-            *_of_loader(one),
-        ),
-        "model": _model(model, modules),
-        "weighs": "parts",
-        "samples": _length((plain_dict(one) or {}).get("dataset")),
-    }
-
-
-def _of_loader(loader: Any) -> Iterator[tuple[str, Setting]]:
-    held = plain_dict(loader) if kind_of(type(loader)) is Kind.LOADER else None
-    if held is not None:
-        yield from ((name, _word(held.get(name))) for name in ("batch_size", "drop_last"))
-
-
-def _word(value: object) -> Setting:
-    """Return a setting as a plain value, ``...`` for what is more than a number, a flag or a word."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return str.__str__(value) if issubclass(type(value), str) else "..."  # type: ignore[arg-type]
+def _facts(found: Passed, modules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if found.library == "lightning":
+        return of_lightning(found.trainer, found.model, modules)
+    counts = found.counts_items
+    return of_transformers(found.trainer, modules, counts_items=counts, predictions=found.predictions)
 
 
 def _accelerators(
-    under: Ground,
-    calls: Sequence[tuple[str, Scope, ast.Call]],
-    loaders: Mapping[str, Any],
-    loops: Sequence[TrainingLoop],
+    under: Ground, calls: Sequence[_Maker], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
 ) -> tuple[TrainerFacts, ...]:
     makers = [(scope, call) for library, scope, call in calls if library == "accelerate"]
     running = [loop for loop in loops if loop.in_failing_run]
     if len(makers) != 1 or len(running) != 1:
         return ()
     scope, call = makers[0]
-    given = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else "" for k in call.keywords if k.arg}
+    given = {k.arg: _literal(k.value) for k in call.keywords}
     path = dict(running[0].stands_for).get(running[0].loader, running[0].loader)
     loader = loaders.get(path)
-    accumulates = any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "accumulate"
-        for one in under.reach
-        for node in own_nodes(one.body)
-    )
     return (
         TrainerFacts(
             library="accelerate",
@@ -236,15 +162,35 @@ def _accelerators(
             settings=(
                 ("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1)),
                 ("mixed_precision", given.get("mixed_precision")),
-                *_of_loader(loader),
+                *of_loader(loader),
             ),
-            weighs="parts" if accumulates else "",
-            samples=_length((plain_dict(loader) or {}).get("dataset")),
+            weighs="parts" if _accumulates(under, running[0]) else "",
+            samples=length((plain_dict(loader) or {}).get("dataset")),
         ),
     )
 
 
-def _calls(program: Program, under: Ground) -> Iterator[tuple[str, Scope, ast.Call]]:
+def _accumulates(under: Ground, loop: TrainingLoop) -> bool:
+    """Whether the loop steps as ``Accelerator.accumulate`` says, and by no count of its own."""
+    for scope in under.reach:
+        for node in own_nodes(scope.body) if scope.cell == loop.cell else ():
+            if isinstance(node, ast.For) and node.lineno == loop.line:
+                inner = list(own_nodes(node.body))
+                items = [item.context_expr for one in inner if isinstance(one, ast.With) for item in one.items]
+                tests = [one.test for one in inner if isinstance(one, ast.If)]
+                counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+                # Gradients of parts must not be clipped before they are all there.
+                waits = "clip" not in loop.order or any("sync_gradients" in ast.unparse(test) for test in tests)
+                return waits and not counts and any(call_name(one).endswith(".accumulate") for one in items)
+    return False
+
+
+def _literal(node: ast.expr) -> Setting:
+    value = node.value if isinstance(node, ast.Constant) else "..."
+    return value if value is None or isinstance(value, bool | int | float | str) else "..."
+
+
+def _calls(program: Program, under: Ground) -> Iterator[_Maker]:
     """Yield the calls that the failing cell rests on and that make settings of a library known here."""
     imports = dict(_imports(program.scopes))
     for scope in under.basis:
@@ -255,7 +201,7 @@ def _calls(program: Program, under: Ground) -> Iterator[tuple[str, Scope, ast.Ca
                 yield from ((name, scope, node) for name, maker in _MAKERS.items() if maker.match(dotted))
 
 
-def _named_trainer(under: Ground) -> Iterator[ast.Call]:
+def _named_trainers(under: Ground) -> Iterator[ast.Call]:
     for scope in under.basis:
         for node in own_nodes(scope.body):
             if isinstance(node, ast.Call) and call_name(node).endswith("Trainer"):
@@ -270,121 +216,3 @@ def _imports(scopes: Iterable[Scope]) -> Iterator[tuple[str, str]]:
                 yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
         elif isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
-
-
-def _model(model: Any, modules: Sequence[tuple[str, Any]]) -> ModelFacts | None:
-    if kind_of(type(model)) is not Kind.MODULE:
-        return None
-    path = next((path for path, module in modules if module is model), "trainer.model")
-    return next(iter(_models.models([(path, model)])), None)
-
-
-def _wrapped(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the optimizer, out of the wrapper of accelerate."""
-    inner = (plain_dict(optimizer) or {}).get("optimizer", optimizer)
-    return [("trainer.optimizer", inner)] if kind_of(type(inner)) is Kind.OPTIMIZER else []
-
-
-def _weighs(found: Passed, held: Mapping[str, Any], model: Any) -> str:
-    """Return how a ``transformers.Trainer`` adds up the gradients of the parts of a batch.
-
-    Source: ``Trainer.training_step`` and ``compute_loss``: where the model takes keyword arguments and the batch has
-    labels, the number of labels is passed and the loss is taken to be divided by it; otherwise it is divided by the
-    number of parts.
-    """
-    accepts = held.get("model_accepts_loss_kwargs")
-    if type(accepts) is not bool:
-        return ""
-    if not accepts or not found.counts_items:
-        return "parts"
-    inner = _adapted(model)
-    type_of_loss = (plain_dict(inner) or {}).get("loss_type")
-    known = type_of_loss in _BY_ITEMS and "_loss_function" not in (plain_dict(inner) or {})
-    return "items" if known and _passes_on(type(inner)) else "sums"
-
-
-def _adapted(model: Any) -> Any:
-    """Return the model below the wrapper of peft."""
-    for _ in range(2):
-        if module_of(type(model)).startswith("peft."):
-            below = (plain_dict(model) or {}).get("_modules") or {}
-            model = below.get("base_model", below.get("model", model))
-    return model
-
-
-def _passes_on(cls: type) -> bool:
-    """Whether the model's ``forward`` passes what it is given to a loss that divides by the number of labels."""
-    forward = next((members_of(base)["forward"] for base in mro_of(cls) if "forward" in members_of(base)), None)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))  # type: ignore[arg-type]
-    except (OSError, TypeError, SyntaxError):
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    losses = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
-    return bool(losses) and all(any(k.arg is None for k in call.keywords) for call in losses)
-
-
-def _own(held: Mapping[str, Any], trainer: Any) -> str | None:
-    """Return what the user has put in the place of the trainer's own way to weigh a batch."""
-    for base in mro_of(type(trainer)):
-        if _HOMES["transformers"].match(module_of(base)):
-            break
-        if found := next((name for name in _DECIDES if name in members_of(base)), None):
-            return f"{name_of(base)}.{found}"
-    scaled = [members_of(base).get("loss_is_scaled_for_ga") for base in mro_of(type(trainer))]
-    if held.get("loss_is_scaled_for_ga", next((one for one in scaled if one is not None), None)) is not None:
-        return "loss_is_scaled_for_ga"
-    return next((name for name in ("compute_loss_func", "label_smoother") if held.get(name) is not None), None)
-
-
-def _draws(held: Mapping[str, Any], model: Any) -> str | None:
-    """Return what draws random numbers for each part, or may, beside the layers of the model; None where nothing does."""
-    config = plain_dict((plain_dict(_adapted(model)) or {}).get("config")) or {}
-    for name, value in config.items():
-        if "drop" in name and "summary" not in name and type(value) in (int, float) and value > 0:
-            return f"`{name}={value}` of the model"
-    if config.get("output_router_logits"):
-        return "`output_router_logits` balances experts over the batch and"
-    if held.get("neftune_noise_alpha"):
-        return "`neftune_noise_alpha`"
-    collator = held.get("data_collator")
-    home, name = (
-        (collator.__module__, collator.__name__)
-        if type(collator) is FunctionType
-        else (module_of(type(collator)), name_of(type(collator)))
-    )
-    masks_none = name == "DataCollatorForLanguageModeling" and (plain_dict(collator) or {}).get("mlm") is False
-    if not home.startswith("transformers.") or not (name in _COLLATORS or masks_none):
-        return f"`{name}` is called for each part and"
-    if held_by_workers := (plain_dict(held.get("args")) or {}).get("dataloader_num_workers"):
-        return f"each of {held_by_workers} workers"
-    return None
-
-
-def _length(dataset: Any) -> int | None:
-    """Return how many samples a data set has, where that is known without running code of its own."""
-    held = plain_dict(dataset) or {}
-    home = module_of(type(dataset)), name_of(type(dataset))
-    if type(dataset) in (list, tuple, range):
-        return len(dataset)
-    if home == ("torch.utils.data.dataset", "TensorDataset"):
-        return int(torch.Tensor.size(held["tensors"][0], 0))
-    if home == ("torch.utils.data.dataset", "Subset") and type(held.get("indices")) in (list, range):
-        return len(held["indices"])
-    if home == ("datasets.arrow_dataset", "Dataset"):
-        return int((held["_indices"] if held.get("_indices") is not None else held["_data"]).num_rows)
-    return None
-
-
-def _bytes(predictions: Any) -> int:
-    """Return what the predictions gathered on a device take. Source: ``EvalLoopContainer`` in transformers."""
-    todo, found = [(plain_dict(predictions) or {}).get("tensors")], 0
-    while todo:
-        one = todo.pop()
-        if kind_of(type(one)) is Kind.TENSOR:
-            found += torch.Tensor.numel(one) * torch.Tensor.element_size(one)
-        elif type(one) in (list, tuple):
-            todo += list(one)
-        elif type(one) is dict:
-            todo += list(one.values())
-    return found

@@ -13,7 +13,8 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
 from oomdoctor.evidence import _feeding, _kept, _models, _precision, _replicas, _setup
-from oomdoctor.evidence._attention import eager_attention
+from oomdoctor.evidence._attention import attention_dropout, eager_attention
+from oomdoctor.evidence._carrying import carries_state
 from oomdoctor.evidence._entropy import classes, cross_entropies
 from oomdoctor.evidence._ground import ground
 from oomdoctor.evidence._hooks import hooks
@@ -66,7 +67,8 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    loops = training_loops(program, kinds)
+    loops, idle = training_loops(program, kinds), undifferentiated(program, kinds, line)
+    carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))
     return CodeFacts(
         failing_cell=cells.failing.number,
         loops=loops,
@@ -75,15 +77,17 @@ def facts(
         optimizers=_models.typed(optimizers),
         steppers=optimizer_facts(optimizers),
         history_appends=history_appends(program, kinds),
-        undifferentiated=undifferentiated(program, kinds, line),
+        undifferentiated=idle,
         not_repeatable=not_repeatable(program, _from_before(cells, namespace)),
         grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
         retain_graph=_kept.retain_graph(under),
         gathers_predictions=_kept.gathers_predictions(program, kinds),
-        carries_state=_kept.carries_state(program, under),
+        carries_state=carried,
+        state_undifferentiated=carried is not None and carried_idly,
         keeps_gradients=_kept.keeps_gradients(under),
         hooks=hooks(program, under),
         eager_attention=eager_attention(under),
+        attention_dropout=attention_dropout(under, modules),
         cross_entropies=cross_entropies(program, under, losses),
         classes=classes(modules),
         generates=_setup.generates(program),

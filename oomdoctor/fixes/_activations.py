@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
 
-__all__ = ["why_not_short"]
+__all__ = ["HELD", "NUMBER_BYTES", "why_not_short"]
+
+HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
+"""Roles in which a tensor of a step is held."""
+
+NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one number of a type."""
 
 _OPTIMIZERS: Final = "torch/optim/"
 _LEAST_RATIO: Final = 0.05

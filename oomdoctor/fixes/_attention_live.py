@@ -7,13 +7,14 @@ source compiles to, and its own back: whoever holds the function, or a module of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any, Final
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from oomdoctor.errors import OomDoctorError
@@ -22,20 +23,25 @@ from oomdoctor.fixes._attention_source import Fused
 from oomdoctor.model.kinds import submodules
 from oomdoctor.model.magics import mask
 
-__all__ = ["NoEmptyRow", "exchanged", "is_eager", "switched"]
+__all__ = ["Checked", "all_of", "exchanged", "is_eager", "switched"]
 
 _HELD: Final = "_attn_implementation_internal"
 _MISSING: Final = object()
+_DIMENSIONS: Final = 4
+"""Batch, heads, length and features: what the kernels take."""
 
 
-class NoEmptyRow(TorchFunctionMode):
-    """Refuses a mask that leaves a query nothing to attend to: written out, that is a mean of all, or not a number."""
+class Checked(TorchFunctionMode):
+    """Refuses attention that fused kernels take otherwise than when it is written out, or that none of them takes.
+
+    A mask that leaves a query nothing to attend to gives, written out, a mean of all, or what is not a number.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function of torch.
 
         Raises:
-            OomDoctorError: it is attention with such a mask.
+            OomDoctorError: it is such attention.
         """
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and not _forward.is_shadow_run():
@@ -44,7 +50,25 @@ class NoEmptyRow(TorchFunctionMode):
                 raise OomDoctorError(
                     "a mask leaves a query nothing to attend to, which the fused kernel takes otherwise"
                 )
+            query = kwargs.get("query", args[0] if args else None)
+            if query.dim() == _DIMENSIONS and _is_written_out(args, kwargs):
+                drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+                raise OomDoctorError(
+                    f"PyTorch has no fused kernel for this attention{' with dropout' if drops else ''} on "
+                    f"{query.device.type}: it writes out the scores"
+                )
         return func(*args, **kwargs)
+
+
+def _is_written_out(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether PyTorch would take attention of these arguments apart into products and a softmax.
+
+    Source: ``_fused_sdp_choice`` in aten/src/ATen/native/transformers, which devices without kernels do not have.
+    """
+    try:
+        return bool(torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.MATH.value)
+    except NotImplementedError:
+        return True
 
 
 def is_eager(model: Any) -> bool:
@@ -157,9 +181,9 @@ def _constants(code: CodeType) -> list[str]:
 
 @contextmanager
 def all_of(contexts: list[Any]) -> Iterator[None]:
-    """Enter each of ``contexts`` and the check of masks."""
+    """Enter each of ``contexts`` and the check of what attention is given."""
     with ExitStack() as stack:
         for one in contexts:
             stack.enter_context(one)
-        stack.enter_context(NoEmptyRow())
+        stack.enter_context(Checked())
         yield

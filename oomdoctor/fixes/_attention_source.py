@@ -15,15 +15,15 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._attention_read import Attention, NotRead, read, trees
+from oomdoctor.fixes import _cst, _told
+from oomdoctor.fixes._attention_parts import Attention, NotRead
+from oomdoctor.fixes._attention_read import read, trees
 from oomdoctor.fixes._dataflow import bound, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["Fused", "asks_for_eager", "fused", "number_and_line", "place_of"]
+__all__ = ["Fused", "asks_for_eager", "fused", "place_of"]
 
-_PLACE: Final = re.compile(r"^(?:In\[(\d+)\] )?line (\d+)(?:: |$)")
 _HOMES: Final = {
     "F": r"import torch\.nn\.functional as F|from torch\.nn import functional as F",
     "nn.functional": r"from torch import [\w, ]*\bnn\b(?! as)|import torch\.nn as nn\b",
@@ -55,17 +55,12 @@ class Fused:
     drops: bool
 
 
-def number_and_line(text: str) -> tuple[int | None, int]:
-    """Return the number of the cell, None where it has none, and the line that evidence named; line 0 is none."""
-    found = _PLACE.match(text)
-    return (int(found[1]) if found and found[1] else None), (int(found[2]) if found else 0)
-
-
 def place_of(cells: Cells, text: str) -> tuple[Cell, int] | Refused:
     """Return the cell and the line that evidence named, ``In[3] line 7: ...``."""
-    number, line = number_and_line(text)
-    if not line:
+    where = _told.numbers(text)
+    if where is None:
         return Refused(f"where `{text}` stands is not known")
+    number, line = where
     try:
         return (cells.failing if number is None else cells.get(number)), line
     except KeyError:

@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._dataflow import ancestors, bound, own
+from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, parsed
 from oomdoctor.model.evidence import TrainingLoop
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["Book", "Function", "Number", "Page", "Place", "call_name", "calls", "literal"]
@@ -23,6 +22,7 @@ __all__ = ["Book", "Function", "Number", "Page", "Place", "call_name", "calls", 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEEPEST: Final = 8
+_EMPTY: Final = ast.Module(body=[], type_ignores=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +65,7 @@ class Book:
     @classmethod
     def read(cls, cells: Cells) -> Book:
         """Read the cells."""
-        return cls(pages=tuple(Page(cell=cell, tree=_parsed(cell.source)) for cell in cells.history))
+        return cls(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
 
     @property
     def failing(self) -> Page:
@@ -90,13 +90,11 @@ class Book:
         found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, _FUNCTIONS)]
         return next((one for one in reversed(found) if one[1].name == name), None)
 
-    def loop(self, facts: TrainingLoop) -> tuple[Place, ast.For | ast.AsyncFor | ast.While] | None:
+    def loop(self, facts: TrainingLoop) -> tuple[Place, Loop] | None:
         """Return the loop that ``facts`` are of, and where it stands."""
         page = self.page(facts.cell)
-        for node in ast.walk(page.tree):
-            if isinstance(node, ast.For | ast.AsyncFor | ast.While) and node.lineno == facts.line:
-                return self.place(page, node), node
-        return None
+        found = loop_at(page.tree, facts.line)
+        return None if found is None else (self.place(page, found), found)
 
     def place(self, page: Page, node: ast.AST) -> Place:
         """Return where ``node`` of ``page`` stands."""
@@ -241,13 +239,6 @@ def own_statements(function: Function) -> Iterator[ast.stmt]:
     """Yield the statements of ``function``, those of functions in it left out."""
     for statement in function.body:
         yield from (node for node in own(statement) if isinstance(node, ast.stmt))
-
-
-def _parsed(source: str) -> ast.Module:
-    try:
-        return ast.parse(mask(source).text)
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
 
 
 def _binds(node: ast.stmt, name: str) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Set
-from typing import Final, TypeAlias
+from typing import Final
 
 import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book, Number, Page, call_name, calls
+from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import bound, own, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
@@ -24,10 +25,7 @@ from oomdoctor.model.magics import mask
 from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["LOADERS", "Exchange", "exchange", "exchange_numbers", "node_of", "write"]
-
-Exchange: TypeAlias = Mapping[cst.CSTNode, cst.CSTNode]
-"""What is written in the place of nodes of one cell."""
+__all__ = ["LOADERS", "exchange", "exchange_numbers", "node_of", "write"]
 
 _DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -58,23 +56,6 @@ def node_of(parsed: _cst.ParsedCell, node: ast.expr) -> cst.CSTNode | None:
         if at == (start, end) and isinstance(found, cst.BaseExpression):
             return found
     return None
-
-
-def exchange(module: cst.Module, changes: Exchange) -> cst.Module:
-    """Return ``module`` with these very nodes exchanged."""
-    return module.visit(_Exchanging(changes))
-
-
-class _Exchanging(cst.CSTTransformer):
-    def __init__(self, changes: Exchange) -> None:
-        super().__init__()
-        self._changes = {id(old): new for old, new in changes.items()}
-
-    def on_leave(  # type: ignore[override]
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
-        new = self._changes.get(id(original_node))
-        return new if new is not None else super().on_leave(original_node, updated_node)
 
 
 def exchange_numbers(cells: Cells, values: Mapping[Number, int], makes: re.Pattern[str] = LOADERS) -> Patch | Refused:

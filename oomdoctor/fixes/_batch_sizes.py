@@ -5,16 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, call_name, calls, literal
-from oomdoctor.fixes._dataflow import bound, reads
+from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
 
-__all__ = ["hard_coded", "loader_calls", "sizes_of"]
-
-Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+__all__ = ["hard_coded", "loader_calls", "loader_sizes", "sizes_of"]
 
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
@@ -52,6 +50,12 @@ def loader_calls(book: Book, text: str, place: Place) -> list[tuple[ast.Call, Pl
     except SyntaxError:
         return []
     return list(dict.fromkeys(_loaders(book, node, place, depth=6)))
+
+
+def loader_sizes(book: Book, node: ast.expr, place: Place) -> tuple[Number, ...] | Refused | None:
+    """Return the numbers behind the batch size of what ``node`` stands for, None where it is no loader of the cells."""
+    loaders = list(dict.fromkeys(_loaders(book, node, place, depth=6)))
+    return _of_loaders(book, ast.unparse(node), loaders) if loaders else None
 
 
 def _loaders(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import libcst as cst
 
 from oomdoctor.fixes import _cst
-from oomdoctor.fixes._dataflow import bound, own, reads
+from oomdoctor.fixes._dataflow import bound, loop_at, own, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
@@ -44,10 +44,7 @@ def _cell(
     tree = ast.parse(parsed.masked.text)
     changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
     for facts in loops:
-        loop = next(
-            (n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While) and n.lineno == facts.line),
-            None,
-        )
+        loop = loop_at(tree, facts.line)
         at = next((i for i, node in enumerate(loop.body) if _runs(node, facts)), None) if loop is not None else None
         if loop is None or at is None:
             return Refused("the model is not called by a statement of the loop itself")

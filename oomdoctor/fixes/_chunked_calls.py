@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
@@ -17,7 +17,7 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _imports
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, TrainingLoop
-from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["rewrite"]
@@ -48,7 +48,6 @@ _OF_A_TENSOR: Final = frozenset(
     | {"topk", "transpose", "unsqueeze", "view", "requires_grad", "device", "dtype", "ndim", "T", "abs", "clamp", "pow"}
 )
 _PARTS: Final = re.compile(r"\.(chunk|split|tensor_split)\(")
-_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +89,10 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
 
 def _edited(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, names: _Names) -> Patch | Refused:
     """Return the patch with the imports at the top of the cell, and before the function that a retry runs again."""
-    imports = [] if any(_IMPORTS_TORCH.search(one.source) for one in cells.history) else ["import torch"]
+    imports = [] if _imports.knows_torch(cells) else ["import torch"]
     if names.checkpoint is not None:
         imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
-    edit = _cst.edit(cells, cell, parsed, module)
-    after = _cst.write(parsed, _imports.insert_at_top(parsed, module, imports))
-    if isinstance(edit, Refused):
-        return edit
-    if isinstance(after, Refused):
-        return after
-    whole = cell.number == cells.failing.number
-    replay = after if whole else "\n".join([*imports, "", "", edit.replay]) if imports else edit.replay
-    return Patch(edits=(_with_text(edit, after, replay),))
-
-
-def _with_text(edit: Edit, after: str, replay: str) -> Edit:
-    return replace(edit, after=after, replay=replay)
+    return _cst.join(cells, [_cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, module, imports))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -24,12 +24,16 @@ from oomdoctor.model.session import Cell, Cells
 
 __all__ = [
     "Definition",
+    "New",
     "ParsedCell",
     "Statement",
     "edit",
     "enclosing",
+    "exchange",
     "fresh_name",
+    "is_import",
     "join",
+    "loop_at",
     "path_to",
     "read",
     "replace",
@@ -41,6 +45,8 @@ __all__ = [
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Definition: TypeAlias = cst.FunctionDef | cst.ClassDef
+New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst.CSTNode]
+"""What comes in the place of a node: another one, statements, or what is made of it when all within it is exchanged."""
 
 _WORD: Final = re.compile(r"[^\W\d]\w*")
 
@@ -101,6 +107,12 @@ def statement_at(parsed: ParsedCell, line: int) -> Statement | None:
     return path[-1] if path else None
 
 
+def loop_at(parsed: ParsedCell, line: int) -> cst.For | cst.While | None:
+    """Return the loop that begins on ``line``."""
+    loops = (node for node in reversed(path_to(parsed, line)) if isinstance(node, cst.For | cst.While))
+    return next((loop for loop in loops if parsed.lines_of(loop).start == line), None)
+
+
 def enclosing(parsed: ParsedCell, line: int) -> Definition | None:
     """Return the function or class at the top level of the cell that ``line`` stands in."""
     path = path_to(parsed, line)
@@ -114,7 +126,7 @@ def statements(text: str, parsed: ParsedCell) -> tuple[Statement, ...]:
 
 def replace(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode | Sequence[Statement]) -> cst.Module:
     """Return ``module`` with ``old`` (the very node) replaced by a node, or a statement by several or none."""
-    changed = module.deep_replace(old, new) if isinstance(new, cst.CSTNode) else module.visit(_Splice({old: new}))
+    changed = module.deep_replace(old, new) if isinstance(new, cst.CSTNode) else exchange(module, {old: new})
     if not isinstance(changed, cst.Module):
         raise TypeError("a module cannot be replaced by something else")
     return changed
@@ -122,7 +134,12 @@ def replace(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode | Sequence[St
 
 def replace_all(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[Statement]]) -> cst.Module:
     """Return ``module`` with each of these statements (none within another) replaced by several or none."""
-    return module.visit(_Splice(changes))
+    return exchange(module, changes)
+
+
+def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Module:
+    """Return ``module`` with each of these very nodes exchanged."""
+    return module.visit(_Exchange(changes))
 
 
 def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:
@@ -134,11 +151,21 @@ def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:
     return name
 
 
-def edit(cells: Cells, cell: Cell, parsed: ParsedCell, module: cst.Module) -> Edit | Refused:
+def edit(
+    cells: Cells, cell: Cell, parsed: ParsedCell, module: cst.Module, live: Sequence[str] | None = None
+) -> Edit | Refused:
     """Return the change of ``cell`` from ``parsed.module`` to ``module``, with what a retry has to run for it.
 
-    For an earlier cell that is the changed functions of its top level alone. A change elsewhere in an earlier cell is
-    refused: running such a statement again could undo what the user did since.
+    For an earlier cell that is what it newly imports, the changed functions of its top level, and ``live``. Another
+    change there is refused, as running such a statement again could undo what the user did since.
+
+    Args:
+        cells: the cells that were run.
+        cell: one of them.
+        parsed: it, as it was.
+        module: what becomes of it.
+        live: lines that do to the objects that are there what changed statements of an earlier cell do when they make
+            them, None where no statement is changed.
     """
     after = write(parsed, module)
     if isinstance(after, Refused):
@@ -146,13 +173,18 @@ def edit(cells: Cells, cell: Cell, parsed: ParsedCell, module: cst.Module) -> Ed
     if cell is cells.failing or cell.number == cells.failing.number:
         return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
     changed = _changed(parsed.module, module)
-    if any(not isinstance(node, cst.FunctionDef) for node in changed):
-        where = "a class" if any(isinstance(node, cst.ClassDef) for node in changed) else "statements"
-        return Refused(f"the change is in {where} of cell {cell.number}, which the live objects would not follow")
-    texts = [parsed.masked.unmask(_text(module, node)) for node in changed]
+    imports, functions = ([node for node in changed if holds(node)] for holds in (is_import, _is_function))
+    others = [node for node in changed if node not in imports and node not in functions]
+    if any(isinstance(node, cst.ClassDef) for node in others):
+        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+    if others and live is None:
+        return Refused(f"the change is in statements of cell {cell.number}, which the live objects would not follow")
+    parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions)]
+    texts = [parsed.masked.unmask(text) for text in filter(None, parts)]
     if None in texts:
         return Refused("the change would touch a line of IPython's own syntax")
-    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n\n".join(map(str, texts)))
+    replay = "\n\n".join([*map(str, texts), *(["\n".join(live)] if live else [])])
+    return Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
 
 
 def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:
@@ -179,6 +211,15 @@ def _text(module: cst.Module, node: cst.CSTNode) -> str:
     return module.code_for_node(node).lstrip("\n")
 
 
+def is_import(node: cst.CSTNode) -> bool:
+    """Whether ``node`` is a line that imports."""
+    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
+
+
+def _is_function(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.FunctionDef)
+
+
 def _is_statement(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
 
@@ -187,10 +228,10 @@ def _covers(where: CodeRange, line: int) -> bool:
     return where.start.line <= line <= where.end.line
 
 
-class _Splice(cst.CSTTransformer):
-    """Puts several statements, or none, where one stood."""
+class _Exchange(cst.CSTTransformer):
+    """Puts something else in the place of some nodes."""
 
-    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Statement]]) -> None:
+    def __init__(self, changes: Mapping[cst.CSTNode, New]) -> None:
         super().__init__()
         self._changes = {id(old): new for old, new in changes.items()}
 
@@ -200,4 +241,8 @@ class _Splice(cst.CSTTransformer):
         new = self._changes.get(id(original_node))
         if new is None:
             return super().on_leave(original_node, updated_node)
+        if isinstance(new, cst.CSTNode):
+            return new
+        if callable(new):
+            return new(updated_node)
         return cst.FlattenSentinel(new) if new else cst.RemovalSentinel.REMOVE

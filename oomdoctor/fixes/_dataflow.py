@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-__all__ = ["ancestors", "bound", "exposed", "own", "reads"]
+from oomdoctor.model.magics import mask
+
+__all__ = ["Loop", "ancestors", "bound", "exposed", "loop_at", "own", "parsed", "reads"]
 
 Block = Sequence[ast.stmt]
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+
+def parsed(source: str) -> ast.Module | None:
+    """Return the tree of a cell, None where it is not Python."""
+    try:
+        return ast.parse(mask(source).text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def loop_at(tree: ast.AST, line: int) -> Loop | None:
+    """Return the loop that begins on ``line``."""
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
+    return next((loop for loop in loops if loop.lineno == line), None)
 
 
 def reads(node: ast.AST) -> set[str]:

@@ -1,4 +1,4 @@
-"""A loader whose batches are shared out among processes: each takes its part of every batch, in the order that it had."""
+"""A loader whose batches are shared out among processes: each of them takes its part of every batch."""
 
 from __future__ import annotations
 

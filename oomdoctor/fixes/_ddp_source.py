@@ -73,6 +73,8 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
             if last_name(node) not in own:
                 continue
             path = _cst.path_to(parsed, parsed.lines_of(node)[0])
+            if not path:
+                return Refused(f"line {parsed.lines_of(node)[0]} of cell {cell.number} calls it outside of a statement")
             around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
             target = _target(path[-1])
             key = around.name.value if around else "", target or f"{cell.number}:{parsed.code(node)}"

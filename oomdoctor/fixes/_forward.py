@@ -29,6 +29,7 @@ from oomdoctor.model.kinds import submodules
 __all__ = [
     "StateWatch",
     "active_dropout",
+    "compiled",
     "drops",
     "is_shadow_run",
     "recomputed",
@@ -36,6 +37,7 @@ __all__ = [
     "refuse_unless_plain",
     "replaced",
     "rng_marks",
+    "splittable",
 ]
 
 Forward: TypeAlias = Callable[..., Any]
@@ -109,8 +111,31 @@ def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = No
         for cls in type(part).__mro__:
             if cls.__name__ in reasons:
                 raise OomDoctorError(f"{name} is left as it is: {reasons[cls.__name__]}")
-        if getattr(part, "_compiled_call_impl", None) is not None:
-            raise OomDoctorError(f"{name} is left as it is: {_NOT_REPLACEABLE['OptimizedModule']}")
+    if (found := compiled(path, module)) is not None:
+        raise OomDoctorError(f"{found} is left as it is: {_NOT_REPLACEABLE['OptimizedModule']}")
+
+
+def compiled(path: str, module: Any) -> str | None:
+    """Return the expression for a part of ``module`` that ``torch.compile`` or its ``compile`` was called on."""
+    for name, part in submodules(module, path):
+        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+            return name
+    return None
+
+
+def splittable(models: Iterable[tuple[str, Any]], also: dict[str, str]) -> list[tuple[str, Any]]:
+    """Return those of the models, with their paths, that have parameters, each of which can be run in parts.
+
+    Raises:
+        OomDoctorError: there are none, or the forward of one cannot be replaced, for the reasons in ``also`` as well.
+    """
+    found = [(path, model) for path, model in models if any(True for _ in model.parameters())]
+    if not found:
+        raise OomDoctorError("no model was found among the names of the notebook")
+    for path, model in found:
+        refuse_unless_plain(path, model, also)
+        refuse_inner_hooks(path, model)
+    return found
 
 
 def refuse_inner_hooks(path: str, module: Any) -> None:

@@ -8,13 +8,12 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
+from oomdoctor.fixes import _cst, _told
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["block_around", "blocks", "place_of", "starting_at", "torch_at_top", "torch_name"]
 
-_PLACE: Final = re.compile(r"(?:In\[(?P<cell>\d+)\] )?line (?P<line>\d+): (?P<text>.*)")
 _IMPORT: Final = re.compile(r"^[ \t]*import torch(?:[ \t]+as[ \t]+(?P<name>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE)
 _AMONG: Final = re.compile(r"^[ \t]*import (?:[\w.]+[ \t]*,[ \t]*)*torch[ \t]*(?:,|$)", re.MULTILINE)
 _BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
@@ -22,8 +21,8 @@ _BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILIN
 
 def place_of(fact: str) -> tuple[int, int, str] | None:
     """Return cell, line and text of a fact such as ``In[3] line 7: loss.backward()``."""
-    match = _PLACE.match(fact)
-    return (int(match["cell"] or 0), int(match["line"]), match["text"]) if match else None
+    where = _told.numbers(fact)
+    return None if where is None else (where[0] or 0, where[1], _told.said(fact))
 
 
 def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:

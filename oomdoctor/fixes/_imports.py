@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
@@ -13,7 +13,12 @@ from oomdoctor.fixes import _cst
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-__all__ = ["insert_at_top", "name_for", "source_of"]
+__all__ = ["insert_at_top", "knows_torch", "name_for", "source_of"]
+
+_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
+
+_FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
+"""Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
 
 
 def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
@@ -37,6 +42,11 @@ def _fresh(stem: str, cells: Cells) -> str:
     return _cst.fresh_name(stem, cells)
 
 
+def knows_torch(cells: Cells) -> bool:
+    """Whether a cell imports torch under its own name."""
+    return any(_TORCH.search(cell.source) for cell in cells.history)
+
+
 def source_of(module: str, attribute: str, name: str) -> str:
     """Return the import statement."""
     return f"from {module} import {attribute}" + ("" if name == attribute else f" as {name}")
@@ -45,7 +55,8 @@ def source_of(module: str, attribute: str, name: str) -> str:
 def insert_at_top(parsed: _cst.ParsedCell, module: cst.Module, imports: Sequence[str]) -> cst.Module:
     """Return ``module``, a changed form of ``parsed.module``, with those of ``imports`` that it lacks.
 
-    They follow the imports that the cell begins with, else its magics; a blank line sets them off from other code.
+    They follow the imports that the cell begins with, else its magics; blank lines set them off from other code, whose
+    comments stay with it.
     """
     present = {module.code_for_node(node).strip() for node in module.body}
     missing = [text for text in imports if text not in present]
@@ -53,10 +64,25 @@ def insert_at_top(parsed: _cst.ParsedCell, module: cst.Module, imports: Sequence
         return module
     at = _after_imports(parsed)
     new = list(_cst.statements("\n".join(missing) + "\n", parsed))
-    body = list(module.body)
-    if at < len(body) and not _is_import(body[at]) and not _begins_with_blank(body[at]):
-        body[at] = body[at].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[at].leading_lines])
-    return module.with_changes(body=[*body[:at], *new, *body[at:]])
+    header, body = list(module.header), list(module.body)
+    if at == 0 and body:
+        header, above = _parted(header)
+        body[0] = body[0].with_changes(leading_lines=[*above, *body[0].leading_lines])
+    if at < len(body) and not _cst.is_import(body[at]) and not _begins_with_blank(body[at]):
+        blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(body[at], cst.FunctionDef | cst.ClassDef) else 1)
+        body[at] = body[at].with_changes(leading_lines=[*blank, *body[at].leading_lines])
+    return module.with_changes(header=header, body=[*body[:at], *new, *body[at:]])
+
+
+def _parted(header: Sequence[cst.EmptyLine]) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
+    """Return what stands above the first statement: what is apart from it, and the comments right above it.
+
+    LibCST keeps both with the module. Lines for tools stay first.
+    """
+    at = len(header)
+    while at and (comment := header[at - 1].comment) is not None and not _FOR_TOOLS.match(comment.value):
+        at -= 1
+    return list(header[:at]), list(header[at:])
 
 
 def _after_imports(parsed: _cst.ParsedCell) -> int:
@@ -64,15 +90,11 @@ def _after_imports(parsed: _cst.ParsedCell) -> int:
     masked = {text for text, _ in parsed.masked.hidden}
     at = 0
     for index, node in enumerate(parsed.module.body):
-        if _is_import(node) or parsed.code(node) in masked:
+        if _cst.is_import(node) or parsed.code(node) in masked:
             at = index + 1
         else:
             break
     return at
-
-
-def _is_import(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
-    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
 
 
 def _begins_with_blank(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import libcst as cst
@@ -39,7 +39,6 @@ _HOMES: Final = {
 }
 """What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
 
-_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
 
 
 _Comma: TypeAlias = cst.Comma | cst.MaybeSentinel
@@ -188,7 +187,7 @@ def _helper(cells: Cells, code: CodeFacts, losses: list[_Loss]) -> _Helper | Ref
     used = [name for name in _OPTIONS if any(name in loss.arguments for loss in losses)]
     name = _cst.fresh_name(_NAME, cells)
     checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
-    imports = [] if any(_IMPORTS_TORCH.search(cell.source) for cell in cells.history) else ["import torch"]
+    imports = [] if _imports.knows_torch(cells) else ["import torch"]
     imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint))
     return _Helper(
         name=name, text=_text(name, checkpoint, _function(cells, code), reduction, used), imports=tuple(imports)
@@ -311,19 +310,10 @@ def _edit(
     cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, helper: _Helper, defines: bool
 ) -> Edit | Refused:
     """Return the edit of one cell, with the function and its imports where the cell is to define it."""
-    if not defines:
-        return _cst.edit(cells, cell, parsed, module)
-    with_helper = _spaced(_imports.insert_at_top(parsed, module, [helper.text.strip()]), helper.name)
-    edit = _cst.edit(cells, cell, parsed, with_helper)
-    whole = _spaced(_imports.insert_at_top(parsed, module, [*helper.imports, helper.text.strip()]), helper.name)
-    after = _cst.write(parsed, whole)
-    if isinstance(edit, Refused):
-        return edit
-    if isinstance(after, Refused):
-        return after
-    is_failing = cell.number == cells.failing.number
-    replay = after if is_failing else "\n".join([*helper.imports, "", "", edit.replay])
-    return replace(edit, after=after, replay=replay)
+    if defines:
+        new = [*helper.imports, helper.text.strip()]
+        module = _spaced(_imports.insert_at_top(parsed, module, new), helper.name)
+    return _cst.edit(cells, cell, parsed, module)
 
 
 def _spaced(module: cst.Module, name: str) -> cst.Module:

@@ -7,7 +7,7 @@ libraries, and names that are attributes are not followed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, TypeAlias
@@ -15,6 +15,8 @@ from typing import Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes import _cst
+from oomdoctor.fixes._bindings import last_binding
+from oomdoctor.fixes._cst import New, exchange
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import OptimizerFacts
 from oomdoctor.model.fix import Edit
@@ -73,17 +75,23 @@ def _made(cells: Cells, facts: OptimizerFacts, read: Read) -> Made | Refused:
             if facts.path in cell.source:
                 return parsed
             continue
-        found = _Bindings(facts.path)
-        parsed.module.visit(found)
-        if found.last is not None and not isinstance(found.value, cst.Call):
-            line = parsed.lines_of(found.last)[0]
+        bound = last_binding(parsed, facts.path)
+        if bound is not None and not isinstance(bound.value, cst.Call):
+            line = parsed.lines_of(bound.statement)[0]
             return Refused(f"line {line} of cell {cell.number} makes `{facts.path}` in a way that is not followed")
-        if found.last is not None and isinstance(found.value, cst.Call):
+        if bound is not None and isinstance(bound.value, cst.Call):
             return _followed(
                 cells,
                 facts,
                 read,
-                Made(path=facts.path, cell=cell, parsed=parsed, call=found.value, statement=found.last, bound_in=cell),
+                Made(
+                    path=facts.path,
+                    cell=cell,
+                    parsed=parsed,
+                    call=bound.value,
+                    statement=bound.statement,
+                    bound_in=cell,
+                ),
             )
     return Refused(f"no cell makes `{facts.path}`")
 
@@ -177,74 +185,6 @@ def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequen
         live: what does the same to those of the optimizers that are there already.
     """
     cell, parsed = found[0].cell, found[0].parsed
-    if cell.number == cells.failing.number or all(one.in_function for one in found):
-        edit = _cst.edit(cells, cell, parsed, module)
-        return edit if isinstance(edit, Refused) or not live else replace(edit, replay="\n".join([edit.replay, *live]))
-    if any(one.in_function for one in found):
+    if cell.number != cells.failing.number and len({one.in_function for one in found}) > 1:
         return Refused(f"cell {cell.number} makes optimizers in a function and outside of it")
-    after = _cst.write(parsed, module)
-    if isinstance(after, Refused):
-        return after
-    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join(live))
-
-
-New: TypeAlias = cst.CSTNode | Callable[[cst.CSTNode], cst.CSTNode]
-"""What stands in the place of a node: another node, or what is made of it once all within it is exchanged."""
-
-
-def exchange(module: cst.Module, nodes: Mapping[cst.CSTNode, New]) -> cst.Module:
-    """Return ``module`` with each of these very nodes replaced by another one."""
-    return module.visit(_Exchange(nodes))
-
-
-class _Exchange(cst.CSTTransformer):
-    """Puts other nodes in the place of some."""
-
-    def __init__(self, nodes: Mapping[cst.CSTNode, New]) -> None:
-        super().__init__()
-        self._nodes = {id(old): new for old, new in nodes.items()}
-
-    def on_leave(  # type: ignore[override]
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
-        new = self._nodes.get(id(original_node))
-        if new is None:
-            return super().on_leave(original_node, updated_node)
-        return new if isinstance(new, cst.CSTNode) else new(updated_node)
-
-
-class _Bindings(cst.CSTVisitor):
-    """Finds the last assignment to a name outside of functions, and the value that it is from."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self.last: cst.SimpleStatementLine | None = None
-        self.value: cst.BaseExpression | None = None
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
-        for small in node.body:
-            for target, value in _pairs(small):
-                if isinstance(target, cst.Name) and target.value == self._name:
-                    self.last, self.value = node, value
-        return False
-
-
-def _pairs(small: cst.BaseSmallStatement) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """Yield each target of an assignment with what it is bound to, the whole value where that is not a tuple too."""
-    if isinstance(small, cst.AnnAssign) and small.value is not None:
-        yield small.target, small.value
-    for target in small.targets if isinstance(small, cst.Assign) else ():
-        value = small.value  # type: ignore[attr-defined]
-        if not isinstance(target.target, cst.Tuple):
-            yield target.target, value
-        elif isinstance(value, cst.Tuple) and len(value.elements) == len(target.target.elements):
-            yield from ((a.value, b.value) for a, b in zip(target.target.elements, value.elements, strict=True))
-        else:
-            yield from ((element.value, value) for element in target.target.elements)
+    return _cst.edit(cells, cell, parsed, module, live)

@@ -10,9 +10,10 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
+from oomdoctor.fixes import _cst, _trainer_terms
 from oomdoctor.fixes._batch_notebook import Book, Place, call_name, calls
-from oomdoctor.fixes._batch_replay import LOADERS, exchange, node_of, write
+from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
+from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import reads
 from oomdoctor.fixes._imports import insert_at_top
 from oomdoctor.model.absence import Refused
@@ -53,6 +54,8 @@ class Maker:
 
 def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | Refused:
     """Return the optimizers of the failing run that are Adam or AdamW of torch."""
+    if (through := _trainer_terms.adams(evidence)) is not None:
+        return through
     code = evidence.code
     paths = _paths(code)
     if not paths:
@@ -178,7 +181,15 @@ def _call(old: cst.Call, cls: str, maker: Maker) -> cst.Call:
     last = old.args[-1].comma if old.args else cst.MaybeSentinel.DEFAULT
     args = [arg.with_changes(comma=comma if arg.comma is cst.MaybeSentinel.DEFAULT else arg.comma) for arg in args]
     args[-1] = args[-1].with_changes(comma=last)
-    return old.with_changes(func=cst.parse_expression(maker.name(cls)), args=args)
+    return old.with_changes(func=_callee(old.func, maker.name(cls)), args=args)
+
+
+def _callee(old: cst.BaseExpression, name: str) -> cst.BaseExpression:
+    """Return what to call, by the name under which the cell knows ``torch.optim`` where it is from there."""
+    home, _, cls = name.rpartition(".")
+    if home == "torch.optim" and isinstance(old, cst.Attribute):
+        return old.with_changes(attr=cst.Name(cls))
+    return cst.parse_expression(name)
 
 
 def _argument(text: str) -> cst.Arg:

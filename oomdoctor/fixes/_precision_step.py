@@ -13,20 +13,18 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import libcst as cst
 
 from oomdoctor.fixes import _cst
-from oomdoctor.fixes._dataflow import ancestors, bound, own, reads
+from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["under_autocast"]
-
-Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"})
 _SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
@@ -71,7 +69,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     tops: list[cst.CSTNode] = []
     try:
         for facts in loops:
-            old, node = _find_cst(parsed, facts.line), _find_ast(tree, facts.line)
+            old, node = _loops(parsed, tree, facts.line)
             step = _plan(tree, node, _helpers(cells, facts))
             new = _wrapped(parsed, old, step, device, dtype)
             if scaler:
@@ -88,22 +86,16 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     return _with_scaler(cells, edit, index, f'{scaler} = torch.amp.GradScaler("{device}")')
 
 
-def _find_ast(tree: ast.Module, line: int) -> Loop:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For | ast.AsyncFor | ast.While) and node.lineno == line:
-            return node
-    raise _NotSafe("the loop is not where it was found before")
-
-
-def _find_cst(parsed: _cst.ParsedCell, line: int) -> cst.For | cst.While:
-    for node in reversed(_cst.path_to(parsed, line)):
-        if isinstance(node, cst.For | cst.While) and parsed.lines_of(node).start == line:
-            if not isinstance(node.body, cst.IndentedBlock) or any(
-                isinstance(one, cst.SimpleStatementLine) and len(one.body) != 1 for one in node.body.body
-            ):
-                raise _NotSafe("several statements of the loop share a line")
-            return node
-    raise _NotSafe("the loop is not where it was found before")
+def _loops(parsed: _cst.ParsedCell, tree: ast.Module, line: int) -> tuple[cst.For | cst.While, Loop]:
+    """Return the loop that begins on ``line`` in both forms."""
+    node, loop = _cst.loop_at(parsed, line), loop_at(tree, line)
+    if node is None or loop is None:
+        raise _NotSafe("the loop is not where it was found before")
+    if not isinstance(node.body, cst.IndentedBlock) or any(
+        isinstance(one, cst.SimpleStatementLine) and len(one.body) != 1 for one in node.body.body
+    ):
+        raise _NotSafe("several statements of the loop share a line")
+    return node, loop
 
 
 def _helpers(cells: Cells, facts: TrainingLoop) -> frozenset[str]:

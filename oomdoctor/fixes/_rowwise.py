@@ -22,10 +22,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["devices", "refuse_batch_norm", "refuse_coupled", "tried_out"]
 
+Same: TypeAlias = Callable[[str, Any, list[Any], int], bool]
+"""Compares the output for some rows with those for their halves, of so many rows each."""
+
 _LIMIT_S: Final = 60.0
 """How long a trial may take: a few rows run in far less, so that one that does not end is stuck."""
 
@@ -57,6 +60,8 @@ _END: Final = b"\0"
 @contextmanager
 def tried_out(session: Session) -> Iterator[None]:
     """Try every model of the session out at its first call while the body runs; models run as they are otherwise.
+
+    Nothing is put together here from parts: a loss beside the outputs and a cache of keys are passed over.
 
     Raises:
         OomDoctorError: from a model's call, where its samples depend on one another.
@@ -74,7 +79,7 @@ def tried_out(session: Session) -> Iterator[None]:
             if call.rows >= 2:
                 trying = True
                 try:
-                    refuse_coupled(path, module, forward, call)
+                    refuse_coupled(path, module, forward, call, _rows_agree)
                 finally:
                     trying = False
                 tried.add(module)
@@ -100,7 +105,39 @@ def refuse_batch_norm(path: str, module: Any) -> None:
             raise OomDoctorError(f"{name} takes its statistics over the whole batch: it is not split")
 
 
-def refuse_coupled(path: str, module: Any, forward: Any, call: Divided) -> None:
+def _agree(path: str, together: Any, apart: list[Any], half: int) -> bool:
+    """Tell whether the outputs of the halves, joined, are the output for all rows.
+
+    Raises:
+        OomDoctorError: the outputs cannot be joined.
+    """
+    return _close(_split.join(path, [together], [2 * half]), _split.join(path, apart, [half, half]))
+
+
+def _rows_agree(path: str, together: Any, apart: list[Any], half: int) -> bool:
+    """Tell whether those tensors of the outputs agree that have a row for each sample.
+
+    Raises:
+        OomDoctorError: there are none.
+    """
+    whole, first, second = (pytree.tree_leaves(_plain(output)) for output in (together, *apart))
+    if not len(whole) == len(first) == len(second):
+        return _agree(path, together, apart, half)
+    rows = [
+        (one, torch.cat(halves))
+        for one, *halves in zip(whole, first, second, strict=True)
+        if _has_rows(one, 2 * half) and all(_has_rows(part, half) for part in halves)
+    ]
+    if not rows:
+        return _agree(path, together, apart, half)
+    return _close([one for one, _ in rows], [joined for _, joined in rows])
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == count
+
+
+def refuse_coupled(path: str, module: Any, forward: Any, call: Divided, same: Same = _agree) -> None:
     """Run a few rows together and in two halves, and refuse the module where that makes a difference.
 
     Args:
@@ -108,6 +145,7 @@ def refuse_coupled(path: str, module: Any, forward: Any, call: Divided) -> None:
         module: in the mode that it is to be run in.
         forward: how it is run.
         call: with two rows or more.
+        same: what the outputs are compared by.
 
     Raises:
         OomDoctorError: the samples depend on one another, random numbers are drawn, or the trial did not end well.
@@ -115,16 +153,16 @@ def refuse_coupled(path: str, module: Any, forward: Any, call: Divided) -> None:
     if _forward.is_shadow_run():
         return
     refuse_batch_norm(path, module)
-    verdict = _in_child(path, module, forward, call) if _can_fork(module, call) else None
+    verdict = _in_child(path, module, forward, call, same) if _can_fork(module, call) else None
     if verdict is None:
         _forward.refuse_inner_hooks(path, module)
         with _random_numbers_kept(devices(module)):
-            verdict = _verdict(path, module, forward, call)
+            verdict = _verdict(path, module, forward, call, same)
     if verdict != _FINE:
         raise OomDoctorError(verdict)
 
 
-def _verdict(path: str, module: Any, forward: Any, call: Divided) -> str:
+def _verdict(path: str, module: Any, forward: Any, call: Divided, same: Same) -> str:
     """Return what the trial found.
 
     Raises:
@@ -140,7 +178,7 @@ def _verdict(path: str, module: Any, forward: Any, call: Divided) -> str:
         apart = [_run(forward, call, 0, half), _run(forward, call, half, 2 * half)]
     if (changed := watch.changed()) is not None:
         return f"{path} is not split: its forward changes {changed}, which would happen for each part"
-    if not _close(_split.join(path, [together], [2 * half]), _split.join(path, apart, [half, half])):
+    if not same(path, together, apart, half):
         return f"{path} is not split: the output for a sample depends on the others, or on chance"
     return _FINE
 
@@ -187,7 +225,7 @@ def _can_fork(module: Any, call: Divided) -> bool:
     return all(one.device.type in ("cpu", "meta") for one in tensors if isinstance(one, torch.Tensor))
 
 
-def _in_child(path: str, module: Any, forward: Any, call: Divided) -> str | None:
+def _in_child(path: str, module: Any, forward: Any, call: Divided, same: Same) -> str | None:
     """Return the verdict of a trial in a forked child, None where the system gives no further process."""
     child: int | None = None
     reading, writing = os.pipe()
@@ -201,7 +239,7 @@ def _in_child(path: str, module: Any, forward: Any, call: Divided) -> str | None
                 warnings.simplefilter("ignore", DeprecationWarning)
                 child = os.fork()
                 if child == 0:
-                    _be_child(writing, path, module, forward, call)
+                    _be_child(writing, path, module, forward, call, same)
         except OSError:
             return None
         finally:
@@ -221,7 +259,7 @@ def _in_child(path: str, module: Any, forward: Any, call: Divided) -> str | None
                 os.waitpid(child, 0)
 
 
-def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided) -> NoReturn:
+def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided, same: Same) -> NoReturn:
     """Run the trial, write the verdict, and end the process with nothing of the parent's cleanup."""
     try:
         # Threads do not outlive a fork: what waits for them would wait forever.
@@ -232,7 +270,7 @@ def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided)
         _silence()
         try:
             with _disable_current_modes():
-                text = _verdict(path, module, forward, call)
+                text = _verdict(path, module, forward, call, same)
         except OomDoctorError as error:
             text = str(error)
         except BaseException as error:  # noqa: BLE001  (border to the user's forward, in a process that ends here)

@@ -11,86 +11,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Final
 
-__all__ = ["REDUCES_BY", "LossForm", "NotProven", "Samples", "Shape", "Value", "called", "loss_made_by"]
+from oomdoctor.fixes._loss_forms import IGNORING, NAMESPACES, LossForm, NotProven, called, function_form, loss_made_by
+from oomdoctor.fixes._sample_values import COUNT, EXTENT, PLAIN, ROWS, Shape, Value
 
+__all__ = ["Samples"]
 
-class NotProven(Exception):
-    """The proof stopped; the text is the reason in one sentence. Never leaves the fixes."""
-
-
-class Shape(Enum):
-    """What a value is to the batch."""
-
-    PLAIN = auto()
-    ROWS = auto()
-    BATCH = auto()
-    """The batch as the loader gave it: a dictionary or a list of rows."""
-    COUNT = auto()
-    EXTENT = auto()
-    """The length of another dimension, or of that of the batch where it is the only one."""
-    MEAN = auto()
-    SUM = auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """An abstract value.
-
-    Attributes:
-        counted: for a mean over the entries of a target alone that differ from a number: the target and the number.
-        model: the model that returned it.
-        entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
-    """
-
-    shape: Shape
-    counted: tuple[str, int] | None = None
-    model: str | None = None
-    entries: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossForm:
-    """How a loss of ``torch.nn`` reduces."""
-
-    name: str
-    reduction: str = "mean"
-    ignore_index: int | None = None
-    weighted: bool = False
-
-
-PLAIN: Final = Value(shape=Shape.PLAIN)
-ROWS: Final = Value(shape=Shape.ROWS)
-COUNT: Final = Value(shape=Shape.COUNT)
-EXTENT: Final = Value(shape=Shape.EXTENT)
-
-_SAMPLE_LOSSES: Final = {
-    "cross_entropy": "CrossEntropyLoss",
-    "nll_loss": "NLLLoss",
-    "mse_loss": "MSELoss",
-    "l1_loss": "L1Loss",
-    "smooth_l1_loss": "SmoothL1Loss",
-    "huber_loss": "HuberLoss",
-    "binary_cross_entropy": "BCELoss",
-    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
-    "kl_div": "KLDivLoss",
-    "poisson_nll_loss": "PoissonNLLLoss",
-    "gaussian_nll_loss": "GaussianNLLLoss",
-    "soft_margin_loss": "SoftMarginLoss",
-    "multi_margin_loss": "MultiMarginLoss",
-    "multilabel_margin_loss": "MultiLabelMarginLoss",
-    "multilabel_soft_margin_loss": "MultiLabelSoftMarginLoss",
-    "hinge_embedding_loss": "HingeEmbeddingLoss",
-    "margin_ranking_loss": "MarginRankingLoss",
-    "cosine_embedding_loss": "CosineEmbeddingLoss",
-    "triplet_margin_loss": "TripletMarginLoss",
-}
-REDUCES_BY: Final = frozenset({"reduction", "ignore_index"})
-"""Arguments of a loss that decide over what its mean is taken."""
-
-_IGNORING: Final = frozenset({"CrossEntropyLoss", "NLLLoss"})
 
 _MOVES: Final = frozenset(
     {"to", "cuda", "cpu", "float", "double", "half", "bfloat16", "long", "int", "bool", "type", "type_as", "detach"}
@@ -108,44 +35,9 @@ _ELEMENTWISE: Final = frozenset(
 )
 _ALONG: Final = frozenset({"softmax", "log_softmax", "argmax", "sum", "mean", "amax", "amin", "norm", "normalize"})
 _FACTORIES: Final = frozenset({"rand", "randn", "randint", "zeros", "ones", "full", "empty", "arange"})
-_NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "functional"})
 _OUTPUTS: Final = frozenset({"logits", "last_hidden_state", "pooler_output"})
 _SHIFTED: Final = ("ForCausalLM", "LMHeadModel")
 _BY_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
-
-
-def called(node: ast.AST) -> str:
-    """Return the dotted name that ``node`` is, empty where it is something else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (base := called(node.value)):
-        return f"{base}.{node.attr}"
-    return ""
-
-
-def loss_made_by(node: ast.AST, imported: frozenset[str] = frozenset()) -> LossForm | None:
-    """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
-        node = node.func.value
-    name = called(node.func) if isinstance(node, ast.Call) else ""
-    base, _, kind = name.rpartition(".")
-    known = kind in _SAMPLE_LOSSES.values() and (base in {"nn", "torch.nn"} or (not base and kind in imported))
-    if not known or not isinstance(node, ast.Call):
-        return None
-    return _with_keywords(LossForm(name=kind), node, weighted=bool(node.args))
-
-
-def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) -> LossForm:
-    for keyword in call.keywords:
-        if keyword.arg in REDUCES_BY:
-            try:
-                form = replace(form, **{keyword.arg: ast.literal_eval(keyword.value)})
-            except ValueError:
-                raise NotProven(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
-        if keyword.arg in {"size_average", "reduce"} or keyword.arg is None:
-            raise NotProven(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
-        weighted = weighted or keyword.arg == "weight"
-    return replace(form, weighted=weighted and form.name in _IGNORING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +144,7 @@ class Samples:
         name = called(node.func)
         if name in self.models:
             return self._model(node, name)
-        form = self.losses.get(name) or self._functional(node, name)
+        form = self.losses.get(name) or function_form(node, name, self.imported)
         if form is None and isinstance(node.func, ast.Call):
             form = loss_made_by(node.func, self.imported)
         if form is not None:
@@ -260,7 +152,7 @@ class Samples:
         if name == "len" and self.value(node.args[0]).shape in {Shape.ROWS}:
             return COUNT
         base, _, method = name.rpartition(".")
-        if base in _NAMESPACES:
+        if base in NAMESPACES:
             return self._torch(node, method)
         if isinstance(node.func, ast.Attribute) and self._depends(node.func.value):
             return self._method(node, node.func)
@@ -274,13 +166,6 @@ class Samples:
             if shape not in {Shape.ROWS, Shape.BATCH} and not isinstance(argument, ast.Constant):
                 raise NotProven(f"`{_brief(argument)}`, passed to `{name}`, may be made for the whole batch")
         return Value(shape=Shape.ROWS, model=name)
-
-    def _functional(self, node: ast.Call, name: str) -> LossForm | None:
-        base, _, function = name.rpartition(".")
-        if function not in _SAMPLE_LOSSES or not (base in _NAMESPACES or (not base and function in self.imported)):
-            return None
-        # Beyond input and target, positional arguments are weights and the like.
-        return _with_keywords(LossForm(name=_SAMPLE_LOSSES[function]), node, weighted=len(node.args) > 2)
 
     def _loss(self, node: ast.Call, form: LossForm) -> Value:
         arguments = [*node.args, *(k.value for k in node.keywords if k.arg in {"input", "target", "labels"})]
@@ -298,7 +183,7 @@ class Samples:
         return Value(shape=Shape.MEAN, counted=self._counted(form, arguments[-1]))
 
     def _counted(self, form: LossForm, target: ast.expr) -> tuple[str, int] | None:
-        if form.name not in _IGNORING:
+        if form.name not in IGNORING:
             return None
         ignored = -100 if form.ignore_index is None else form.ignore_index
         text = self.value(target).entries

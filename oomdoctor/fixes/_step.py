@@ -10,33 +10,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
-from oomdoctor.fixes._dataflow import ancestors, bound, exposed, own, reads
-from oomdoctor.fixes._samples import LossForm, NotProven, Samples, Shape, Value, called
+from oomdoctor.fixes._dataflow import Loop, ancestors, bound, exposed, own, reads
+from oomdoctor.fixes._loss_forms import LossForm, NotProven, called
+from oomdoctor.fixes._sample_values import Shape, Value
+from oomdoctor.fixes._samples import Samples
+from oomdoctor.fixes._step_results import Parts, gathered, to_hoist, unmoved, used_after
 
 __all__ = ["Split", "Step", "plan"]
 
-Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
-
-_MOVES: Final = frozenset(
-    {
-        "to",
-        "cuda",
-        "cpu",
-        "float",
-        "double",
-        "half",
-        "long",
-        "int",
-        "view",
-        "reshape",
-        "flatten",
-        "unsqueeze",
-        "squeeze",
-    }
-)
-_DEVICE_MOVES: Final = frozenset({"to", "cuda"})
 _MAKES_TENSORS: Final = frozenset(
     {"rand", "randn", "randint", "zeros", "ones", "full", "empty", "arange", "randperm", "tensor", "normal"}
 )
@@ -95,7 +78,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     hoisted = set(unpacked)
     while True:
         before, inner, after = _sorted(region, names, hoisted, split.models)
-        more = _to_hoist(tree, loop, at, (before, inner, after), names, loss)
+        more = to_hoist(tree, loop, at, (before, inner, after), names, loss)
         if not more:
             break
         hoisted |= more
@@ -112,8 +95,8 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     samples.names.update({name: Value(shape=shape, entries=name) for name in names})
     _check_carried(loop.body, inner, names)
     form = _follow(loop.body, inner, samples, loss)
-    used = _used_after(tree, loop, at, (before, after))
-    gathered = _gathered(loop.body, inner, used, names, loss, samples)
+    used = used_after(tree, loop, at, (before, after))
+    joined = gathered(loop.body, inner, used, names, loss, samples)
     name = loss.id if isinstance(loss, ast.Name) else None
     top_level = not any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ancestors(tree, loop))
     return Step(
@@ -125,7 +108,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
         loss=name,
         form=form,
         keeps_loss=name is not None and (name in used or top_level),
-        gathered=gathered,
+        gathered=joined,
     )
 
 
@@ -201,10 +184,10 @@ def _unpacked(region: list[ast.stmt], batch: tuple[str, ...]) -> tuple[tuple[str
 def _takes_out(node: ast.Assign, batch: str) -> bool:
     target, value = node.targets[0], node.value
     if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
-        return all(_is_item(_unmoved(part), batch) for part in value.elts)
+        return all(_is_item(unmoved(part), batch) for part in value.elts)
     if isinstance(target, ast.Tuple):
         return isinstance(value, ast.Name) and value.id == batch
-    return isinstance(target, ast.Name) and _is_item(_unmoved(value), batch)
+    return isinstance(target, ast.Name) and _is_item(unmoved(value), batch)
 
 
 def _is_item(node: ast.expr, batch: str) -> bool:
@@ -216,17 +199,8 @@ def _is_item(node: ast.expr, batch: str) -> bool:
     )
 
 
-def _unmoved(node: ast.expr, moves: frozenset[str] = _DEVICE_MOVES) -> ast.expr:
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in moves:
-        node = node.func.value
-    return node
-
-
 def _order(target: ast.expr) -> list[str]:
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-Parts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _sorted(region: list[ast.stmt], names: Sequence[str], hoisted: set[int], models: Iterable[str]) -> Parts:
@@ -262,7 +236,7 @@ def _roots(texts: Iterable[str]) -> set[str]:
 
 
 def _is_moved_itself(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and ast.unparse(_unmoved(node.value)) == ast.unparse(node.targets[0])
+    return isinstance(node, ast.Assign) and ast.unparse(unmoved(node.value)) == ast.unparse(node.targets[0])
 
 
 def _check_bound(region: list[ast.stmt], split: Split) -> None:
@@ -288,68 +262,6 @@ def _check_made_once(node: ast.stmt) -> None:
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and called(part.func).rpartition(".")[2] in _MAKES_TENSORS:
             raise NotProven(f"`{ast.unparse(node)}` makes a tensor for the whole batch")
-
-
-def _to_hoist(tree: ast.Module, loop: Loop, at: int, parts: Parts, names: Sequence[str], loss: ast.expr) -> set[int]:
-    """Return the inner statements that only move or reshape batch tensors which are used after the step."""
-    before, inner, after = parts
-    used = _used_after(tree, loop, at, (before, after)) & set(names)
-    more: set[int] = set()
-    for place in inner:
-        node = loop.body[place]
-        if not (bound(node) & used):
-            continue
-        if _moves_only(node, _DEVICE_MOVES) and all(_only_counted(loop, at, parts, n) for n in bound(node) & used):
-            continue
-        if not _moves_only(node, _MOVES):
-            raise NotProven(f"`{', '.join(sorted(bound(node) & used))}` is changed in the step and used after it")
-        more.add(place)
-    # What a hoisted statement reads has to be as it would have been there.
-    for place in [p for p in inner if p < max(more, default=-1)]:
-        if bound(loop.body[place]) & {name for hoisted in more for name in reads(loop.body[hoisted])}:
-            more.add(place)
-    return more
-
-
-def _only_counted(loop: Loop, at: int, parts: Parts, name: str) -> bool:
-    """Whether statements after the step ask ``name`` for its length alone, which a move to a device leaves as it is."""
-    for node in [loop.body[place] for place in parts[2]] + loop.body[at + 1 :]:
-        uses = sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
-        counts = sum(ast.unparse(part) in _counts(name) for part in ast.walk(node) if isinstance(part, ast.expr))
-        if uses != counts:
-            return False
-    return True
-
-
-def _counts(name: str) -> set[str]:
-    return {f"len({name})", f"{name}.size(0)", f"{name}.shape[0]"}
-
-
-def _moves_only(node: ast.stmt, moves: frozenset[str]) -> bool:
-    if not isinstance(node, ast.Assign):
-        return False
-    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-    return all(isinstance(_unmoved(value, moves), ast.Name) for value in values)
-
-
-def _used_after(tree: ast.Module, loop: Loop, at: int, parts: tuple[Sequence[int], Sequence[int]]) -> set[str]:
-    """Return the names that are read outside of the inner statements and not bound anew before."""
-    before, after = parts
-    used = exposed([loop.body[place] for place in before])
-    used |= exposed([loop.body[place] for place in after] + loop.body[at + 1 :])
-    path = ancestors(tree, loop)
-    start = max(
-        (i for i, node in enumerate(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)), default=0
-    )
-    for outer, inner in zip(path[start:], path[start + 1 :], strict=False):
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(outer, field, [])
-            if isinstance(block, list) and inner in block:
-                place = block.index(inner)
-                used |= exposed(block[place + 1 :])
-                if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
-                    used |= exposed(block[:place])
-    return used
 
 
 def _kind(body: list[ast.stmt], names: Sequence[str], inner: Sequence[int]) -> str:
@@ -379,33 +291,3 @@ def _follow(body: list[ast.stmt], inner: Sequence[int], samples: Samples, loss: 
     if form.shape not in {Shape.MEAN, Shape.SUM}:
         raise NotProven(f"`{ast.unparse(loss)}` is not known to be a mean or a sum over the samples of the batch")
     return form
-
-
-def _gathered(
-    body: list[ast.stmt],
-    inner: Sequence[int],
-    used: set[str],
-    names: Sequence[str],
-    loss: ast.expr,
-    samples: Samples,
-) -> tuple[str, ...]:
-    """Return the results that are used after the step; each has to be a tensor, which being given to a loss shows."""
-    made = {name for place in inner[:-1] for name in bound(body[place])} - set(names)
-    wanted = (made & used) - ({loss.id} if isinstance(loss, ast.Name) else set())
-    tensors = {
-        argument.id
-        for place in inner
-        for call in ast.walk(body[place])
-        if isinstance(call, ast.Call)
-        and (called(call.func) in samples.losses or "loss" in called(call.func) or _is_entropy(call))
-        for argument in call.args[:1]
-        if isinstance(argument, ast.Name)
-    }
-    for name in sorted(wanted):
-        if name not in tensors or samples.names[name].shape is not Shape.ROWS:
-            raise NotProven(f"`{name}` is used after the step, and its parts are not known to be tensors to join")
-    return tuple(sorted(wanted))
-
-
-def _is_entropy(call: ast.Call) -> bool:
-    return "entropy" in called(call.func) or called(call.func).endswith("kl_div")

@@ -12,9 +12,9 @@ from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["Place", "at", "found", "numbers"]
+__all__ = ["Place", "at", "found", "numbers", "said"]
 
-_PLACE: Final = re.compile(r"(?:In\[(?P<cell>\d+)\] )?line (?P<line>\d+): ")
+_PLACE: Final = re.compile(r"(?:In\[(?P<cell>\d+)\] )?line (?P<line>\d+)(?:: (?P<text>.*)|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +40,12 @@ def numbers(told: str) -> tuple[int | None, int] | None:
     """Return the number of the cell (None: the failing one) and the line that ``told`` names."""
     match = _PLACE.match(told)
     return None if match is None else (int(match["cell"]) if match["cell"] else None, int(match["line"]))
+
+
+def said(told: str) -> str:
+    """Return the source text that ``told`` quotes."""
+    match = _PLACE.match(told)
+    return match["text"] or "" if match is not None else ""
 
 
 def found(cells: Cells, told: str) -> Place | Refused:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._precision_dtype import kind_of_device, native
+from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
+from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._precision_step import under_autocast
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
@@ -36,16 +36,12 @@ _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\s*\(")
 _NO_BCE: Final = (
     "torch refuses `BCELoss` under autocast: let the model return logits and take `BCEWithLogitsLoss` first"
 )
-_CAVEATS: Final = {
-    "bfloat16": "matrix products and convolutions are rounded to bfloat16, 8 significant bits in place of 24",
-    "float16": "matrix products and convolutions are rounded to float16, 11 significant bits in place of 24, and a "
-    "step is left out where its gradients overflow",
-}
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose the one precision that the device is made for."""
-    del incident
+    if (through := _trainer_terms.proposed("autocast", incident, evidence)) is not None:
+        return through
     code = evidence.code
     if (why := _why_not(evidence)) is not None:
         return Refused(why)
@@ -70,7 +66,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             slowdown=1.0,
             basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
             f"{format_size(weights)} of weights",
-            caveat=_CAVEATS[dtype],
+            caveat=ROUNDS[dtype],
         ),
     )
 
@@ -94,13 +90,16 @@ def _why_not(evidence: Evidence) -> str | None:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with their steps under autocast."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if not loops:
+    through = _trainer_source.patched("autocast", cells, evidence, dose)
+    if not loops and through is None:
         return Refused("no training loop was found in what the failing cell runs")
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
             return Refused(f"cell {cell.number} has to do with mixed precision already")
         if _BCE.search(cell.source):
             return Refused(_NO_BCE)
+    if through is not None:
+        return through
     numbers = dict.fromkeys(loop.cell for loop in loops)
     dtype, kind = str(dose["dtype"]), kind_of_device(evidence)
     return _cst.join(

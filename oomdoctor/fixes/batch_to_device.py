@@ -75,7 +75,7 @@ class _Changes:
     """
 
     page: Page
-    nodes: dict[cst.CSTNode, _optimizer_source.New] = field(default_factory=dict)
+    nodes: dict[cst.CSTNode, _cst.New] = field(default_factory=dict)
     live: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
 
@@ -217,19 +217,8 @@ def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, devic
 
 def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
     cell, parsed = change.page.cell, change.page.parsed
-    module = _without_idle(parsed.module, _optimizer_source.exchange(parsed.module, change.nodes))
-    after = _cst.write(parsed, _imports.insert_at_top(parsed, module, change.imports))
-    if isinstance(after, Refused):
-        return after
-    if cell.number == cells.failing.number:
-        return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
-    known = [parsed.code(one) for one in parsed.module.body]
-    changed = [one for one in module.body if parsed.code(one) not in known]
-    if any(isinstance(one, cst.ClassDef) for one in changed):
-        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
-    functions = [parsed.code(one) for one in changed if isinstance(one, cst.FunctionDef)]
-    replay = "\n".join([*change.imports, *change.live, *functions])
-    return Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
+    module = _without_idle(parsed.module, _cst.exchange(parsed.module, change.nodes))
+    return _cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, module, change.imports), change.live)
 
 
 def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:

@@ -9,26 +9,27 @@ In the source, the same is a loop over the blocks that stands where the model is
 block's own bound ``forward`` on each. That was chosen over an edit of the class's ``forward``, which the instance that
 is there would not see, and over wrapper modules, which rename the keys of ``state_dict``. The loop leaves out blocks
 that have their ``partial``, so running it again changes nothing; ``deepcopy`` binds the copy's own ``forward``. Limits:
-blocks with BatchNorm are refused there, as plain ``checkpoint`` would count their batches twice.
+blocks with BatchNorm are refused there, as plain ``checkpoint`` would count their batches twice. Where the model has a
+switch, the source turns that on: such models keep the keys of earlier tokens for each layer, which their blocks, run
+again from outside, would find there.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
-import libcst as cst
-
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _imports
+from oomdoctor.fixes import _cst, _imports, _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short
+from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, ModelFacts, Role
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size
 
@@ -56,11 +57,16 @@ _MISSING: Final = object()
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose every other block, then all, where a model has repeated blocks and gradients are on."""
+    if (through := _trainer_terms.proposed("checkpoint_blocks", incident, evidence)) is not None:
+        return through
     code = evidence.code
     if code.grad_disabled:
         return Refused("gradients are off: nothing is kept for a backward pass")
-    if not any(model.blocks for model in code.models):
+    with_blocks = [model for model in code.models if model.blocks]
+    if not with_blocks:
         return Refused("no model with repeated blocks was found")
+    if all(model.switches and not model.training for model in with_blocks):
+        return Refused(f"`{with_blocks[0].path}` recomputes its layers in training alone, and is in evaluation mode")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
@@ -69,7 +75,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     return tuple(
         Proposal(
             dose=Dose.of(every=every),
-            effect=Effect.EXACT,
+            # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
+            effect=Effect.EQUIVALENT if any(model.switches for model in with_blocks) else Effect.EXACT,
             saves=int(activations * (1 - _KEPT_RATIO) / every),
             slowdown=1 + _FORWARD_SHARE / every,
             basis=f"estimate: {'every block' if every == 1 else 'every other block'} keeps its inputs only, "
@@ -89,13 +96,15 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     from oomdoctor.fixes import _forward
 
     chosen: dict[int, tuple[str, Any]] = {}
+    every = dose.number("every")
     with ExitStack() as stack:
-        switched = [stack.enter_context(_switched(model)) for _, model in session.modules if _switch(model)]
+        with_switch = [part for _, model in session.modules for part in _with_switch(model)]
+        switched = [stack.enter_context(_switched(part, every)) for part in with_switch]
         for path, model in session.modules:
-            blocks = [] if _switch(model) else list(_blocks(path, model))
+            blocks = list(_blocks(path, model))
             if blocks:
                 _forward.refuse_unless_plain(path, model)
-            for name, block in blocks[:: dose.number("every")]:
+            for name, block in blocks[::every]:
                 _forward.refuse_inner_hooks(name, block)
                 chosen.setdefault(id(block), (name, block))
         if not chosen and not switched:
@@ -122,9 +131,13 @@ def _blocks(path: str, module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the repeated blocks of ``module``: two children or more of one class in the outermost containers."""
     import torch
 
+    if _switch(module):
+        return
     children = [(child_path(path, name), child) for name, child in module.named_children()]
     is_container = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     if is_container and len(children) > 1 and len({type(child) for _, child in children}) == 1:
+        if _is_layer(children[0][1]):
+            return
         # A partial is what the patch of this fix has put there.
         yield from (item for item in children if not isinstance(vars(item[1]).get("forward"), partial))
         return
@@ -132,8 +145,27 @@ def _blocks(path: str, module: Any) -> Iterator[tuple[str, Any]]:
         yield from _blocks(name, child)
 
 
+def _is_layer(module: Any) -> bool:
+    """Whether it is a single layer of torch: what it keeps is its input, which recomputing it needs as well."""
+    import torch
+
+    is_single = type(module).__module__.startswith("torch.nn.modules.") and not any(module.children())
+    return is_single and not isinstance(module, torch.nn.RNNBase)
+
+
+def _with_switch(module: Any) -> Iterator[Any]:
+    """Yield the outermost modules that recompute their own layers."""
+    if _switch(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _with_switch(child)
+
+
 def _switch(model: Any) -> tuple[str, str] | None:
     """Return the method by which the model recomputes its own layers, as those of transformers do, and its argument."""
+    if inspect.getattr_static(type(model), "supports_gradient_checkpointing", None) is not True:
+        return None
     for name in _SWITCHES:
         switch, argument = inspect.getattr_static(type(model), name, None), name.replace("enable", "kwargs")
         if inspect.isfunction(switch) and argument in inspect.signature(switch).parameters:
@@ -142,14 +174,17 @@ def _switch(model: Any) -> tuple[str, str] | None:
 
 
 @contextmanager
-def _switched(model: Any) -> Iterator[None]:
+def _switched(model: Any, every: int) -> Iterator[None]:
     """Turn the model's own switch on, and put back on exit just what that has changed."""
     parts = [vars(part) for part in model.modules()]
     before = [dict(held) for held in parts]
     hooks = [(held["_forward_hooks"], set(held["_forward_hooks"])) for held in parts]
     if (switch := _switch(model)) is not None:
         name, argument = switch
-        getattr(model, name)(**{argument: {"use_reentrant": False}})
+        given: dict[str, Any] = {argument: {"use_reentrant": False}}
+        if every > 1 and "every_n_layers" in inspect.signature(getattr(type(model), name)).parameters:
+            given["every_n_layers"] = every
+        getattr(model, name)(**given)
     changed = [
         (held, name, old.get(name, _MISSING), value)
         for held, old in zip(parts, before, strict=True)
@@ -174,19 +209,33 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a loop over the blocks behind the line that makes the model."""
     if any(_RECOMPUTES.search(cell.source) for cell in cells.history):
         return Refused("the code recomputes activations already")
+    through = _trainer_source.patched("checkpoint_blocks", cells, evidence, dose) if dose["every"] == 1 else None
+    if through is not None:
+        return through
     models = [model for model in evidence.code.models if model.blocks]
     if not models:
         return Refused("no model with repeated blocks was found")
     if len(models) > 1:
         return Refused("several models have repeated blocks: which of them to recompute is for the user to say")
-    return _looped(cells, models[0], dose.number("every"))
+    return (_turned_on if models[0].switches else _looped)(cells, models[0], dose.number("every"))
+
+
+def _turned_on(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
+    lines = []
+    for path, may_leave_out in model.switches:
+        owner, _, method = path.rpartition(".")
+        if (why := _counts_twice(model, [owner])) is not None:
+            return why
+        argument = method.replace("enable", "kwargs") + '={"use_reentrant": False}'
+        some = f", every_n_layers={every}" if may_leave_out and every > 1 else ""
+        lines.append(f"{reduce(child_path, path.split('.'), model.path)}({argument}{some})\n")
+    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], "".join(lines), ())
 
 
 def _looped(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
     containers = _outermost(model.blocks)
-    for path in model.batch_norm if model.training else ():
-        if any(_stands_in(path, container) for container in containers):
-            return Refused(f"plain checkpoint would count each batch twice in the running statistics of {path}")
+    if (why := _counts_twice(model, containers)) is not None:
+        return why
     checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
     partial_name = _imports.name_for("functools", "partial", cells, "bind")
     block = _cst.fresh_name("block", cells)
@@ -202,6 +251,13 @@ def _looped(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
         _imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint),
     )
     return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], loop, imports)
+
+
+def _counts_twice(model: ModelFacts, containers: Sequence[str]) -> Refused | None:
+    for path in model.batch_norm if model.training else ():
+        if any(_stands_in(path, container) for container in containers):
+            return Refused(f"plain checkpoint would count each batch twice in the running statistics of {path}")
+    return None
 
 
 def _outermost(containers: tuple[str, ...]) -> list[str]:
@@ -225,7 +281,8 @@ def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...]) -> Pat
             if cell is cells.failing:
                 return parsed
             continue
-        made = _binding(parsed, root)
+        bound = last_binding(parsed, root)
+        made = bound.statement if bound is not None else None
         if made is None and cell is not cells.failing:
             continue
         if made is not None:
@@ -247,54 +304,7 @@ def _written(
     else:
         changed = _cst.replace(parsed.module, made, [made, *_cst.statements(loop, parsed)])
         module = _imports.insert_at_top(parsed, changed, imports)
-    after = _cst.write(parsed, module)
-    if isinstance(after, Refused):
-        return after
-    replay = after if cell is cells.failing else "\n".join(imports) + "\n\n" + loop
-    return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
-
-
-def _binding(parsed: _cst.ParsedCell, root: str) -> _cst.Statement | None:
-    """Return the last statement outside of functions that binds ``root``."""
-    found = _Bindings(root)
-    parsed.module.visit(found)
-    return found.last
-
-
-class _Bindings(cst.CSTVisitor):
-    """Finds the last assignment to a name at the level of the cell."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self.last: _cst.Statement | None = None
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
-        if any(self._name in _targets(small) for small in node.body):
-            self.last = node
-        return False
-
-
-def _targets(small: cst.BaseSmallStatement) -> set[str]:
-    targets: list[cst.BaseExpression] = []
-    if isinstance(small, cst.Assign):
-        targets = [target.target for target in small.targets]
-    elif isinstance(small, cst.AnnAssign) and small.value is not None:
-        targets = [small.target]
-    names: set[str] = set()
-    while targets:
-        target = targets.pop()
-        if isinstance(target, cst.Name):
-            names.add(target.value)
-        elif isinstance(target, cst.Tuple | cst.List):
-            targets += [element.value for element in target.elements]
-    return names
+    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module, live=[loop])])
 
 
 FIX: Final = Fix(
@@ -305,4 +315,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    tolerance=1e-4,
 )

@@ -98,12 +98,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes import _forward
 
-    models = [(path, model) for path, model in session.modules if any(True for _ in model.parameters())]
-    if not models:
-        raise OomDoctorError("no model was found among the names of the notebook")
-    for path, model in models:
-        _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
-        _forward.refuse_inner_hooks(path, model)
+    models = _forward.splittable(session.modules, _DATA_PARALLEL)
     chunked = _Chunked({id(model): path for path, model in models}, dose.number("chunks"))
     with _forward.replaced([model for _, model in models], chunked.run):
         yield

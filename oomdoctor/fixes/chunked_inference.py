@@ -12,13 +12,13 @@ or that drops values, is refused. Calls with gradients run as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst
+from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._inference_source import moved_inwards
 from oomdoctor.model.absence import Refused
@@ -49,6 +49,8 @@ _DATA_PARALLEL: Final = {"DistributedDataParallel": "its forward exchanges buffe
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose 2 to 64 parts, no more than the batch has samples where that is known."""
+    if (through := _trainer_terms.proposed("chunked_inference", incident, evidence)) is not None:
+        return through
     code = evidence.code
     if not code.grad_disabled:
         return Refused("the failing line runs with gradients on, so that activations of every part would be kept")
@@ -98,12 +100,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes import _forward
 
-    models = [(path, model) for path, model in session.modules if any(True for _ in model.parameters())]
-    if not models:
-        raise OomDoctorError("no model was found among the names of the notebook")
-    for path, model in models:
-        _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
-        _forward.refuse_inner_hooks(path, model)
+    models = _forward.splittable(session.modules, _DATA_PARALLEL)
     split = _Predictions({id(model): path for path, model in models}, dose.number("chunks"))
     with _forward.replaced([model for _, model in models], split.run):
         yield
@@ -190,6 +187,8 @@ def _is_channels_last(tensor: Any) -> bool:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Rewrite the model's calls in the failing cell; moves to and from the device are made part by part."""
     code = evidence.code
+    if (through := _trainer_source.patched("chunked_inference", cells, evidence, dose)) is not None:
+        return through
     if not code.grad_disabled:
         return Refused("the failing line runs with gradients on")
     for model in code.models:
@@ -209,8 +208,7 @@ def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
     """Try each model out at its first call in the patched cell, as the live form does."""
     from oomdoctor.fixes import _rowwise
 
-    del dose
-    return _rowwise.tried_out(session)
+    return nullcontext() if "through" in dict(dose.values) else _rowwise.tried_out(session)
 
 
 FIX: Final = Fix(

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._activations import HELD, NUMBER_BYTES
 from oomdoctor.fixes._loss_source import rewrite
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import submodules
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ _WORTH: Final = 1 / 20
 _FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
 _MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
 _PREDICTS_TOKENS: Final = re.compile(r"LMHeadModel$|For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining)$")
-_HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
-_NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -92,8 +90,8 @@ def _predicts_tokens(code: CodeFacts) -> Iterator[bool]:
 
 def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:
     """Return bytes of the log-probabilities and rows, where the largest tensor that is held is logits."""
-    shape, each = held.shape or (), _NUMBER_BYTES.get(held.dtype or "", 0)
-    if held.role not in _HELD or len(shape) < 2 or not each:
+    shape, each = held.shape or (), NUMBER_BYTES.get(held.dtype or "", 0)
+    if held.role not in HELD or len(shape) < 2 or not each:
         return 0, 0
     classes = next((size for size in (shape[-1], shape[1]) if size in code.classes), None)
     is_scores = len(shape) == 4 and shape[-1] == shape[-2] == classes  # of attention, over as many positions
@@ -147,12 +145,12 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: a model is compiled.
     """
+    from oomdoctor.fixes._forward import compiled
     from oomdoctor.fixes._loss_live import ChunkedLoss
 
     for path, model in session.modules:
-        for name, part in submodules(model, path):
-            if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
-                raise OomDoctorError(f"{name} is compiled, and its loss may be as well: it is left as it is")
+        if (name := compiled(path, model)) is not None:
+            raise OomDoctorError(f"{name} is compiled, and its loss may be as well: it is left as it is")
     with ChunkedLoss(dose.number("chunks")):
         yield
 

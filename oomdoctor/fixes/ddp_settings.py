@@ -5,10 +5,10 @@ gradients, for as long as the model lives. With ``gradient_as_bucket_view=True``
 The exchange itself is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with
 the next step.
 
-``find_unused_parameters=False`` comes along where DDP's own search has found every parameter in the graph of every step,
-and where two processes at most take part. Without the search DDP orders its buckets anew, and a sum of three numbers or
-more depends on its order. For the same reason ``static_graph`` and other sizes of buckets, which take no byte off the
-peak, are left as they are.
+``find_unused_parameters=False`` comes along where DDP's own search has found every parameter in the graph of every
+step, and where two processes at most take part. Without the search DDP orders its buckets anew, and a sum of three
+numbers or more depends on its order. For the same reason ``static_graph`` and other sizes of buckets, which take no
+byte off the peak, are left as they are.
 
 There is no live form: the buckets are made with the wrapper, on every process at once.
 """

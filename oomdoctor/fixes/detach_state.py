@@ -3,7 +3,7 @@
 A state that goes from one step into the next with its graph keeps the activations of all steps. In a training loop it
 is detached at the end of the step, which is truncated backpropagation through time: the values are the same, but
 gradients no longer reach back into earlier steps. That is another result, so it is offered and never taken for granted.
-It is exact only where a module keeps the state itself and evidence says that nothing of the run is differentiated.
+It is exact only where evidence says that nothing is differentiated through the state, as in an evaluation loop.
 
 In a module, the state is detached before it is fed back. Live, a hook does the same at the start of the module's
 forward; it serves classes of earlier cells, which no redefinition would change for the objects that are there. Gradient
@@ -22,10 +22,10 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _frees_source
+from oomdoctor.fixes._dataflow import parsed
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.magics import mask
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     kept = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
     if not kept:
         return Refused(f"the census found no graphs that {_listed(names)} could keep alive")
-    exact = _is_exact(evidence, names)
+    exact = evidence.code.state_undifferentiated
     return (
         Proposal(
             dose=Dose.of(state=", ".join(names)),
@@ -66,12 +66,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             "(truncated backpropagation through time)",
         ),
     )
-
-
-def _is_exact(evidence: Evidence, names: tuple[str, ...]) -> bool:
-    code = evidence.code
-    trains = any(loop.in_failing_run for loop in code.loops)
-    return all(name.startswith("self.") for name in names) and not trains and bool(code.undifferentiated)
 
 
 def _carried(evidence: Evidence) -> tuple[int, int, tuple[str, ...]] | Refused:
@@ -106,7 +100,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not isinstance(feeding, cst.SimpleStatementLine) or len(feeding.body) > 1:
         return Refused(f"line {line} of cell {number} is no statement of its own")
     in_module = all(name.startswith("self.") for name in names)
-    module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells)
+    idly = evidence.code.state_undifferentiated
+    module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells, idly)
     if isinstance(module, Refused):
         return module
     return _cst.join(cells, [_cst.edit(cells, cell, parsed, module)])
@@ -127,9 +122,10 @@ def _in_module(
 
 
 def _in_loop(
-    parsed: _cst.ParsedCell, path: tuple[_cst.Statement, ...], names: tuple[str, ...], cells: Cells
+    parsed: _cst.ParsedCell, path: tuple[_cst.Statement, ...], names: tuple[str, ...], cells: Cells, idly: bool
 ) -> cst.Module | Refused:
-    steps = [node for node in path if isinstance(node, cst.For | cst.While) and ".backward(" in parsed.code(node)]
+    loops = [node for node in path if isinstance(node, cst.For | cst.While)]
+    steps = loops if idly else [node for node in loops if ".backward(" in parsed.code(node)]
     if not steps or not isinstance(steps[-1].body, cst.IndentedBlock):
         return Refused("the loop that carries the state calls backward nowhere itself")
     loop = steps[-1]
@@ -141,7 +137,8 @@ def _in_loop(
     line = _detached(names, cells)
     if isinstance(line, Refused):
         return line
-    added = _cst.statements(f"{line}  # gradients end with the step\n", parsed)
+    why = "its graph is not needed" if idly else "gradients end with the step"
+    added = _cst.statements(f"{line}  # {why}\n", parsed)
     body = loop.body.with_changes(body=[*loop.body.body, *added])
     return _cst.replace(parsed.module, loop.body, body)
 
@@ -172,7 +169,7 @@ def _detached(names: tuple[str, ...], cells: Cells) -> str | Refused:
 
 def _kind(name: str, cells: Cells) -> str:
     """Return what the cells show ``name`` to be: a tensor, a tuple or a list of them; empty where they do not."""
-    trees = [tree for cell in cells.history if (tree := _tree(cell.source)) is not None]
+    trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     kinds = set()
@@ -204,13 +201,6 @@ def _kind_of(value: ast.expr, functions: dict[str, ast.FunctionDef], depth: int 
             kinds = {_kind_of(one, functions, depth - 1) for one in given if one is not None}
             return kinds.pop() if len(kinds) == 1 else ""
     return ""
-
-
-def _tree(source: str) -> ast.Module | None:
-    try:
-        return ast.parse(mask(source).text)
-    except (SyntaxError, ValueError):
-        return None
 
 
 @contextmanager

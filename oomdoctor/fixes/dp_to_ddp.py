@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "patch", "propose"]
 
 _CAVEAT: Final = (
-    "the cells then are a program that torchrun starts once for each device; every process prints and saves for itself, "
-    "and where the samples do not come out even some are seen twice"
+    "the cells then are a program that torchrun starts once for each device; every process prints and saves for "
+    "itself, and where the samples do not come out even some are seen twice"
 )
 _TORCH: Final = re.compile(r"^import torch\b(?! as)", re.MULTILINE)
 _NUMBERED: Final = re.compile(r"cuda:[1-9]|\bcuda\(\s*\d|\.to\(\s*\d|\bset_device\b|CUDA_VISIBLE_DEVICES|f[\"']cuda:")
@@ -161,7 +161,8 @@ class _Program:
         return None
 
     def _is_moved_before(self, model: str) -> bool:
-        pattern = re.compile(rf"^\s*(?:{re.escape(model)}\s*=.*)?(?:{re.escape(model)})?\.(to|cuda)\(.*\)", re.MULTILINE)
+        name = re.escape(model)
+        pattern = re.compile(rf"^\s*(?:{name}\s*=.*)?(?:{name})?\.(to|cuda)\(.*\)", re.MULTILINE)
         return any(pattern.search(text) for text in self._texts(before=True))
 
     def _moved_later(self, model: str) -> str | None:
@@ -236,7 +237,8 @@ class _Program:
         parsed = self._read(first)
         if isinstance(parsed, Refused):
             return parsed.reason
-        group = f"{self._dist}.init_process_group()  # started by: torchrun --nproc-per-node={self._processes} program.py"
+        start = f"torchrun --nproc-per-node={self._processes} program.py"
+        group = f"{self._dist}.init_process_group()  # started by: {start}"
         top = ["import os", f"import torch.distributed as {self._dist}", *self._tops.get(first.number, [])]
         device = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
         self._tops[first.number] = [*top, f"\n{group}", device]

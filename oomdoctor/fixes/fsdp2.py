@@ -66,8 +66,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             effect=Effect.ADVICE,
             saves=int(kept * (1 - 1 / ranks)),
             slowdown=_TRAFFIC,
-            basis=f"estimate: each of {ranks} processes keeps its share of {format_size(kept)} of parameters, gradients "
-            "and state; the blocks that are gathered at a time come on top",
+            basis=f"estimate: each of {ranks} processes keeps its share of {format_size(kept)} of parameters, "
+            "gradients and state; the blocks that are gathered at a time come on top",
             caveat=_CAVEAT + coupled,
         ),
     )
@@ -113,7 +113,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 def _why_not(cells: Cells, evidence: Evidence, one: _ddp_source.Call) -> str | None:
     for cell in cells.history:
         if (match := _OF_DDP.search(cell.source)) is not None:
-            return f"`{match[0].lstrip('.')}` of cell {cell.number} belongs to DDP, and a sharded model has no such thing"
+            name = match[0].lstrip(".")
+            return f"`{name}` of cell {cell.number} belongs to DDP, and a sharded model has no such thing"
         for number, line in enumerate(cell.source.splitlines(), 1):
             is_before = (cell.number, number) < (one.cell.number, one.line)
             if is_before and _OPTIMIZERS.search(line.partition("#")[0]):
@@ -152,7 +153,8 @@ def _sharded(cells: Cells, one: _ddp_source.Call, model: ModelFacts) -> Patch | 
 
 def _is_whole_value(one: _ddp_source.Call) -> bool:
     """Whether the statement assigns the wrapper and nothing else of it."""
-    return isinstance(one.statement, cst.SimpleStatementLine) and getattr(one.statement.body[0], "value", None) is one.node
+    statement = one.statement
+    return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is one.node
 
 
 def _outermost(model: ModelFacts) -> Iterator[str]:

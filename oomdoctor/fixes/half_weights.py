@@ -20,7 +20,8 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book
-from oomdoctor.fixes._batch_replay import exchange, node_of
+from oomdoctor.fixes._batch_replay import node_of
+from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._precision_dtype import native
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
 from oomdoctor.model.absence import Refused

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._precision_optimizer import Maker, adams, replaced
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
@@ -39,6 +40,7 @@ _CAVEATS: Final = {
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose SGD with momentum, which halves the state, and Adafactor, which leaves next to none of it."""
     del incident
+    through = _trainer_source.owner(evidence.code, "lighter_optimizer")
     found = adams(evidence)
     if isinstance(found, Refused):
         return found
@@ -56,9 +58,9 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             slowdown=1.0,
             basis=f"analytic estimate: Adam keeps two values for each of {format_size(parameters)} of parameters, "
             f"{name} {'one' if name == 'SGD' else 'next to none'}; {known}",
-            caveat=_CAVEATS[name],
+            caveat=_CAVEATS[name] if through is None else _trainer_terms.ADAFACTOR,
         )
-        for name in _available()
+        for name in (_available() if through is None else ("Adafactor",))
     )
 
 
@@ -71,6 +73,8 @@ def _available() -> tuple[str, ...]:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with ``dose["optimizer"]`` in the place of Adam."""
+    if (through := _trainer_source.patched("lighter_optimizer", cells, evidence, dose)) is not None:
+        return through
     return replaced(cells, evidence.code, _MAKERS[str(dose["optimizer"])])
 
 

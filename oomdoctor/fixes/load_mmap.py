@@ -92,11 +92,11 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(into, Refused):
         return into
     mapped = _can_map(cells, load)
-    nodes: dict[cst.CSTNode, _optimizer_source.New] = {load: lambda call: _to_host(call, mapped)}
+    nodes: dict[cst.CSTNode, _cst.New] = {load: lambda call: _to_host(call, mapped)}
     models = {model.path for model in evidence.code.models}
     nodes |= {call: _assigning for call in into if mapped and _is_fresh(page, call, models)}
     return _cst.join(
-        cells, [_cst.edit(cells, place.cell, place.parsed, _optimizer_source.exchange(place.parsed.module, nodes))]
+        cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, nodes))]
     )
 
 

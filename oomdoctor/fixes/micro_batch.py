@@ -13,11 +13,14 @@ parts, and counters count them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short
-from oomdoctor.fixes._micro_source import layer, model_facts, rewrite, why_not
+from oomdoctor.fixes._micro_names import layer, model_facts
+from oomdoctor.fixes._micro_source import rewrite, why_not
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -42,6 +45,8 @@ _OVERHEAD: Final = 0.02
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose 2 to 32 parts, no more than the batch has samples where that is known."""
+    if (through := _trainer_terms.proposed("micro_batch", incident, evidence)) is not None:
+        return through
     code = evidence.code
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
@@ -89,6 +94,9 @@ def _draws(code: CodeFacts, loops: list[TrainingLoop]) -> str | None:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with an inner loop over ``dose["parts"]`` parts of each batch."""
+    if "through" in dict(dose.values):
+        through = _trainer_source.patched("micro_batch", cells, evidence, dose)
+        return through if through is not None else Refused("no trainer was found in what the failing cell runs")
     return rewrite(cells, evidence.code, dose.number("parts"))
 
 
@@ -101,6 +109,8 @@ def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
     """
     from oomdoctor.fixes._micro_live import in_parts
 
+    if "through" in dict(dose.values):
+        raise OomDoctorError("the loop of a trainer takes its batches in parts by its own settings alone")
     return in_parts(session, dose.number("parts"))
 
 
@@ -108,8 +118,7 @@ def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
     """Try each model out at its first call in the patched cell: its samples must not depend on one another."""
     from oomdoctor.fixes import _rowwise
 
-    del dose
-    return _rowwise.tried_out(session)
+    return nullcontext() if "through" in dict(dose.values) else _rowwise.tried_out(session)
 
 
 FIX: Final = Fix(

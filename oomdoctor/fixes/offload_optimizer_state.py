@@ -12,7 +12,6 @@ earlier cell and has its state already, the live form alone is offered, since it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -37,7 +36,6 @@ __all__ = ["FIX", "apply", "patch", "propose"]
 _SLOWDOWN: Final = 1.5
 """Time of a step with its state copied there and back, as a ratio. A round figure, not measured."""
 
-_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?![.\w])(?! as)", re.MULTILINE)
 
 _HOOKS: Final = """\
 def {move}(optimizer, to_host):
@@ -220,7 +218,7 @@ def _hooked(cells: Cells, found: tuple[_optimizer_source.Made, ...]) -> Edit | R
         hooks = list(_cst.statements(_REGISTER.format(name=one.path, move=move), parsed))
         changes[here] = [here, *define, *(_set_off(hooks) if at == 0 else hooks)]
     module = _cst.replace_all(parsed.module, changes)
-    has_torch = any(_IMPORTS_TORCH.search(cell.source) for cell in cells.history)
+    has_torch = _imports.knows_torch(cells)
     return _cst.edit(
         cells, cells.failing, parsed, _imports.insert_at_top(parsed, module, [] if has_torch else ["import torch"])
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _frees_source, _frees_uses
+from oomdoctor.fixes import _cst, _frees_source, _frees_uses, _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Holding
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -35,6 +35,8 @@ _NOTHING: Final = "no loop that the failing cell runs collects outputs of a mode
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found on the device what the collection holds."""
+    if (through := _trainer_terms.proposed("offload_predictions", incident, evidence)) is not None:
+        return through
     found = _collection(evidence)
     if isinstance(found, Refused):
         return found
@@ -77,6 +79,8 @@ def _is_of(holding: Holding, name: str) -> bool:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Move what is collected to host memory, and what is compared with it."""
+    if (through := _trainer_source.patched("offload_predictions", cells, evidence, dose)) is not None:
+        return through
     found = _collection(evidence)
     if isinstance(found, Refused):
         return found

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes import _trainer_source
 from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._precision_optimizer import Maker, adams, replaced
 from oomdoctor.model.absence import Refused
@@ -68,6 +69,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     library = str(dose["library"])
     if any("8bit" in cell.source for cell in cells.history):
         return Refused("the cells have to do with optimizers of 8 bits already")
+    if (through := _trainer_source.patched("optimizer_8bit", cells, evidence, dose)) is not None:
+        return through
     maker = Maker(
         name=lambda cls: f"{cls}8bit",
         keeps=frozenset({"betas", "eps", "weight_decay"}),

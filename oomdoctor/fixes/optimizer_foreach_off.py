@@ -139,7 +139,7 @@ def _told(cells: Cells, found: list[_optimizer_source.Made]) -> Edit | Refused:
             return new
         nodes[one.call] = new
     live = [line for one in found if one.is_live(cells) for line in _told_now(one.path)]
-    module = _optimizer_source.exchange(found[0].parsed.module, nodes)
+    module = _cst.exchange(found[0].parsed.module, nodes)
     return _optimizer_source.edited(cells, found, module, live)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -30,14 +29,13 @@ from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cell, Cells, Session
+    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
 _HOME: Final = "torch.autograd.graph"
 _NAME: Final = "save_on_cpu"
 _HOOKED: Final = re.compile(r"\bsave_on_cpu\b|\bsaved_tensors_hooks\b")
-_IMPORTS_TORCH: Final = re.compile(r"^[ \t]*import torch(?![.\w])(?! as)", re.MULTILINE)
 
 _SLOWDOWN: Final = {True: 1.5, False: 2.5}
 """Time of a step by whether the copies are page-locked, as a ratio. Round figures, not measured."""
@@ -98,7 +96,7 @@ def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused
     parsed = _cst.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    if any(map(_IMPORTS_TORCH.search, (one.source for one in cells.history))):
+    if _imports.knows_torch(cells):
         name = f"torch.autograd.graph.{_NAME}"
         imports: list[str] = []
     else:
@@ -112,21 +110,8 @@ def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused
             return step
         first, *rest = step
         changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
-    return _with_imports(cells, cell, parsed, _cst.replace_all(parsed.module, changes), imports)
-
-
-def _with_imports(
-    cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, imports: list[str]
-) -> Edit | Refused:
-    """Return the change of ``cell`` with ``imports`` at its top; of an earlier cell they are replayed as well."""
-    edit = _cst.edit(cells, cell, parsed, module)
-    after = _cst.write(parsed, _imports.insert_at_top(parsed, module, imports))
-    if isinstance(edit, Refused):
-        return edit
-    if isinstance(after, Refused):
-        return after
-    is_failing = cell.number == cells.failing.number
-    return replace(edit, after=after, replay=after if is_failing else "\n".join([*imports, edit.replay]))
+    module = _imports.insert_at_top(parsed, _cst.replace_all(parsed.module, changes), imports)
+    return _cst.edit(cells, cell, parsed, module)
 
 
 def _step(parsed: _cst.ParsedCell, loop: TrainingLoop) -> list[_cst.Statement] | Refused:

@@ -6,26 +6,27 @@ statement, with its scale, mask and dropout, and exchanged where each of them is
 weights that are returned, kept or changed in another way forbid it.
 
 The results are equal up to rounding. Dropout of weights draws other random numbers than the layer did. Where a mask
-leaves a query nothing to attend to, the two differ: that is looked for while a change is tried, and refused. Kernels
-take four dimensions (batch, heads, length, features); attention of three is left alone.
+leaves a query nothing to attend to, the two differ: that is looked for while a change is tried, and refused. So is
+attention that PyTorch has no fused kernel for, as none of those for the CPU drops weights: it would be written out by
+PyTorch itself. Kernels take four dimensions (batch, heads, length, features); attention of three is left alone.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._activations import why_not_short
-from oomdoctor.fixes._attention_source import asks_for_eager, fused, number_and_line, place_of
+from oomdoctor.fixes import _cst, _told
+from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
+from oomdoctor.fixes._attention_source import asks_for_eager, fused, place_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path, submodules
+from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ __all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and parameters in float32: fused kernels take the softmax block by block."""
 
-_HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
-_NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _AROUND: Final = 6
 """Lines before and after a softmax that are taken for the attention that it is a part of."""
 
@@ -55,9 +54,15 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("torch.compile has compiled the attention, or fuses it itself")
     if code.retain_graph is not None and "create_graph" in code.retain_graph:
         return Refused("a gradient is taken of gradients, which fused kernels do not give")
+    if evidence.device.tensor_device == "cpu" and code.attention_dropout is not None:
+        return Refused(
+            f"{code.attention_dropout} drops weights of attention, for which PyTorch has no fused kernel on the CPU"
+        )
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
-    size = sum(map(_square_bytes, evidence.census.holdings))
+    held = evidence.census.holdings
+    samples = {one.shape[0] for one in held if one.role is Role.BATCH and one.shape}
+    size = sum(_square_bytes(one, samples) for one in held)
     asked = (incident.requested or 0) if _asked_there(incident, code.eager_attention) else 0
     if not size and not asked:
         return Refused("no scores of attention over batch, heads and two lengths were found")
@@ -78,15 +83,19 @@ def _asked_there(incident: Incident, text: str) -> bool:
     """Tell whether memory ran out in the attention: in the framework's, or in the lines around the softmax."""
     if _FRAME.search(incident.framework_frame or ""):
         return True
-    number, line = number_and_line(text)
+    number, line = _told.numbers(text) or (None, 0)
     places = [place for place in (incident.inner, incident.cell) if place is not None and place.number == number]
     return any(place.line is not None and abs(place.line - line) <= _AROUND for place in places)
 
 
-def _square_bytes(held: Holding) -> int:
-    """Return the size of the largest tensor that is held, where that is scores: (batch, heads, length, length)."""
-    shape, each = held.shape or (), _NUMBER_BYTES.get(held.dtype or "", 0)
-    is_scores = held.role in _HELD and len(shape) == 4 and shape[-1] == shape[-2]
+def _square_bytes(held: Holding, samples: Collection[int]) -> int:
+    """Return the size of the largest tensor that is held, where that is scores: (batch, heads, length, length).
+
+    A product of matrices keeps them with heads and batch in one dimension, which is a multiple of ``samples`` then.
+    """
+    shape, each = held.shape or (), NUMBER_BYTES.get(held.dtype or "", 0)
+    has_heads = len(shape) == 4 or (len(shape) == 3 and any(shape[0] > one and shape[0] % one == 0 for one in samples))
+    is_scores = held.role in HELD and has_heads and shape[-1] == shape[-2]
     return math.prod(shape) * each if is_scores else 0
 
 
@@ -126,12 +135,13 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """Exchange the attention that the dose names, in the live function or by the switch of the models; undone on exit.
 
     Raises:
-        OomDoctorError: neither can be done, or a mask leaves a query nothing to attend to.
+        OomDoctorError: neither can be done, or no fused kernel can take the attention, or takes it otherwise.
     """
-    from oomdoctor.fixes import _attention_live
+    from oomdoctor.fixes import _attention_live, _forward
 
     for path, model in session.modules:
-        _refuse_compiled(path, model)
+        if (name := _forward.compiled(path, model)) is not None:
+            raise OomDoctorError(f"{name} is compiled: it is left as it is")
     eager = [(path, model) for path, model in session.modules if _attention_live.is_eager(model)]
     place = place_of(session.cells, str(dose["attention"]))
     if isinstance(place, Refused):
@@ -153,23 +163,17 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
         yield
 
 
-def _refuse_compiled(path: str, model: Any) -> None:
-    for name, part in submodules(model, path):
-        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
-            raise OomDoctorError(f"{name} is compiled: it is left as it is")
-
-
 @contextmanager
 def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Refuse masks that leave a query nothing to attend to, where the changed cell has them.
+    """Refuse attention that the changed cell has and no fused kernel can take, or takes otherwise.
 
     Raises:
         OomDoctorError: from the attention.
     """
-    from oomdoctor.fixes._attention_live import NoEmptyRow
+    from oomdoctor.fixes._attention_live import Checked
 
     del session, dose
-    with NoEmptyRow():
+    with Checked():
         yield
 
 

@@ -137,7 +137,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         call: new for call in _optimizer_source.calls(place.scope) if (new := _freed(call)) is not None
     }
     return _cst.join(
-        cells, [_cst.edit(cells, place.cell, place.parsed, _optimizer_source.exchange(place.parsed.module, changes))]
+        cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, changes))]
     )
 
 

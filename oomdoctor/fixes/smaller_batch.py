@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of
-from oomdoctor.fixes._micro_source import layer, model_facts
+from oomdoctor.fixes._micro_names import layer, model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -36,6 +37,8 @@ _NO_LOOP: Final = "no training loop was found in what the failing cell runs"
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose batches of a half of the samples down to a 32nd of them."""
+    if (through := _trainer_terms.proposed("smaller_batch", incident, evidence)) is not None:
+        return through
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if not loops:
         return Refused(_NO_LOOP)
@@ -77,6 +80,8 @@ def _size(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with batches of ``dose["batch_size"]`` samples at most in every loop of the failing run."""
     code, size = evidence.code, dose.number("batch_size")
+    if (through := _trainer_source.patched("smaller_batch", cells, evidence, dose)) is not None:
+        return through
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
         return Refused(_NO_LOOP)

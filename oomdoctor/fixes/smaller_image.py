@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.fixes._batch_notebook import Book, Number, call_name, calls
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
-from oomdoctor.fixes._micro_source import model_facts
+from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

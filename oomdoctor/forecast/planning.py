@@ -73,13 +73,13 @@ def make_plan(
 
     def price(some: Sequence[_Option]) -> list[Forecast]:
         left_s = end - time.monotonic()
-        if left_s < _LEAST_S:
-            return [_estimate(option, unchanged, scale) for option in some]
-        priced = pricer.price([option.attempt for option in some], timeout_s=left_s)
-        return [
-            forecast if forecast.refused is None else _estimate(option, unchanged, scale)
-            for option, forecast in zip(some, map(careful, priced), strict=True)
-        ]
+        forecasts = {id(option): _estimate(option, unchanged, scale) for option in some}
+        tried = [option for option in some if option.proposal.effect is not Effect.ADVICE] if left_s >= _LEAST_S else []
+        priced = pricer.price([option.attempt for option in tried], timeout_s=left_s) if tried else []
+        for option, forecast in zip(tried, map(careful, priced), strict=True):
+            if forecast.refused is None:
+                forecasts[id(option)] = forecast
+        return [forecasts[id(option)] for option in some]
 
     def careful(forecast: Forecast) -> Forecast:
         """Widen the error where the shadow run of the unchanged cell did not see what fills the memory."""

@@ -308,6 +308,7 @@ class ModelFacts:
     Attributes:
         path: the expression for it, ``model``.
         blocks: paths of containers of repeated blocks below it (``encoder.layers``), outermost first.
+        switches: methods by which parts of it recompute their own layers, ``(path, whether it may leave layers out)``.
         batch_norm: modules that couple the samples of a batch in training mode.
         dropout: modules that draw random numbers in training mode with a probability above zero.
         sequence_first: recurrent and attention modules that take the batch in dimension 1.
@@ -321,6 +322,7 @@ class ModelFacts:
     training: bool
     parameter_bytes: int
     blocks: tuple[str, ...] = ()
+    switches: tuple[tuple[str, bool], ...] = ()
     batch_norm: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ()
     sequence_first: tuple[str, ...] = ()
@@ -469,10 +471,12 @@ class CodeFacts:
             nothing is differentiated, ``(cell, line, source text)``.
         retain_graph: a ``backward`` that keeps its graph.
         gathers_predictions: a statement that collects outputs of a model on the device.
-        carries_state: a call that feeds a recurrent state back with its graph.
+        carries_state: a call that feeds a recurrent state back with its graph; ``state_undifferentiated``: nothing is
+            differentiated through that state.
         keeps_gradients: a ``zero_grad(set_to_none=False)``.
         hooks: where a hook is registered that keeps what passes through it.
-        eager_attention: attention that writes out its scores.
+        eager_attention: attention that writes out its scores; ``attention_dropout``: what drops its weights, a layer or
+            a setting of a model in training mode.
         cross_entropies: places that take a cross-entropy, ``(cell, line, what is called, what that stands for)``.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
@@ -515,9 +519,11 @@ class CodeFacts:
     retain_graph: str | None = None
     gathers_predictions: str | None = None
     carries_state: str | None = None
+    state_undifferentiated: bool = False
     keeps_gradients: str | None = None
     hooks: str | None = None
     eager_attention: str | None = None
+    attention_dropout: str | None = None
     cross_entropies: tuple[tuple[int, int, str, str], ...] = ()
     classes: tuple[int, ...] = ()
     generates: str | None = None

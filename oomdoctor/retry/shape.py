@@ -30,7 +30,10 @@ LONG: Final = 20_000
 _LIGHT_BYTES: Final = 64 << 10
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET})
 _OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})
-_OPEN_MODULES: Final = ("__main__", "torch.", "types", "argparse", "collections")
+_OPEN_MODULES: Final = (
+    *("__main__", "torch.", "types", "argparse", "collections"),
+    *("transformers.train", "accelerate.", "lightning.", "pytorch_lightning."),
+)
 """Classes whose ``__dict__`` is their whole state: the notebook's own, torch's scalers, samplers and the like, and
 plain holders of attributes."""
 _FOREIGN_DEPTH: Final = 3
@@ -136,7 +139,10 @@ class Shape:
             is_plain = type(value) is FunctionType and value.__closure__ is None
             held = value if is_plain else _weak(value)
             self._known[id(value)] = held
+            recipes = len(self.objects)
             self._note(value, path, kind, held, depth)
+            if kind is Kind.OBJECT and len(self.objects) > recipes and not self.objects[recipes][1].is_heavy:
+                held = value  # plain data: a cell that replaces it may have it back
         self._known[id(value)] = held
         return held
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Role
+from oomdoctor.model.fix import Effect
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def fix(extension: Extension, words: list[str]) -> None:
         _release(extension, named[0])
         return
     case, candidate = _choose(extension, named)
+    if candidate.effect is Effect.ADVICE:
+        raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
     extension.request = Request(case=case, chosen=(candidate,), anyway=anyway)
 

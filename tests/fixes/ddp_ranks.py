@@ -131,7 +131,7 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         try:
             found["result"] = _rank(job, rank, port)
             status = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the test is to see it
             found["error"] = traceback.format_exc()
         import torch
 
@@ -149,7 +149,11 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> Any:
     from oomdoctor.model.session import Cell, Cells
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["world"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     if job["device"] == "cpu":
         torch.cuda.set_device = lambda device: None  # type: ignore[assignment]  # there is none to choose

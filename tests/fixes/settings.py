@@ -45,11 +45,17 @@ _LAYERS_APART: Final = ("mlp", "lstm", "gan", "vae", "encoder_decoder", "statefu
 
 _NO_LEAK: Final = (
     *("mlp", "cnn", "unet", "lstm", "gpt", "vit", "gan", "vae", "encoder_decoder", "transformers", "contrastive"),
-    *("evaluation", "prediction", "retained", "stateful", "wide", "zeroed"),
+    *("attention", "evaluation", "prediction", "retained", "stateful", "wide", "zeroed"),
 )
 """Families that keep no tensor of an earlier step with its graph."""
 
+_HOST_ONLY: Final = Settings(elsewhere="it saves memory of the host, and the families run out of a device's")
+_ONE_PROCESS: Final = Settings(elsewhere="it is for several ranks, and the families train in one process")
+
 SETTINGS: Final[Mapping[str, Settings]] = {
+    **dict.fromkeys(("fewer_workers", "prefetch", "pin_memory_off", "persistent_workers_off"), _HOST_ONLY),
+    **dict.fromkeys(("sharing_strategy", "memmap_array", "narrow_dtype"), _HOST_ONLY),
+    **dict.fromkeys(("ddp_settings", "dp_to_ddp", "fsdp2", "zero_optimizer"), _ONE_PROCESS),
     "autocast": Settings(heals=("mlp", "cnn", "lstm", "gpt", "vit", "encoder_decoder", "transformers", "contrastive")),
     "batch_to_device": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
     "checkpoint_blocks": Settings(
@@ -76,6 +82,7 @@ SETTINGS: Final[Mapping[str, Settings]] = {
         refuses={"it is certain that no gradient is taken": _NO_LEAK},
         live_frees_before=True,
     ),
+    "detach_state": Settings(heals=("stateful",)),
     "drop_retain_graph": Settings(heals=("retained",)),
     "dynamic_quantization": Settings(elsewhere="its kernels are for the CPU, and the families run on a device"),
     "expandable_segments": Settings(elsewhere="it is a setting of CUDA's allocator"),
@@ -102,6 +109,7 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     "release_cache": Settings(elsewhere="the families use no other allocator that PyTorch's cache could starve"),
     "release_traceback": Settings(elsewhere="each family fails once: there is no earlier failure to let go of"),
     "save_on_cpu": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
+    "sdpa_attention": Settings(heals=("attention",)),
     "set_to_none": Settings(heals=("zeroed",)),
     "smaller_batch": Settings(heals=("mlp", "cnn", "gpt", "gan", "encoder_decoder", "contrastive")),
     "smaller_image": Settings(elsewhere="the families' images are as small as images get"),

@@ -358,3 +358,59 @@ def test_patch_refuses(facts, why) -> None:
     found = patch(live.cells_of(MAKES, TRAINS), live.evidence(*facts), ALL)
     assert isinstance(found, Refused)
     assert why in found.reason
+
+
+@pytest.mark.parametrize(
+    ("switch", "dose", "line"),
+    [
+        (
+            ("gradient_checkpointing_enable", False),
+            HALF,
+            'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
+        ),
+        (
+            ("bert.activation_checkpointing_enable", True),
+            ALL,
+            'model.bert.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})',
+        ),
+        (
+            ("parts.0.activation_checkpointing_enable", True),
+            HALF,
+            (
+                "model.parts[0].activation_checkpointing_enable("
+                'activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=2)'
+            ),
+        ),
+    ],
+)
+def test_a_switch_is_turned_on_where_the_model_is_made(switch, dose, line) -> None:
+    facts = live.evidence(live.model_facts(blocks=("blocks",), switches=(switch,)))
+    found = patch(live.cells_of(MAKES, TRAINS), facts, dose)
+    assert isinstance(found, Patch)
+    (edit,) = found.edits
+    made = "model = Net(drop=0.5).train()\n"
+    assert edit.after == MAKES.replace(made, f"{made}{line}\n")
+    assert edit.replay == f"{line}\n"
+    assert isinstance(patch(live.cells_of(edit.after, TRAINS), facts, dose), Refused)
+    counts = live.model_facts(blocks=("blocks",), switches=(switch,), batch_norm=("blocks.0", "bert.n", "parts.0.n"))
+    assert isinstance(patch(live.cells_of(MAKES, TRAINS), live.evidence(counts), dose), Refused)
+    proposals = propose(live.INCIDENT, facts)
+    assert not isinstance(proposals, Refused)
+    assert {one.effect for one in proposals} == {Effect.EQUIVALENT}
+    evaluated = live.model_facts(blocks=("blocks",), switches=(switch,), training=False)
+    assert isinstance(propose(live.INCIDENT, live.evidence(evaluated)), Refused)
+
+
+def test_an_inner_switch_is_turned_and_its_blocks_are_left_to_it() -> None:
+    model = nn.Sequential(Switched(), nn.Identity())
+    before = live.digest(model)
+    with FIX.apply(live.session(model=model), HALF):
+        assert model[0].gradient_checkpointing == {"use_reentrant": False}
+        assert not any("forward" in vars(block) for block in model[0].blocks)
+    assert live.digest(model) == before
+
+
+def test_single_layers_are_not_recomputed() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with pytest.raises(OomDoctorError, match="no repeated blocks"), FIX.apply(live.session(model=model), ALL):
+        pass

@@ -5,7 +5,7 @@ import ast
 import libcst as cst
 import pytest
 
-from oomdoctor.fixes import _cst
+from oomdoctor.fixes import _cst, _imports
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Cell, Cells
@@ -132,6 +132,38 @@ def test_edit_that_a_replay_could_not_follow_is_refused(source: str) -> None:
     made = change(cells(source, "f()"), 1, source.count("\n"), "x = 2\n")
     assert isinstance(made, Refused)
     assert "live objects" in made.reason
+
+
+EARLIER = "%matplotlib inline\nimport os\n\ndef f():\n    return 1\nx = f()\nclass A: pass\n"
+
+
+def imported(source: Cells, line: int, text: str, live: list[str] | None = None) -> object:
+    """The first cell with another statement on a line, and what that imports."""
+    read = parsed(source.get(1).source)
+    old = _cst.statement_at(read, line)
+    assert old is not None
+    module = _cst.replace(read.module, old, _cst.statements(text, read))
+    module = _imports.insert_at_top(read, module, ["import math", "import os"])
+    return _cst.edit(source, source.get(1), read, module, live)
+
+
+def test_what_an_earlier_cell_newly_imports_is_replayed_before_its_functions() -> None:
+    made = imported(cells(EARLIER, "f()"), 5, "return math.pi\n")
+    assert not isinstance(made, Refused)
+    assert made.after == EARLIER.replace("os\n", "os\nimport math\n").replace("1", "math.pi")  # type: ignore[attr-defined]
+    assert made.replay == "import math\n\n\ndef f():\n    return math.pi\n"  # type: ignore[attr-defined]
+
+
+def test_what_the_objects_are_told_is_replayed_for_changed_statements() -> None:
+    both = cells(EARLIER, "f()")
+    refused = imported(both, 6, "x = math.pi\n")
+    assert isinstance(refused, Refused)
+    assert "statements of cell 1" in refused.reason
+    made = imported(both, 6, "x = math.pi\n", ["x = math.pi", "y = x"])
+    assert made.replay == "import math\n\n\nx = math.pi\ny = x"  # type: ignore[attr-defined]
+    refused = imported(both, 7, "class A: z = math.pi\n", ["A.z = math.pi"])
+    assert isinstance(refused, Refused)
+    assert "a class of cell 1" in refused.reason
 
 
 def test_join_puts_the_failing_cell_last_and_passes_refusals_on() -> None:

@@ -16,6 +16,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, ReplicaFacts, Role
 from oomdoctor.model.fix import Dose, Effect, Patch
 
+DDP = "DistributedDataParallel"
 VIEW = Dose.of(gradient_as_bucket_view=True)
 BOTH = Dose.of(gradient_as_bucket_view=True, find_unused_parameters=False)
 
@@ -96,7 +97,7 @@ def ranks(*sources: str, world: int = 2) -> list[Any]:
 
 
 def evidence(code: CodeFacts | None = None, gradients: int = 1 << 20, **facts: Any) -> Evidence:
-    known = code or CodeFacts(distributed="DistributedDataParallel", world_size=2)
+    known = code or CodeFacts(distributed=DDP, world_size=2)
     found = live.evidence(roles=((Role.GRADIENT, gradients),))
     return replace(found, code=replace(known, **facts))
 
@@ -195,7 +196,7 @@ GOLDEN_CELL = """\
 
 
 def test_golden_diffs_and_second_time() -> None:
-    live_model = replace(evidence().code, replicas=(ReplicaFacts(path="model", type_name="DistributedDataParallel"),))
+    live_model = replace(evidence().code, replicas=(ReplicaFacts(path="model", type_name=DDP),))
     for sources, dose, golden in (((MAIN,), VIEW, GOLDEN), ((SETUP, WRAP, LOOP), BOTH, GOLDEN_CELL)):
         made = fixed(*sources, dose=dose, code=live_model)
         assert made.diff() == golden
@@ -211,7 +212,7 @@ def test_a_function_of_an_earlier_cell_is_defined_again() -> None:
     assert "gradient_as_bucket_view=True" in edit.replay
 
 
-NO_COPY = ReplicaFacts(path="model", type_name="DistributedDataParallel", ranks=2, bucket_views=True)
+NO_COPY = ReplicaFacts(path="model", type_name=DDP, ranks=2, bucket_views=True)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,13 @@ def test_nothing_is_proposed_without_evidence(found: Evidence, why: str) -> None
 
 @pytest.mark.parametrize(
     ("all_used", "searches", "ranks_", "dose"),
-    [(True, True, 2, BOTH), (None, True, 2, VIEW), (False, True, 2, VIEW), (True, True, 3, VIEW), (None, False, 2, VIEW)],
+    [
+        (True, True, 2, BOTH),
+        (None, True, 2, VIEW),
+        (False, True, 2, VIEW),
+        (True, True, 3, VIEW),
+        (None, False, 2, VIEW),
+    ],
 )
 def test_the_search_ends_only_where_it_was_in_vain_and_the_order_does_not_matter(
     all_used, searches, ranks_, dose
@@ -254,18 +261,18 @@ def test_the_search_ends_only_where_it_was_in_vain_and_the_order_does_not_matter
         ("model = DDP(model)\ng = p.grad.mul_(2)", "may hold on to a gradient"),
         ("model = DDP(model)\nloss.backward(create_graph=True)", "`create_graph=True` may hold on"),
         ("model = DDP(", "is not Python"),
-        ("%time model = DDP(model)", "there is nothing left to change|IPython's own syntax|made by a library"),
+        ("%time model = DDP(model)", "IPython's own syntax"),
     ],
 )
 def test_what_cannot_be_changed_safely_is_refused(source, why) -> None:
     imports = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     refused = patch(live.cells_of(imports + source), evidence(), VIEW)
     assert isinstance(refused, Refused)
-    assert any(part in refused.reason for part in why.split("|")), refused.reason
+    assert why in refused.reason
 
 
 def test_an_earlier_wrapper_that_no_name_leads_to_is_refused() -> None:
-    sources = ("from torch.nn.parallel import DistributedDataParallel\nmodels = [DistributedDataParallel(net)]", "train()")
+    sources = (f"from torch.nn.parallel import {DDP}\nmodels = [{DDP}(net)]", "train()")
     refused = patch(live.cells_of(*sources), evidence(), VIEW)
     assert isinstance(refused, Refused)
     assert "line 2 of cell 1" in refused.reason
@@ -298,7 +305,7 @@ def test_the_advice_of_the_group_is_never_applied() -> None:
 def test_on_a_gpu_the_second_copy_is_gone() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    moved = BIG.replace("model = DDP", "torch.cuda.set_device(0)\nmodel = DDP").replace("DDP(model)", "DDP(model.cuda())")
+    moved = BIG.replace("model = DDP(model)", "torch.cuda.set_device(0)\nmodel = DDP(model.cuda())")
     loop = BIG_LOOP.replace("(2, 2048)", "(2, 2048, device='cuda')")
     (edit,) = fixed(SETUP, moved + loop).edits
     look = "(torch.cuda.memory_allocated(), {n: v.cpu() for n, v in _state(model).items()})"

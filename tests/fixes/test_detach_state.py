@@ -178,6 +178,62 @@ def test_refuses(source: str, part: str) -> None:
     assert part in made.reason
 
 
+READING = """
+    hidden = {first}
+    losses = []
+    for x, y in chunks:
+        with timer():
+            out, hidden = rnn(x, hidden)
+        losses.append((out - y).square().mean().item())  # for the plot
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "rnn", "line"),
+    [
+        ("torch.zeros(1, 8, 4)", nn.GRU, "hidden = hidden.detach()"),
+        ("(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4))", nn.LSTM, "hidden = tuple(part.detach() for part in hidden)"),
+    ],
+)
+def test_an_evaluation_that_reads_on_is_exact(first: str, rnn: type, line: str) -> None:
+    source = READING.replace("{first}", first).replace("timer()", "contextlib.nullcontext()")
+    source = "import contextlib\n" + textwrap.dedent(source)
+    cells = cells_of(source)
+    known = evidence(cells, **program(rnn))
+    (proposal,) = propose(live.INCIDENT, known)  # type: ignore[misc]
+    assert (proposal.effect, proposal.caveat) == (Effect.EXACT, None)
+    made = patch(cells, known, proposal.dose)
+    assert isinstance(made, Patch), made
+    assert made.edits[0].after == source + f"    {line}  # its graph is not needed\n"
+    plain, before = run(source, rnn)
+    fixed, after = run(made.edits[0].after, rnn)
+    assert plain["losses"] == fixed["losses"]
+    assert live.same(live.values(plain["rnn"]), live.values(fixed["rnn"]))
+    assert after < 0.5 * before
+    again = cells_of(made.edits[0].after)
+    assert isinstance(patch(again, evidence(again, **program(rnn)), proposal.dose), Refused)
+
+
+def test_an_evaluation_of_an_earlier_cell_is_replayed() -> None:
+    function = "def evaluate(chunks):\n" + textwrap.indent(
+        textwrap.dedent(READING).replace("{first}", "torch.zeros(1, 8, 4)"), "    "
+    )
+    cells = cells_of(function + "    return losses\n", "seen = evaluate(chunks)\n")
+    made = patch(cells, evidence(cells), Dose())
+    assert isinstance(made, Patch), made
+    assert made.edits[0].cell == 1
+    assert "        hidden = hidden.detach()  # its graph is not needed\n    return losses" in made.edits[0].replay
+    skipping = cells_of(
+        cells.get(1).source.replace(
+            "        with timer", "        if bad(x):\n            continue\n        with timer"
+        ),
+        "seen = evaluate(chunks)\n",
+    )
+    refused = patch(skipping, evidence(skipping), Dose())
+    assert isinstance(refused, Refused)
+    assert "continue" in refused.reason
+
+
 STEPS = "seen = []\nfor x in xs:\n    seen.append(model(x).item())\n"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -8,12 +9,18 @@ import ddp_ranks
 import live
 import pytest
 import torch
+from running import session_of
 
+from oomdoctor import pipeline
 from oomdoctor.fixes import _ddp_ranks, fsdp2
 from oomdoctor.fixes.fsdp2 import FIX, patch, propose
+from oomdoctor.forecast.planning import make_plan
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.evidence import CodeFacts, Evidence, ReplicaFacts, Role
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.retry import Transaction
+from oomdoctor.views.prices import fix_rows
 
 NONE = Dose()
 DDP = "DistributedDataParallel"
@@ -60,7 +67,9 @@ for step in range(5):
 LOOK = """{
     "code": code,
     "losses": losses,
-    "state": {n.removeprefix("module."): getattr(p, "full_tensor", p.clone)().detach() for n, p in model.named_parameters()},
+    "state": {
+        n.removeprefix("module."): getattr(p, "full_tensor", p.clone)().detach() for n, p in model.named_parameters()
+    },
     "kept": _storages(
         getattr(t, "_local_tensor", t)
         for p in model.parameters()
@@ -119,7 +128,7 @@ GOLDEN = """\
  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
  
  torch.manual_seed(rank)
-"""
+"""  # noqa: W293
 
 
 def test_golden_diff_and_second_time() -> None:
@@ -187,10 +196,37 @@ def test_on_a_card_the_process_has_to_choose_its_device() -> None:
     fixed(f"torch.cuda.set_device(rank)\n{source}", found=evidence(device="cuda:0"))
 
 
-def test_it_is_never_applied() -> None:
-    assert FIX.effect is Effect.ADVICE
-    assert FIX.apply is None
-    assert FIX.guard is _ddp_ranks.never_applied
+def test_it_is_shown_as_a_diff_and_runs_neither_in_a_forecast_nor_in_a_retry() -> None:
+    assert (FIX.effect, FIX.apply, FIX.guard) == (Effect.ADVICE, None, _ddp_ranks.never_applied)
+    ran: list[int] = []
+    source = "model = DistributedDataParallel(model)\nran.append(1)"
+    cells = live.cells_of(source)
+    session = session_of({"ran": ran}, cells)
+    plan = make_plan(session, live.INCIDENT, evidence(), [FIX], budget=1 << 30, prepare=lambda: None, time_budget_s=5.0)
+    (candidate,) = plan.candidates
+    assert candidate.forecast.basis.startswith("estimate: each of 2 processes")
+    (row,) = fix_rows(plan)
+    assert (row.apply, row.diff, row.effect, row.promise) == (
+        *(None, "%oomdoctor diff 1", "advice"),
+        "never applied for you",
+    )
+    assert "+    fully_shard(block)" in candidate.patch.diff()
+
+    case = Case(number=1, incident=live.INCIDENT, evidence=evidence(), findings=(), plan=plan)
+    assert pipeline.admitted(case, "any") == ()
+
+    async def run(attempt: Any) -> BaseException | None:
+        exec(attempt.source, session.namespace)
+        return None
+
+    transaction = Transaction(session.namespace, source, lambda: 1 << 30)
+    healed, error = asyncio.run(
+        pipeline.heal(case, session, transaction, [candidate], run, most_attempts=1, time_budget_s=5.0)
+    )
+    assert error is None
+    assert healed.outcome.kind is OutcomeKind.REFUSED
+    assert "one of 2 ranks" in healed.outcome.why
+    assert ran == []
 
 
 @pytest.mark.gpu

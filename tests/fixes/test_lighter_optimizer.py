@@ -146,7 +146,7 @@ def test_golden_diff_and_what_runs_again() -> None:
     assert [line.partition(" =")[0] for line in made.edits[0].replay.splitlines()] == ["optimizer", "scheduler"]
     made = patched(*NOTEBOOKS["function"], dose=ADAFACTOR)
     assert isinstance(made, Patch)
-    assert "    optimizer = torch.optim.Adafactor(model.parameters(), 1e-3)\n" in made.edits[0].after
+    assert "    optimizer = optim.Adafactor(model.parameters(), 1e-3)\n" in made.edits[0].after
 
 
 REFUSALS = {

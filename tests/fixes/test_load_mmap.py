@@ -141,17 +141,17 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel's count is read from /proc")
 def test_the_weights_are_pages_of_the_file_and_there_only_once(path) -> None:
-    torch.save(nn.Linear(2048, 2048).state_dict(), path)  # 16 MiB
+    torch.save(nn.Linear(4096, 4096).state_dict(), path)  # 64 MiB: never from the heap, where freed pages may be left
     source = "model = Net()\nmodel.load_state_dict(torch.load(path))\nkept = [model]\n"
     taken = []
     for text in (source, after(source)):
         before = anonymous_bytes()
-        space = run(text, path, Net=lambda: nn.Linear(2048, 2048))
+        space = run(text, path, Net=lambda: nn.Linear(4096, 4096))
         taken.append(anonymous_bytes() - before)
         assert float(space["model"].weight[0, 0].detach()) != 0
         del space
-    assert taken[0] > 14 << 20
-    assert taken[1] < 4 << 20
+    assert taken[0] > 60 << 20
+    assert taken[1] < 16 << 20
 
 
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter:UserWarning")

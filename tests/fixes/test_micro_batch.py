@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
-from oomdoctor.fixes import _micro_live, _micro_source
+from oomdoctor.fixes import _micro_live, _micro_writer
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
@@ -442,7 +442,7 @@ def test_a_length_that_may_be_that_of_the_batch_divides_nothing(length: str) -> 
 
 
 def test_without_the_weights_the_parameters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_micro_source._Writer, "_share", lambda self: "1 / 4")
+    monkeypatch.setattr(_micro_writer.Writer, "_share", lambda self: "1 / 4")
     made = patched(SETUP, ZERO_FIRST)
     assert isinstance(made, Patch)
     plain = run([textwrap.dedent(s) for s in (SETUP, ZERO_FIRST)], program())

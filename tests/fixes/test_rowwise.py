@@ -273,3 +273,26 @@ def test_a_shadow_run_makes_no_process(monkeypatch) -> None:
         model = Net(centred)
         with _rowwise.tried_out(live.session(model=model)):
             assert model(torch.randn(16, 8)).shape == (16, 4)
+
+
+@pytest.mark.parametrize("done", [lambda self, x: x, centred])
+def test_what_a_model_returns_beside_its_rows_is_passed_over(done) -> None:
+    class WithLoss(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            out = super().forward(x)
+            return {"loss": out.square().mean(), "logits": out, "cache": object()}
+
+    model = WithLoss(done)
+    refused = pytest.raises(OomDoctorError, match="depends on the others") if done is centred else nullcontext()
+    with _rowwise.tried_out(live.session(model=model)), refused:
+        assert model(torch.randn(16, 8))["logits"].shape == (16, 4)
+
+
+def test_a_model_that_returns_its_loss_alone_is_refused() -> None:
+    class Loss(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    model = Loss()
+    with _rowwise.tried_out(live.session(model=model)), pytest.raises(OomDoctorError, match="a single number"):
+        model(torch.randn(16, 8))

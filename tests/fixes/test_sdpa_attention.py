@@ -10,6 +10,9 @@ import live
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
+from models.sequences import TRANSFORMERS
+from promises import check
+from settings import DEFAULT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -257,9 +260,7 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     monkeypatch.setattr(_attention_terms, "kept", lambda *args: kept(*args).replace("!=", "=="))
     with pytest.raises(OomDoctorError, match="nothing to attend to"):
         run(cell, SETUP, LOOP, is_live=True)
-    monkeypatch.setattr(
-        _attention_live.NoEmptyRow, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {}))
-    )
+    monkeypatch.setattr(_attention_live.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {})))
     assert not alike(plain, run(cell, SETUP, LOOP, is_live=True))
     monkeypatch.setattr(_attention_terms, "kept", kept)
     assert alike(plain, run(cell, SETUP, LOOP, is_live=True))
@@ -267,7 +268,8 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     assert not alike(plain, run(cell, SETUP, LOOP, is_live=True))
 
 
-def test_dropout_of_weights_is_handed_on() -> None:
+def test_dropout_of_weights_is_handed_on_where_kernels_drop(monkeypatch) -> None:
+    monkeypatch.setattr(_attention_live, "_is_written_out", lambda args, kwargs: False)  # as on CUDA
     cell, setup = layer(GPT), SETUP.replace("Attention()", "Attention(drop=0.5)")
     applied = run(cell, setup, LOOP, is_live=True)
     model, keep = applied["model"].eval(), applied["keep"]
@@ -292,6 +294,76 @@ def test_dropout_of_weights_is_handed_on() -> None:
     finally:
         F.scaled_dot_product_attention = kernel
     assert quiet.shape == x.shape
+
+
+DROPPING = {"attn_mask": torch.ones(4, 4, dtype=torch.bool), "dropout_p": 0.1}
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_attention_that_pytorch_writes_out_itself_is_refused(is_live) -> None:
+    q = torch.randn(2, 2, 4, 8, requires_grad=True)
+    bias = torch.zeros(4, 4, requires_grad=True)
+    made = run(layer(GPT), SETUP, LOOP)
+    cells, evidence = told(layer(GPT), SETUP, LOOP, model=made["model"])
+    session = replace(live.session(namespace=made, model=made["model"]), cells=cells)
+    dose = Dose.of(attention=evidence.code.eager_attention or "")
+    with apply(session, dose) if is_live else guard(session, dose):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        F.scaled_dot_product_attention(query=q, key=q, value=q)
+        F.scaled_dot_product_attention(q[0], q[0], q[0])  # of three dimensions: never exchanged
+        for call, why in (
+            (lambda: F.scaled_dot_product_attention(q, q, q, **DROPPING), "with dropout on cpu"),
+            (lambda: F.scaled_dot_product_attention(q, q, q, None, 0.1), "with dropout on cpu"),
+            (lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=bias), "this attention on cpu"),
+        ):
+            with pytest.raises(OomDoctorError, match=why):
+                call()
+
+
+def test_a_device_without_kernels_writes_out_its_attention(monkeypatch) -> None:
+    def none(*args: Any, **kwargs: Any) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", none)
+    with pytest.raises(OomDoctorError, match="no fused kernel"), guard(live.session(), Dose()):
+        F.scaled_dot_product_attention(*(torch.randn(2, 2, 4, 8) for _ in range(3)))
+
+
+def test_where_weights_are_dropped_the_kernels_of_the_cpu_save_nothing() -> None:
+    cell = layer(GPT).replace("24, 24", "128, 128")
+    setup = SETUP.replace("Attention()", "Attention(drop=0.5)").replace("24", "128")
+    loop = LOOP.replace("24", "128").replace("range(5)", "range(1)")
+    plain = run(cell, setup, loop)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(_attention_live, "_is_written_out", lambda args, kwargs: False)
+        applied = run(cell, setup, loop, is_live=True)
+    one = 3 * 2 * 128 * 128 * 4
+    assert plain["peak"] - applied["peak"] < one
+    _, found = told(cell, setup, loop, model=plain["model"])
+    assert found.code.attention_dropout == "model[0].drop"
+    refused = propose(live.INCIDENT, found)
+    assert isinstance(refused, Refused)
+    assert "model[0].drop drops weights of attention" in refused.reason
+    on_cuda = replace(found, devices=(replace(found.device, tensor_device="cuda:0"),))
+    assert not isinstance(propose(replace(live.INCIDENT, framework_frame="softmax"), on_cuda), Refused)
+
+
+def test_a_model_of_transformers_without_dropout_of_weights_heals() -> None:
+    text = "num_labels=3, attention_probs_dropout_prob=0.0"
+    templates = tuple(one.replace("num_labels=3", text) for one in TRANSFORMERS.templates)
+    family = replace(TRANSFORMERS, name="undropped", templates=templates)
+    assert check(FIX, family, DEFAULT).forms == ("live",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "saves"),
+    [((16, 64, 64), 16 * 64 * 64 * 4), ((8, 64, 64), 0), ((12, 64, 64), 0), ((16, 64, 63), 0), ((64, 64), 0)],
+)
+def test_scores_with_heads_and_batch_in_one_dimension_are_told_by_the_batch(shape, saves) -> None:
+    batch = Holding(bytes=1, device="cuda:0", role=Role.BATCH, path="x", shape=(8, 64), dtype="int64")
+    held = Holding(bytes=1, device="cuda:0", role=Role.ACTIVATION, path="y", shape=shape, dtype="float32")
+    found = propose(replace(live.INCIDENT, framework_frame=None), evidence_of(holdings=(batch, held)))
+    assert isinstance(found, Refused) if not saves else found[0].saves == saves  # type: ignore[union-attr]
 
 
 def test_a_function_that_drops_is_not_announced_and_refused() -> None:

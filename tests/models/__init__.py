@@ -13,14 +13,14 @@ from models.family import Family
 from models.habits import EVALUATION, HISTORY, PREDICTION, RETAINED, STATEFUL, WIDE, ZEROED
 from models.images import CNN, UNET, VIT
 from models.rows import MLP
-from models.sequences import ENCODER_DECODER, GPT, LSTM, TRANSFORMERS
+from models.sequences import ATTENTION, ENCODER_DECODER, GPT, LSTM, TRANSFORMERS
 
 __all__ = ["FAMILIES", "Family"]
 
 FAMILIES: Final = {
     family.name: family
     for family in (
-        *(MLP, CNN, UNET, LSTM, GPT, VIT, GAN, VAE, ENCODER_DECODER, TRANSFORMERS, CONTRASTIVE),
+        *(MLP, CNN, UNET, LSTM, GPT, VIT, GAN, VAE, ENCODER_DECODER, TRANSFORMERS, ATTENTION, CONTRASTIVE),
         *(EVALUATION, HISTORY, PREDICTION, RETAINED, STATEFUL, WIDE, ZEROED),
     )
 }

@@ -1,4 +1,4 @@
-"""Models of sequences: an LSTM language model, a GPT with tied weights, an encoder-decoder, one of transformers."""
+"""Models of sequences: an LSTM language model, a GPT with tied weights, encoders and decoders, one of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from models.family import Family
 
-__all__ = ["ENCODER_DECODER", "GPT", "LSTM", "TRANSFORMERS"]
+__all__ = ["ATTENTION", "ENCODER_DECODER", "GPT", "LSTM", "TRANSFORMERS"]
 
 LSTM: Final = Family(
     name="lstm",
@@ -396,3 +396,99 @@ for epoch in range(num_epochs):
 """,
     ),
 )
+
+ATTENTION: Final = Family(
+    name="attention",
+    size=16,
+    templates=(
+        """\
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+batch_size = $size
+max_len = 40
+""",
+        """\
+def attention(query, key, value, mask=None):
+    "Compute 'Scaled Dot Product Attention'"
+    d_k = query.size(-1)
+    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(d_k)
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    p_attn = scores.softmax(dim=-1)
+    return torch.matmul(p_attn, value)
+""",
+        """\
+class MultiHeadedAttention(nn.Module):
+    def __init__(self, h, d_model):
+        super().__init__()
+        self.h, self.d_k = h, d_model // h
+        self.linears = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(4)])
+
+    def forward(self, x, mask):
+        n = x.size(0)
+        query, key, value = (lin(x).view(n, -1, self.h, self.d_k).transpose(1, 2) for lin in self.linears[:3])
+        out = attention(query, key, value, mask=mask)
+        return self.linears[-1](out.transpose(1, 2).reshape(n, -1, self.h * self.d_k))
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, d_model, h):
+        super().__init__()
+        self.self_attn = MultiHeadedAttention(h, d_model)
+        self.feed_forward = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
+        self.norms = nn.ModuleList([nn.LayerNorm(d_model), nn.LayerNorm(d_model)])
+
+    def forward(self, x, mask):
+        x = x + self.self_attn(self.norms[0](x), mask)
+        return x + self.feed_forward(self.norms[1](x))
+
+
+class Encoder(nn.Module):
+    def __init__(self, vocab, d_model=32, N=3, h=8, n_classes=5):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, d_model)
+        self.position = nn.Embedding(max_len, d_model)
+        self.layers = nn.ModuleList([EncoderLayer(d_model, h) for _ in range(N)])
+        self.norm = nn.LayerNorm(d_model)
+        self.generator = nn.Linear(d_model, n_classes)
+
+    def forward(self, src):
+        mask = (src != 0).unsqueeze(1).unsqueeze(1)
+        x = self.embed(src) + self.position(torch.arange(src.size(1)))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.generator(self.norm(x)[:, 0])
+
+
+model = Encoder(vocab=120)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+criterion = nn.CrossEntropyLoss()
+""",
+        """\
+sentences = torch.randint(1, 120, ($samples, max_len))
+lengths = torch.randint(10, max_len + 1, ($samples, 1))
+sentences[torch.arange(max_len) >= lengths] = 0  # padding
+loader = DataLoader(TensorDataset(sentences, sentences[:, 0] % 5), batch_size=batch_size, shuffle=True)
+losses = []
+""",
+        """\
+model.train()
+for i, (src, y) in enumerate(loader):
+    loss = criterion(model(src), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+""",
+    ),
+)
+"""Attention written out as in textbooks, with a padding mask and without dropout.
+
+Gradients of the bias of keys are rounding alone (a softmax does not see it), which Adam would blow up to steps.
+"""

@@ -1,0 +1,257 @@
+"""The settings of trainers, read and written in the cells: what each fix is called there, and what writes it.
+
+A trainer's loop is in no cell, so fixes that rewrite loops find nothing to do. What they stand for is a keyword of the
+call that makes its settings. Only that call is changed, and the loader's batch size where the trainer is handed a
+loader; what was made from it since is made anew. A setting whose value in the cells is not the one that was in force
+is left alone: something else sets it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes import _cst
+from oomdoctor.fixes._batch_notebook import Book, Number, Place, call_name, calls
+from oomdoctor.fixes._batch_replay import LOADERS, exchange, node_of, write
+from oomdoctor.fixes._call_keywords import with_keyword
+from oomdoctor.fixes._precision_dtype import kind_of_device
+from oomdoctor.fixes._trainer_loader import numbers_in_loader, why_counted
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import CodeFacts, Evidence, TrainerFacts
+from oomdoctor.model.fix import Dose, Patch
+from oomdoctor.model.session import Cells
+
+__all__ = ["BATCH", "owner", "patched", "setting"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Term:
+    """A keyword and what is written for it.
+
+    Attributes:
+        takes: the value in the dose that divides (``//``) or multiplies (``*``) what is there, or takes its place.
+        text: what is written, for every dose.
+    """
+
+    keyword: str
+    does: str = "="
+    takes: str = ""
+    text: str = ""
+
+
+_MIXED: Final = {
+    ("transformers", "bfloat16"): _Term(keyword="bf16", text="True"),
+    ("transformers", "float16"): _Term(keyword="fp16", text="True"),
+    ("lightning", "bfloat16"): _Term(keyword="precision", text='"bf16-mixed"'),
+    ("lightning", "float16"): _Term(keyword="precision", text='"16-mixed"'),
+    ("accelerate", "bfloat16"): _Term(keyword="mixed_precision", text='"bf16"'),
+    ("accelerate", "float16"): _Term(keyword="mixed_precision", text='"fp16"'),
+}
+_EIGHT_BITS: Final = {"bitsandbytes": '"adamw_8bit"', "torchao": '"adamw_torch_8bit"'}
+
+_Terms: TypeAlias = Callable[[TrainerFacts, Dose], tuple[_Term, ...]]
+
+_SETTINGS: Final[Mapping[tuple[str, str], _Terms]] = {
+    ("transformers", "micro_batch"): lambda _, dose: (
+        _Term(keyword="per_device_train_batch_size", does="//", takes="parts"),
+        _Term(keyword="gradient_accumulation_steps", does="*", takes="parts"),
+    ),
+    ("lightning", "micro_batch"): lambda _, dose: (_Term(keyword="accumulate_grad_batches", does="*", takes="parts"),),
+    ("accelerate", "micro_batch"): lambda _, dose: (
+        _Term(keyword="gradient_accumulation_steps", does="*", takes="parts"),
+    ),
+    ("transformers", "smaller_batch"): lambda _, dose: (
+        _Term(keyword="per_device_train_batch_size", takes="batch_size"),
+    ),
+    ("lightning", "smaller_batch"): lambda _, dose: (),
+    **{
+        (library, "autocast"): lambda trainer, dose: (_MIXED[trainer.library, str(dose["dtype"])],)
+        for library in ("transformers", "lightning", "accelerate")
+    },
+    ("transformers", "checkpoint_blocks"): lambda trainer, _: _recomputing(trainer),
+    ("transformers", "optimizer_8bit"): lambda _, dose: (
+        _Term(keyword="optim", text=_EIGHT_BITS[str(dose["library"])]),
+    ),
+    ("transformers", "lighter_optimizer"): lambda _, dose: (_Term(keyword="optim", text='"adafactor"'),),
+    ("transformers", "chunked_inference"): lambda _, dose: (
+        _Term(keyword="per_device_eval_batch_size", does="//", takes="chunks"),
+    ),
+    ("transformers", "offload_predictions"): lambda _, dose: (_Term(keyword="eval_accumulation_steps", text="1"),),
+}
+"""What each fix is in the settings of each library.
+
+Source: ``transformers.TrainingArguments``, ``lightning.Trainer`` and ``accelerate.Accelerator``.
+"""
+
+BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size", "accelerate": "batch_size"}
+"""What the samples in a batch are called among the settings; of a loader where the library has no such setting."""
+
+_DEFAULTS: Final = {
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "accumulate_grad_batches": 1,
+}
+_WHEN_EVALUATING: Final = frozenset({"chunked_inference", "offload_predictions"})
+
+_MAKES: Final = re.compile(
+    LOADERS.pattern + r"|^(\w+\.){0,2}((Seq2Seq)?(TrainingArguments|Trainer)|Accelerator|\w+Callback|EarlyStopping)$"
+)
+"""Calls that may run again: a trainer that is made leaves what it is given as it is, but for the seed that it sets."""
+
+
+def owner(code: CodeFacts, fix: str) -> TrainerFacts | None:
+    """Return the trainer through whose settings ``fix`` would be made, None where it would not be."""
+    phase = "evaluate" if fix in _WHEN_EVALUATING else "train"
+    for one in code.trainers:
+        if one.phase != phase or (one.library, fix) not in _SETTINGS:
+            continue
+        if one.library == "accelerate" and code.grad_disabled:
+            continue
+        # A plain checkpoint counts a batch twice in running statistics.
+        if fix == "checkpoint_blocks" and (not one.recomputes or one.model is None or one.model.batch_norm):
+            continue
+        return one
+    return None
+
+
+def setting(trainer: TrainerFacts, keyword: str) -> int | float | str | bool | None:
+    """Return a setting that was in force, None where it is not known."""
+    return dict(trainer.settings).get(keyword)
+
+
+def _recomputing(trainer: TrainerFacts) -> tuple[_Term, ...]:
+    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs.
+
+    Source: ``TrainingArguments``: ``activation_checkpointing`` since 5.23, where the older name is deprecated; before 5
+    the form was reentrant if nothing was said.
+    """
+    known = dict(trainer.settings)
+    if "activation_checkpointing" in known:
+        return (_Term(keyword="activation_checkpointing", text="True"),)
+    kwargs = _Term(keyword="gradient_checkpointing_kwargs", text='{"use_reentrant": False}')
+    switch = _Term(keyword="gradient_checkpointing", text="True")
+    return (switch, kwargs) if "gradient_checkpointing_kwargs" in known else (switch,)
+
+
+def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused | None:
+    """Return the cells with ``fix`` made through the settings of the trainer, None where that is not its way."""
+    code = evidence.code
+    trainer = owner(code, fix)
+    if trainer is None:
+        return None
+    on_cpu = kind_of_device(evidence) == "cpu" and trainer.library == "transformers"
+    if fix == "autocast" and on_cpu and not setting(trainer, "use_cpu"):
+        return Refused("`TrainingArguments` takes `bf16` on a CPU only with `use_cpu=True`")
+    if trainer.cell is None or trainer.line is None:
+        return Refused("where the cells make the settings of the trainer was not found, or they do so more than once")
+    book = Book.read(cells)
+    page = book.page(trainer.cell)
+    made = [call for call in calls(page.tree) if (call.lineno, call_name(call)) == (trainer.line, trainer.call)]
+    parsed = _cst.read(page.cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    old = node_of(parsed, made[0]) if made else None
+    if not isinstance(old, cst.Call):
+        return Refused(f"`{trainer.call}` is not called where it was found before")
+    changes: dict[int, tuple[_cst.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]] = {page.cell.number: (parsed, {})}
+    terms = _SETTINGS[trainer.library, fix](trainer, dose)
+    if terms:
+        call = _written(
+            _Call(trainer=trainer, book=book, place=book.place(page, made[0]), old=made[0]), old, terms, dose
+        )
+        if isinstance(call, Refused):
+            return call
+        changes[page.cell.number][1][old] = call
+    if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
+        if (counted := why_counted(cells, made[0])) is not None:
+            return Refused(counted)
+        numbers = numbers_in_loader(book, code, trainer.library, setting(trainer, BATCH[trainer.library]))
+        if isinstance(numbers, Refused):
+            return numbers
+        size, odd = numbers[0].value, 0
+        if fix == "smaller_batch":
+            size = dose.number("batch_size")
+        else:
+            size, odd = divmod(size, dose.number("parts"))
+        if odd:
+            return Refused(f"a batch of {numbers[0].value} does not divide into {dose.number('parts')} parts")
+        if (why := _exchange(numbers, size, changes)) is not None:
+            return why
+    return write(cells, {n: (cell, exchange(cell.module, found)) for n, (cell, found) in changes.items()}, _MAKES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """The call that makes the settings, as it stands."""
+
+    trainer: TrainerFacts
+    book: Book
+    place: Place
+    old: ast.Call
+
+    def given(self, keyword: str) -> ast.expr | None:
+        """Return what is written for ``keyword``."""
+        return next((one.value for one in self.old.keywords if one.arg == keyword), None)
+
+
+def _written(made: _Call, old: cst.Call, terms: Iterable[_Term], dose: Dose) -> cst.Call | Refused:
+    """Return the call with each of ``terms`` in it."""
+    if any(one.arg is None for one in made.old.keywords) or len(made.old.args) > 1:
+        return Refused(f"`{made.trainer.call}` takes settings by position or from a dictionary: set it there")
+    new, after = old, ""
+    for term in terms:
+        value = _value(made, term, dose)
+        if isinstance(value, Refused):
+            return value
+        quotes = cst.Module([]).code_for_node(old)
+        if "'" in quotes and '"' not in quotes:
+            value = value.replace('"', "'")
+        new, after = with_keyword(new, term.keyword, cst.parse_expression(value), after), term.keyword
+    return new
+
+
+def _value(made: _Call, term: _Term, dose: Dose) -> str | Refused:
+    """Return what is to be written for ``term``, or why it cannot be told from what is there."""
+    given, in_force = made.given(term.keyword), setting(made.trainer, term.keyword)
+    if term.text:
+        if given is not None and ast.unparse(given) == ast.unparse(ast.parse(term.text)):
+            return Refused(f"the cells say `{term.keyword}={term.text}` already")
+        return term.text
+    known = [given] if isinstance(given, ast.Constant) else []
+    values = {number.value for number in made.book.numbers(given, made.place)} if given is not None else set[int]()
+    if given is None:
+        values = {_DEFAULTS[term.keyword]}
+    if values != {in_force} or type(in_force) is not int:
+        there = f"`{term.keyword}={ast.unparse(given)}`" if given is not None else f"no `{term.keyword}`"
+        return Refused(f"the cells say {there}, and {in_force} was in force: something else sets it")
+    by = dose.number(term.takes)
+    if term.does == "=":
+        return str(by)
+    if given is None or known:
+        return str(in_force // by if term.does == "//" else in_force * by)
+    return f"{ast.unparse(given)} {term.does} {by}"
+
+
+def _exchange(
+    numbers: Iterable[Number], size: int, changes: dict[int, tuple[_cst.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]]
+) -> Refused | None:
+    """Add ``size`` in the place of each of ``numbers`` to ``changes``."""
+    for number in numbers:
+        cell = number.page.cell
+        if cell.number not in changes:
+            parsed = _cst.read(cell.source)
+            if isinstance(parsed, Refused):
+                return parsed
+            changes[cell.number] = parsed, {}
+        parsed, found = changes[cell.number]
+        if (node := node_of(parsed, number.node)) is None:
+            return Refused(f"`{number.value}` is not where it was found before")
+        found[node] = cst.Integer(str(size))
+    return None
