@@ -40,7 +40,6 @@ _HOMES: Final = {
 """What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
 
 
-
 _Comma: TypeAlias = cst.Comma | cst.MaybeSentinel
 
 

@@ -95,9 +95,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     nodes: dict[cst.CSTNode, _cst.New] = {load: lambda call: _to_host(call, mapped)}
     models = {model.path for model in evidence.code.models}
     nodes |= {call: _assigning for call in into if mapped and _is_fresh(page, call, models)}
-    return _cst.join(
-        cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, nodes))]
-    )
+    return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, nodes))])
 
 
 def _text(node: cst.CSTNode) -> str:

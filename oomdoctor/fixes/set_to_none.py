@@ -136,9 +136,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     changes: dict[cst.CSTNode, cst.CSTNode] = {
         call: new for call in _optimizer_source.calls(place.scope) if (new := _freed(call)) is not None
     }
-    return _cst.join(
-        cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, changes))]
-    )
+    return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, changes))])
 
 
 def _freed(call: cst.Call) -> cst.Call | None:

@@ -1,4 +1,4 @@
-"""A recurrent state carried through a loop that does not train: only where nothing differentiates what is made of it."""
+"""A recurrent state carried through a loop that does not train: where nothing differentiates what is made of it."""
 
 from __future__ import annotations
 

@@ -299,9 +299,9 @@ REFUSALS = {
     "pieces of texts": (
         (
             *(IMPORTS, DATA, MODEL, "bptt = 4\nT = X.view(2, 48, 8)\n"),
-            SLICES.replace("len(X), 32", "T.size(1), bptt").replace("X[i:i + 32]", "T[:, i:i + bptt]").replace(
-                "Y[i:i + 32]", "Y"
-            ),
+            SLICES.replace("len(X), 32", "T.size(1), bptt")
+            .replace("X[i:i + 32]", "T[:, i:i + bptt]")
+            .replace("Y[i:i + 32]", "Y"),
         ),
         "the loop cuts `T` along a later dimension: how many samples a batch has was decided where `T` was made",
     ),
