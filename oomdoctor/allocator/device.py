@@ -68,7 +68,11 @@ class VirtualAccelerator:
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """Return the block that stands for the storage of ``tensor``; None if it is not counted or empty."""
-        return self._ledger.block_of(tensor.untyped_storage())
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # an oneDNN tensor, or another without a storage
+            return None
+        return self._ledger.block_of(storage)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of ``tensor`` is counted here; copies that oomdoctor keeps aside are not."""

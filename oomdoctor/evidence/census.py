@@ -30,7 +30,7 @@ from oomdoctor.evidence.storages import is_fake, storages_of, tensor_types
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
 from oomdoctor.model.aside import without_apart
 from oomdoctor.model.evidence import Census, Role
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict, registered, submodules
+from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered, submodules
 
 __all__ = ["Program", "take", "unobserved"]
 
@@ -117,7 +117,7 @@ class _Count:
         self._walk = Walk(program.passed_over)
         self._graphs = Graphs()
         self._parameters: dict[int, Path] = {}
-        self._stepped_by: dict[int, str] = {}
+        self._stepped_by: dict[int, Path] = {}
         self._inputs: set[int] = set()
         self._fakes = 0
         self._skips_graphs = in_backward_elsewhere()
@@ -164,16 +164,17 @@ class _Count:
         while self._walk.modules:
             path, module = self._walk.modules.popleft()
             free = path.root.deletion
-            for name, parameter in _tensors(module, "_parameters"):
-                at = path.child(member(module, name, "_parameters"))
-                self._claim((parameter,), Role.PARAMETER, at, frees=free)
-                owner = self._stepped_by.get(id(parameter), path.root.name)
-                self._claim_gradient(parameter, at, _cleared(owner) if free else None)
-                if not at.root.place:
-                    self._parameters[id(parameter)] = at
-            for name, buffer in _tensors(module, "_buffers"):
-                role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
-                self._claim((buffer,), role, path.child(member(module, name, "_buffers")), frees=free)
+            for at, (name, parameter) in enumerate(registered(module, "_parameters")):
+                if kind_of(type(parameter)) is Kind.TENSOR:
+                    here = path.child(member(module, name, "_parameters", at))
+                    self._claim((parameter,), Role.PARAMETER, here, frees=free)
+                    self._claim_gradient(parameter, here, self._stepped_by.get(id(parameter), path))
+                    if not here.root.place:
+                        self._parameters[id(parameter)] = here
+            for at, (name, buffer) in enumerate(registered(module, "_buffers")):
+                if kind_of(type(buffer)) is Kind.TENSOR:
+                    role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
+                    self._claim((buffer,), role, path.child(member(module, name, "_buffers", at)), frees=free)
 
     def _claim_shared(self) -> None:
         """Have the ledger know of names that lead to a module which another name leads to as well."""
@@ -183,33 +184,37 @@ class _Count:
                 self._claim(tensors, Role.PARAMETER, path)
 
     def _note_steps(self) -> None:
-        """Note the expression for the optimizer of every parameter, by the parameter's ``id``."""
+        """Note the path of the optimizer of every parameter, by the parameter's ``id``."""
         for path, optimizer in self._walk.optimizers:
             if not path.root.place:
-                for group in (plain_dict(optimizer) or {}).get("param_groups") or ():
-                    self._stepped_by |= dict.fromkeys(map(id, group["params"]), path.names()[1])
+                for _, _, parameter in _stepped(optimizer):
+                    self._stepped_by[id(parameter)] = path
 
     def _claim_optimizers(self) -> None:
         while self._walk.optimizers:
             path, optimizer = self._walk.optimizers.popleft()
-            held: Any = plain_dict(optimizer) or {}
-            root, free = path.root.name, path.root.deletion
-            for at, group in enumerate(held.get("param_groups") or ()):
-                for index, parameter in enumerate(group["params"]):
-                    here = path.child(f".param_groups[{at}]['params'][{index}]")
-                    self._claim((parameter,), Role.PARAMETER, here, frees=free)
-                    self._claim_gradient(parameter, here, _cleared(root) if free else None)
-            for parameter, state in list(dict.items(held.get("state") or {})):
+            free = path.root.deletion
+            for at, index, parameter in _stepped(optimizer):
+                here = path.child(f".param_groups[{at}]['params'][{index}]")
+                self._claim((parameter,), Role.PARAMETER, here, frees=free)
+                self._claim_gradient(parameter, here, path)
+            for parameter, state in _pairs((plain_dict(optimizer) or {}).get("state")):
                 of = self._parameters.get(id(parameter))
-                here = path.child(f".state[{of.names()[1]}]" if of else f" → state of a parameter of {root}")
-                for name, value in list(dict.items(state)) if kind_of(type(state)) is Kind.MAPPING else ():
+                key = of.exact() if of else None
+                here = path.child(f".state[{key}]" if key else f" → state of a parameter of {path.root.name}")
+                for name, value in _pairs(state):
                     tensors = tuple(tensors_in(value))
-                    self._claim(tensors, Role.OPTIMIZER_STATE, here.child(f"[{name!r}]"), frees=free)
+                    step = f"[{name!r}]" if is_plain_key(name) else " → state"
+                    self._claim(tensors, Role.OPTIMIZER_STATE, here.child(step), frees=free)
 
-    def _claim_gradient(self, tensor: Any, path: Path, frees: str | None) -> None:
+    def _claim_gradient(self, tensor: Any, path: Path, zeroed_by: Path | None) -> None:
+        """Claim the gradient of a tensor, which the module or optimizer at ``zeroed_by`` zeroes, else the tensor's."""
         if (_is_leaf(tensor) and _requires_grad(tensor)) or _retains_grad(tensor):
             gradient = _grad(tensor)
             if gradient is not None:
+                owner = zeroed_by.exact() if zeroed_by else None
+                own = path.exact() if zeroed_by is None else None
+                frees = f"{owner}.zero_grad(set_to_none=True)" if owner else f"{own}.grad = None" if own else None
                 self._claim((gradient,), Role.GRADIENT, path.child(".grad"), frees=frees)
 
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
@@ -249,9 +254,8 @@ class _Count:
                 items = found.item(index)
                 self._claim((tensor,), role, found.path, items=items, sliceable=found.sliceable, frees=frees)
                 self._fakes += is_fake(tensor)
-        for tensor in held.requiring:
-            clear = f"{found.path.names()[1]}.grad = None" if held.origin is _Origin.NAME else None
-            self._claim_gradient(tensor, found.path, clear)
+        for index, tensor in enumerate(tensors) if held.requiring else ():
+            self._claim_gradient(tensor, found.path_of(index), None)
 
     def _role_of(self, held: _Held, tensor: Any, saved: Saved | None) -> Role:
         """Return what a tensor that a path leads to is there for."""
@@ -339,8 +343,23 @@ class _Count:
             yield "there are more objects than were looked at, so some holders have no name here"
 
 
-def _cleared(owner: str) -> str:
-    return f"{owner}.zero_grad(set_to_none=True)"
+def _stepped(optimizer: Any) -> Iterator[tuple[int, int, Any]]:
+    """Yield group, index and parameter of what an optimizer steps, as far as its groups are what torch makes them."""
+    groups = (plain_dict(optimizer) or {}).get("param_groups")
+    for at, group in enumerate(_items(groups)):
+        parameters = dict.get(group, "params") if kind_of(type(group)) is Kind.MAPPING else None
+        for index, parameter in enumerate(_items(parameters)):
+            if kind_of(type(parameter)) is Kind.TENSOR:
+                yield at, index, parameter
+
+
+def _items(held: Any) -> Sequence[Any]:
+    kind = kind_of(type(held))
+    return items_of(held, kind) if kind in (Kind.SEQUENCE, Kind.TUPLE) else ()
+
+
+def _pairs(held: Any) -> list[tuple[Any, Any]]:
+    return pairs_of(held, Kind.MAPPING) if kind_of(type(held)) is Kind.MAPPING else []
 
 
 def _is_pinned(tensor: Any) -> bool:

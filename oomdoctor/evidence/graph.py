@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from oomdoctor.evidence.walk import tensors_in
-from oomdoctor.model.kinds import Kind, held_by, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, held_by, kind_of, module_of, plain_dict, qualname_of
 
 __all__ = ["DEEPEST", "Graphs", "Saved"]
 
@@ -104,7 +104,7 @@ class Graphs:
                 inside = list(tensors_in(held))
                 tensors += inside or _kept_for_recomputing(one)
                 if not inside:
-                    self.packed[f"{type(held).__module__}.{type(held).__qualname__}"] += 1
+                    self.packed[f"{module_of(type(held))}.{qualname_of(type(held))}"] += 1
 
 
 def _kept_for_recomputing(saved: Any) -> Iterator[Any]:

@@ -26,6 +26,7 @@ Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]
 
 _MANY: Final = 64
 _device: Final = attrgetter("device")
+_grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 _dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
 _MOST_HOLDINGS: Final = 10_000
 _FEW: Final = 3
@@ -136,14 +137,19 @@ class Ledger:
         return True
 
     def ownerless(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``tensors`` that nobody has claimed and that lie in a storage without an owner."""
+        """Return those of ``tensors`` that nobody has claimed and that have a graph or a storage without an owner."""
         if self._claimed.issuperset(map(id, tensors)):
             return []
         new = [one for one in tensors if id(one) not in self._claimed]
         columns = plain_storages(new)
         if columns is not None:
-            return [one for one, key in zip(new, columns[0], strict=True) if key not in self._owned]
-        return [one for one in new if any(key not in self._owned for key, *_ in storages_of((one,)))]
+            pairs = zip(new, columns[0], strict=True)
+            return [one for one, key in pairs if key not in self._owned or _grad_fn(one) is not None]
+        return [
+            one
+            for one in new
+            if _grad_fn(one) is not None or any(key not in self._owned for key, *_ in storages_of((one,)))
+        ]
 
     def _at(self, device: torch.device, tensor: torch.Tensor) -> int | None:
         """Return which place a storage is at. A simulated one shares its device's name and must be asked."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 from oomdoctor.model.kinds import (
     Kind,
     held_by,
+    is_plain_key,
     kind_of,
     members_of,
     module_of,
@@ -86,7 +87,7 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
 def _children(path: str, value: Any, kind: Kind) -> list[tuple[str, Any]]:
     if kind is Kind.MAPPING:
         pairs = pairs_of(value, kind, _MOST_ITEMS)
-        return [(f"{path}[{key!r}]", item) for key, item in pairs if type(key) in (str, int)]
+        return [(f"{path}[{key!r}]", item) for key, item in pairs if is_plain_key(key)]
     if kind in (Kind.SEQUENCE, Kind.TUPLE):
         return [(f"{path}[{index}]", item) for index, item in pairs_of(value, kind, _MOST_ITEMS)]
     if kind is Kind.CALLABLE:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.model.kinds import mro_of, name_of
+from oomdoctor.model.kinds import is_plain_key, module_of, mro_of, name_of
 
-__all__ = ["ARROW", "Found", "Path", "Root", "member"]
+__all__ = ["ARROW", "Found", "Path", "Root", "is_attribute", "member"]
 
 ARROW: Final = " → "
 """Begins a step that no expression can follow."""
-_INDEXED: Final = frozenset({"Sequential", "ModuleList", "ParameterList"})
+_INDEXED: Final = frozenset(
+    {("torch.nn.modules.container", name) for name in ("Sequential", "ModuleList", "ParameterList")}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +70,11 @@ class Path(NamedTuple):
         text = f"local `{text}` of {self.root.place}" if self.root.place else text
         return text, "".join(holder) if self.root.name else ""
 
+    def exact(self) -> str | None:
+        """Return the expression for what it leads to itself, None where none does."""
+        text, expression = self.names()
+        return expression if not self.root.place and text == expression else None
+
     def _suffixes(self) -> list[str]:
         steps: list[str] = []
         step: Path | None = self
@@ -93,15 +101,35 @@ class Found(NamedTuple):
     contained: bool = False
     is_cache: bool = False
 
+    def path_of(self, index: int) -> Path:
+        """Return the path of one of them."""
+        if self.first is not None:
+            return self.path.child(f"[{self.first + index}]")
+        return self.path if len(self.tensors) == 1 else self.path.child(f"{ARROW}value")
+
     def item(self, index: int) -> tuple[int, int] | None:
         """Return the bounds of one of them as an item of the sequence, None where they are not items."""
         return None if self.first is None else (self.first + index, self.first + index + 1)
 
 
-def member(module: Any, name: Any, register: str) -> str:
-    """Return the part of a path that leads from a module to what one of its registers holds under ``name``."""
+def member(module: Any, name: Any, register: str, at: int) -> str:
+    """Return the part of a path that leads from a module to what one of its registers holds under ``name``.
+
+    Args:
+        at: which of those in the register it is; containers are indexed by that, and not by the name.
+    """
     if type(name) is not str:
-        return f".{register}[{name!r}]"
-    if name.isdigit() and _INDEXED.intersection(map(name_of, mro_of(type(module)))):
+        return f".{register}[{name!r}]" if is_plain_key(name) else f"{ARROW}{register}"
+    if name == str(at) and not _INDEXED.isdisjoint(zip(*_names(module), strict=True)):
         return f"[{name}]"
-    return f".{name}" if name.isidentifier() else f".{register}[{name!r}]"
+    return f".{name}" if is_attribute(name) else f".{register}[{name!r}]"
+
+
+def is_attribute(name: str) -> bool:
+    """Return whether a name can be written behind a dot."""
+    return name.isidentifier() and not iskeyword(name)
+
+
+def _names(value: Any) -> tuple[Iterator[str], Iterator[str]]:
+    mro = mro_of(type(value))
+    return map(module_of, mro), map(name_of, mro)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from oomdoctor.evidence.walk import attributes
-from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.kinds import Kind, kind_of, module_of
 
 __all__ = ["PLAIN", "Storage", "is_fake", "plain_storages", "storages_of", "tensor_types"]
 
@@ -70,7 +70,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether the tensor stands for memory that it does not have: fake and meta tensors."""
     if type(tensor) in PLAIN:
         return tensor.is_meta
-    return type(tensor).__module__ == "torch._subclasses.fake_tensor"
+    return module_of(type(tensor)) == "torch._subclasses.fake_tensor"
 
 
 def _storages_in(tensor: Any, seen: set[int]) -> Iterator[Storage]:

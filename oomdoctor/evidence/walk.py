@@ -11,16 +11,16 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from math import isfinite
 from types import CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from oomdoctor.evidence.frames import leads_nowhere, locals_of
-from oomdoctor.evidence.paths import ARROW, Found, Path, Root, member
+from oomdoctor.evidence.paths import ARROW, Found, Path, Root, is_attribute, member
 from oomdoctor.model.kinds import (
     Kind,
     held_by,
+    is_plain_key,
     items_of,
     kind_of,
     members_of,
@@ -53,7 +53,11 @@ _PLAIN_CONTAINERS: Final = _CONTAINERS | {Kind.TUPLE, Kind.ARRAY, Kind.ATOM}
 _SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
 _REGISTERS: Final = frozenset({dict, OrderedDict, list, set, tuple})
 """A module has a dozen of them, and most are empty."""
-_CLAIMED_APART: Final = frozenset({"_parameters", "_buffers", "_modules", "state", "param_groups"})
+_CLAIMED_APART: Final = {
+    Kind.MODULE: frozenset({"_parameters", "_buffers", "_modules"}),
+    Kind.OPTIMIZER: frozenset({"state", "param_groups"}),
+}
+"""Attributes that the census claims by itself."""
 
 
 class _Todo(NamedTuple):
@@ -193,8 +197,7 @@ def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
     """Yield what ``value`` holds with the part of a path for each."""
     if kind is Kind.MAPPING:
         for key, item in list(dict.items(value)):
-            is_plain = type(key) in (str, int, bool) or (type(key) is float and isfinite(key))
-            yield f"[{key!r}]" if is_plain else f"{ARROW}value", item
+            yield f"[{key!r}]" if is_plain_key(key) else f"{ARROW}value", item
     elif kind is Kind.SET:
         yield from ((f"{ARROW}element", item) for item in items_of(value, kind))
     elif kind in (Kind.SEQUENCE, Kind.TUPLE):
@@ -206,7 +209,8 @@ def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
     elif type(value) in (GeneratorType, CoroutineType):
         yield from _suspended(value)
     elif kind is Kind.MODULE:
-        yield from ((member(value, name, "_modules"), child) for name, child in registered(value, "_modules"))
+        modules = enumerate(registered(value, "_modules"))
+        yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
         yield from attributes(value)
     elif kind is not Kind.GENERATOR_STATE and not leads_nowhere(type(value)):
         yield from attributes(value)
@@ -218,9 +222,14 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if (held is None and not slots) or name_of(type(value)) == "_lru_cache_wrapper":
         # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
         yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
+    apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
     for name, item in list((held or {}).items()):
-        if type(item) not in _SIMPLE and name not in _CLAIMED_APART and not (type(item) in _REGISTERS and not item):
-            yield f".{name}" if name.isidentifier() else f"{ARROW}{name!r}", item
+        if type(item) in _SIMPLE or (type(item) in _REGISTERS and not item):
+            continue
+        if type(name) is not str:
+            yield f"{ARROW}attribute", item
+        elif name not in apart:
+            yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
     for name, slot in slots:
         try:
             yield f".{name}", slot.__get__(value)

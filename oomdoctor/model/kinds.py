@@ -5,12 +5,14 @@ With one exception: types are keys of dictionaries here, so a metaclass's own ``
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from itertools import islice
+from math import isfinite
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -19,6 +21,7 @@ __all__ = [
     "Kind",
     "child_path",
     "held_by",
+    "is_plain_key",
     "items_of",
     "kind_of",
     "members_of",
@@ -32,12 +35,16 @@ __all__ = [
     "submodules",
 ]
 
+_KEY_BITS: Final = 256
 _of_types: Final = vars(type)
 # What a class is, asked past its metaclass.
 mro_of: Final[Callable[[type], tuple[type, ...]]] = _of_types["__mro__"].__get__
 name_of: Final[Callable[[type], str]] = _of_types["__name__"].__get__
 qualname_of: Final[Callable[[type], str]] = _of_types["__qualname__"].__get__
 module_of: Final[Callable[[type], str]] = _of_types["__module__"].__get__
+flags_of: Final[Callable[[type], int]] = _of_types["__flags__"].__get__
+_MADE_AT_RUN_TIME: Final = 1 << 9
+"""Source: ``Py_TPFLAGS_HEAPTYPE`` in CPython's Include/object.h."""
 members_of: Final[Callable[[type], Mapping[str, Any]]] = _of_types["__dict__"].__get__
 
 
@@ -117,8 +124,11 @@ def _classify(cls: type) -> Kind:
     mro = mro_of(cls)
     for base in mro:
         names = module_of(base), name_of(base)
-        if (kind := _BY_NAME.get(names)) is not None:
-            return kind
+        # A class of the program's may call itself what it likes, but what is built in is made in C.
+        if type(names[0]) is str and not (names[0] == "builtins" and flags_of(base) & _MADE_AT_RUN_TIME):
+            kind = _BY_NAME.get(names)
+            if kind is not None:
+                return kind
     advances = any("__next__" in members_of(base) for base in mro)
     return Kind.ITERATOR if advances else Kind.OBJECT
 
@@ -199,13 +209,24 @@ def registered(module: Any, register: str) -> list[tuple[str, Any]]:
     table: Any = (plain_dict(module) or {}).get(register)
     if kind_of(type(table)) is not Kind.MAPPING:
         wrapped = plain_dict(table) or {}
-        table = wrapped.get("_python_modules") or wrapped.get("_c")
-        if type(table) is not dict:
-            is_in_c = module_of(type(table)) in ("torch", "torch._C")
-            return list(table.items()) if is_in_c else []
+        if type(wrapped.get("_python_modules")) is dict:
+            return list(wrapped["_python_modules"].items())
+        in_c = sys.modules.get("torch._C")
+        held = wrapped.get("_c")
+        of_scripts = (getattr(in_c, name, None) for name in ("ParameterDict", "BufferDict", "ModuleDict"))
+        return list(held.items()) if held is not None and type(held) in of_scripts else []
     return list(dict.items(table))
 
 
 def child_path(path: str, name: str) -> str:
     """Return the expression for the child ``name`` of the module at ``path``."""
+    if type(name) is not str:
+        return f"{path}._modules[...]"
     return f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"
+
+
+def is_plain_key(key: object) -> bool:
+    """Return whether ``repr`` of a key is short, is what stands for it in code, and runs no code of the user's."""
+    if type(key) is int:
+        return key.bit_length() <= _KEY_BITS
+    return type(key) in (str, bool) or (type(key) is float and isfinite(key))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections import deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -559,3 +559,99 @@ def test_the_one_record_among_many_that_holds_a_tensor_is_found() -> None:
     assert holding(taken({"rows": rows}), "rows[4321]['x']['y'][1]").bytes == 4 * 4096
     by_key = {f"key {number}": row for number, row in enumerate(rows)}
     assert holding(taken({"rows": by_key}), "rows['key 4321']['x']['y'][1]").bytes == 4 * 4096
+
+
+def test_graphs_behind_a_large_container_are_found_though_each_tensor_shares_an_owned_storage() -> None:
+    weight, data = torch.ones(64, 64, requires_grad=True), torch.ones(256, 64)
+    curve, log = [], []
+    for number in range(300):
+        loss = (data @ weight).relu().sum()
+        curve.append(loss.detach())
+        log.append((number, loss))
+    found = taken({"weight": weight, "data": data, "curve": curve, "log": log})
+    assert found.bytes_of(Role.GRAPH_KEPT_ALIVE) >= 300 * 256 * 64 * 4
+
+
+def evaluates(found: Census, namespace: dict[str, Any], role: Role) -> list[Any]:
+    held = [one for one in found.holdings if one.role is role and one.expression and one.path == one.expression]
+    assert held
+    return [(one, eval(one.expression, dict(namespace))) for one in held]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 48), nn.Linear(48, 32))[1:],
+        lambda: nn.Sequential(OrderedDict([("1", nn.Linear(64, 64)), ("0", nn.Linear(64, 8))])),
+        lambda: nn.ModuleDict({"in": nn.Linear(64, 64), "class": nn.Linear(64, 8), "7": nn.Linear(9, 9)}),
+        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))),
+        lambda: [nn.Linear(64, 64), {"in": nn.ModuleList([nn.Linear(8, 8)])}],
+    ],
+    ids=["slice", "order", "keywords", "traced", "containers"],
+)
+def test_a_path_leads_to_the_very_parameter(make: Any) -> None:
+    namespace = {"model": make()}
+    for one, value in evaluates(taken(namespace), namespace, Role.PARAMETER):
+        assert tuple(value.shape) == one.shape
+
+
+def test_the_line_that_frees_a_gradient_is_one_that_runs() -> None:
+    models, lone = [nn.Linear(64, 64)], torch.ones(64, requires_grad=True)
+    (models[0](torch.ones(1, 64)).sum() + lone.sum()).backward()
+    namespace = {"models": models, "lone": lone, "many": [lone]}
+    lines = {one.frees for one in taken(namespace).holdings if one.role is Role.GRADIENT}
+    assert lines == {"models[0].zero_grad(set_to_none=True)", "lone.grad = None"}
+
+
+def test_attributes_are_left_out_of_modules_and_optimizers_alone() -> None:
+    class Actor:
+        pass
+
+    actor, model = Actor(), nn.Linear(4, 4)
+    actor.state, model.state = big(), big(99)
+    found = taken({"actor": actor, "model": model})
+    assert holding(found, "actor.state").bytes == 4 * 4096
+    assert holding(found, "model.state").bytes == 4 * 99
+
+
+def odd_optimizer(change: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    change(optimizer)
+    return optimizer
+
+
+def odd_names(value: Any) -> Any:
+    value.__dict__[5] = big()
+    return value
+
+
+class OddKey:
+    def __repr__(self) -> str:
+        raise AssertionError("asked for its repr")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: odd_optimizer(lambda one: setattr(one, "state", [1, 2])),
+        lambda: odd_optimizer(lambda one: setattr(one, "param_groups", 5)),
+        lambda: odd_optimizer(lambda one: one.param_groups[0].pop("params")),
+        lambda: odd_optimizer(lambda one: one.param_groups[0]["params"].append(None)),
+        lambda: odd_optimizer(lambda one: one.state[one.param_groups[0]["params"][0]].update({OddKey(): big()})),
+        lambda: {10**5000: 1, "nested": {10**5000: big()}},
+        lambda: type("Odd", (), {"__module__": []})(),
+        lambda: type("list", (), {"__module__": "builtins"})(),
+        lambda: setattr(one := nn.Module(), "_modules", {5: nn.Linear(4, 4)}) or one,
+        lambda: odd_names(nn.Module()),
+    ],
+)
+def test_odd_objects_do_not_cost_the_report(odd: Any) -> None:
+    assert holding(taken({"odd": odd(), "kept": big(77)}), "kept").bytes == 4 * 77
+
+
+def test_an_iterator_of_the_users_is_not_used_up() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = (one for one in parameters)
+    taken({"optimizer": optimizer})
+    assert len(list(optimizer.param_groups[0]["params"])) == 2
