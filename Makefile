@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves 
 	$(BIN)/oomdoctor demo
 
 test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
 	$(BIN)/ruff check .

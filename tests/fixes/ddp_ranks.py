@@ -64,15 +64,20 @@ def _server() -> subprocess.Popen[str]:
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
 
-    def end() -> None:
+    atexit.register(close)
+    return server
+
+
+def close() -> None:
+    """End the server, if there is one; the next run begins another."""
+    if _server.cache_info().currsize:
+        server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.close()
         server.wait(10)
         server.stdout.close()
-
-    atexit.register(end)
-    return server
+        _server.cache_clear()
 
 
 # In the server ----------------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ train_loader = DataLoader(data, batch_size=4, num_workers=2, prefetch_factor=4)
     batches = ((Role.BATCH, MIB),)
     estimate = propose(HOST, loading.evidence(space, source, "pass", roles=batches))
     assert not isinstance(estimate, Refused)
-    assert held == [8 * MIB, 2 * MIB]
-    assert estimate[-1].saves == held[0] - held[1]
+    assert held == pytest.approx([8 * MIB, 2 * MIB], rel=0.01)
+    assert estimate[-1].saves == pytest.approx(held[0] - held[1], rel=0.01)
 
 
 @pytest.mark.parametrize("fault", [None, KeyboardInterrupt])

@@ -120,7 +120,7 @@ def test_one_that_hangs_does_not_take_the_others_with_it():
 
 
 def test_an_endless_loop_without_training_is_priced_once_it_is_steady():
-    found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=3.0)
+    found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=20.0)
     assert found.refused is None
     assert found.peak >= 8 << 20
 
