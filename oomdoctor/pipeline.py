@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomdoctor.errors import NotAvailable
+from oomdoctor.errors import NotAvailable, UsageError
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.explanation import Explanation
@@ -242,15 +242,24 @@ def rulebook(folders: tuple[Path, ...] = ()) -> RuleBook:
 
 
 def explain(text_or_exception: str | BaseException) -> Explanation:
-    """Say what a failure means, from its text or its exception alone. Loads no torch."""
-    from oomdoctor.incident import all_from_exception, from_text
+    """Say what a failure means, from its text or its exception alone. Loads no torch.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from oomdoctor.incident import all_from_exception, describe, from_text
     from oomdoctor.views.explained import Explained
 
+    given: object = text_or_exception  # callers without a type checker give anything
+    if not isinstance(given, str | BaseException):
+        kind = type(given).__name__
+        raise UsageError(f"explain takes the text of a failure (str) or an exception, and was given {kind}")
     if isinstance(text_or_exception, BaseException):
         first, *others = all_from_exception(text_or_exception)
     else:
         first, *others = from_text(text_or_exception)
-    return Explained(incident=first, findings=rulebook().match(first, None), others=tuple(others))
+    meanings = {incident: describe(incident) for incident in (first, *others)}
+    return Explained(incident=first, findings=rulebook().match(first, None), others=tuple(others), meanings=meanings)
 
 
 def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) -> Report:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
@@ -33,12 +33,18 @@ _NUMBERS: Final = ("requested", "total", "free", "allocated", "reserved", "proce
 _NAMES: Final = {"process_used": "in use by this process"}
 _HALF: Final = 8 << 20
 """Bytes that are read from the beginning of a text, and as many from its end."""
+_ENDS_ONLY: Final = f"Of a text over {2 * _HALF >> 20} MiB, only the first and the last {_HALF >> 20} MiB are read."
+_UNREAD: Final = (
+    f"The text is longer than {2 * _HALF >> 20} MiB: its middle was not read, "
+    f"only the first and the last {_HALF >> 20} MiB."
+)
 _CHUNK: Final = 1 << 16
 _QUOTE: Final = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
+    parser.epilog = _ENDS_ONLY
     parser.add_argument(
         "file", nargs="?", default="-", metavar="FILE", help="a text file; - or nothing reads the input"
     )
@@ -49,48 +55,53 @@ def run(args: argparse.Namespace) -> int:
     """Explain the text; 0 where memory ran out, 1 where it did not."""
     from oomdoctor.pipeline import explain
 
-    explanation = explain(_text(args.file))
+    text, whole = _text(args.file)
+    explanation = explain(text)
+    notes = () if whole else (_UNREAD,)
     if args.json:
-        print(json.dumps(explanation.to_dict(), indent=2))
+        print(json.dumps(explanation.to_dict() | ({"notes": list(notes)} if notes else {}), indent=2))
     else:
-        Console(highlight=False, soft_wrap=True).print(*_lines(explanation), sep="\n")
+        Console(highlight=False, soft_wrap=True).print(*_lines(explanation, notes), sep="\n")
     return 0 if explanation.incident.is_oom else 1
 
 
-def _text(name: str) -> str:
+def _text(name: str) -> tuple[str, bool]:
+    """Return the text, and whether it is the whole of it."""
     try:
         if name == "-":
             if sys.stdin.isatty():
                 print("Paste the failure, then press Ctrl-D.", file=sys.stderr)
-            read = _ends(sys.stdin.buffer)
+            read, whole = _ends(sys.stdin.buffer)
         else:
             with Path(name).open("rb") as file:
-                read = _ends(file)
+                read, whole = _ends(file)
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {name}: {reason}") from error
     text = _decoded(read)
     if not text.strip():
         raise UsageError("there is no text: give a file, or pipe a log or a traceback into the command")
-    return text
+    return text, whole
 
 
-def _ends(file: IO[bytes]) -> bytes:
-    """Return the first and the last bytes of ``file``, without holding more than these."""
+def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
+    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held."""
     head = file.read(_HALF)
     if len(head) < _HALF:
-        return head
+        return head, True
     if file.seekable():
         size = file.seek(0, os.SEEK_END)
         file.seek(max(_HALF, size - _HALF))
         tail = file.read()
     else:
         chunks: deque[bytes] = deque(maxlen=_HALF // _CHUNK)
+        size = _HALF
         while chunk := file.read(_CHUNK):
             chunks.append(chunk)
+            size += len(chunk)
         tail = b"".join(chunks)
-        size = _HALF + len(tail) + (len(chunks) == chunks.maxlen)
-    return head + (b"\n" if size > 2 * _HALF else b"") + tail
+    whole = size <= len(head) + len(tail)
+    return head + (b"" if whole else b"\n") + tail, whole
 
 
 def _decoded(read: bytes) -> str:
@@ -101,10 +112,12 @@ def _decoded(read: bytes) -> str:
     return read.decode("utf-8", errors="replace")
 
 
-def _lines(explanation: Explanation) -> Iterator[Text]:
+def _lines(explanation: Explanation, notes: Sequence[str]) -> Iterator[Text]:
     incident = explanation.incident
     word, style = ("out of memory", "bold red") if incident.is_oom else ("not out of memory", "bold green")
     yield Text.assemble((f"{word}: ", style), describe(incident))
+    for note in notes:
+        yield Text(note, style="yellow")
     yield from _facts(incident)
     for finding in explanation.findings:
         yield from _finding(finding)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomdoctor import fixes
-from oomdoctor.errors import Fault
+from oomdoctor.errors import Fault, UsageError
 from oomdoctor.rulebook import everything, load_sound, locate
 
 if TYPE_CHECKING:
@@ -141,6 +141,9 @@ def _facts(example: dict[str, dict[str, object]]) -> str:
 
 
 def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"cannot read {path}: there is no such file or folder")
     places = [path.resolve() for path in paths]
     others = {
         rule.file.id

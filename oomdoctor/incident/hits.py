@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format
+from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format, compiled
 from oomdoctor.incident.place import line_end_of, line_start_of
 from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Family
@@ -33,6 +33,8 @@ _PIECES: Final = tuple(
 """The first and the last letters of each row's needles."""
 _SHORT: Final = 8_000
 """Characters up to which it takes less time to cut a text into all of its pieces than to look for each needle."""
+_HEAD: Final = compiled(r"\b(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory")
+"""Where a message of PyTorch begins: the numbers after it are its own."""
 _HITS: Final = 25
 """Hits of one literal that are looked at from either end of the text."""
 
@@ -80,6 +82,9 @@ def hits(row: Format, lines: str, lowered: str) -> Iterator[Hit]:
             end = min(len(lines), match.end() + row.reach)
             if following >= match.end():
                 end = min(end, following)
+            head = _HEAD.search(lines, match.end(), end)
+            if head is not None:
+                end = head.start()
             family = _family(row, lines, match) if _in_place(row, lines, match, end) else None
             if family is not None:
                 yield Hit(match, end, family)

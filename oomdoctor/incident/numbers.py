@@ -26,6 +26,9 @@ _CONTEXT_LIMIT: Final = 1 << 30
 Source: differences of 0.3 to 0.9 GiB between the pool and the process' use in the messages of many reports.
 """
 
+_ROUNDING: Final = 1.01
+"""What two sizes of two decimals that are equal may differ by as printed."""
+
 
 def size(text: str) -> int:
     """Return the bytes that a printed size such as ``1.5 GiB``, ``117. GiB`` or ``1900,00 MiB`` names."""
@@ -84,6 +87,8 @@ def settle(groups: Mapping[str, str], processes: tuple[int, ...] = ()) -> dict[s
     if "free" not in sizes and total is not None and sizes.get("used", total + 1) <= total:
         sizes["free"] = total - sizes["used"]
     reserved = _reserved(sizes)
+    if reserved is not None and allocated is not None and allocated > reserved * _ROUNDING:
+        reserved = allocated = None  # one of them was cut, and nothing tells which
     process = sizes.get("process")
     if process is None and reserved:
         own = [held for held in processes if 0 <= held - reserved < _CONTEXT_LIMIT]

@@ -89,18 +89,31 @@ ROWS: Final = (
         versions="TensorFlow 1 and 2",
         needles=(
             "bytes) from device",
-            "ran out of memory trying to allocate",
             "dst tensor is not initialized",
             "memory [op:",
         ),
         pattern=compiled(
             r"failed to allocate \S{1,20} \({requested#} bytes\) from device"
-            r"|ran out of memory trying to allocate {total}|Dst tensor is not initialized"
+            r"|Dst tensor is not initialized"
             r"|failed to allocate memory \[Op:"
         ),
         unless=compiled(r"not a failure, but may mean"),
         device="cuda:{}",
         sample="failed to allocate 4.50G (4831838208 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ),
+    Format(
+        name="bfc_allocator",
+        family=Family.TF,
+        title="The pool that TensorFlow and JAX share has no room for a request; the error itself follows.",
+        versions="TensorFlow 1 and 2, JAX",
+        needles=("ran out of memory trying to allocate",),
+        pattern=compiled(r"ran out of memory trying to allocate {requested}"),
+        clauses=(compiled(r"device:GPU:{device#}"),),
+        unless=compiled(r"not a failure, but may mean"),
+        families=((compiled(r"external/xla/"), Family.JAX), (compiled(r"ran out"), Family.TF)),
+        device="cuda:{}",
+        vague=True,
+        sample="W bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB",
     ),
     Format(
         name="jax",
@@ -150,17 +163,13 @@ ROWS: Final = (
         name="rmm",
         family=Family.CUPY,
         title="A CUDA array library could not get device memory.",
-        versions="RMM, CuPy, Numba",
+        versions="RMM, CuPy",
         needles=(
             "cudaerrormemoryallocation",
             "maximum pool size exceeded",
-            "results in cuda_error_out_of",
             "bad_alloc: out_of_m",
         ),
-        pattern=compiled(
-            r"cudaErrorMemoryAllocation|Maximum pool size exceeded|results in CUDA_ERROR_OUT_OF_MEMORY"
-            r"|bad_alloc: out_of_memory"
-        ),
+        pattern=compiled(r"cudaErrorMemoryAllocation|Maximum pool size exceeded|bad_alloc: out_of_memory"),
         clauses=(
             compiled(r"failed to allocate {requested}"),
             compiled(r"Requested memory: {requested#}"),
@@ -170,6 +179,16 @@ ROWS: Final = (
         sample=(
             "MemoryError: std::bad_alloc: CUDA error at: rmm/mr/device/x.hpp:9: cudaErrorMemoryAllocation out of memory"
         ),
+    ),
+    Format(
+        name="numba",
+        family=Family.CUPY,
+        title="Numba could not get device memory from the driver.",
+        versions="Numba",
+        needles=("results in cuda_error_out_of",),
+        pattern=compiled(r"results in CUDA_ERROR_OUT_OF_MEMORY"),
+        device="cuda:{}",
+        sample="CudaAPIError: [2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY",
     ),
     Format(
         name="cuda_driver",

@@ -57,6 +57,14 @@ ROWS: Final = (
         "RuntimeError: CUDA error: too many resources requested for launch",
     ),
     _not_oom(
+        "lock_table",
+        "The table of locks of a PostgreSQL server is full; it is not this machine's memory.",
+        ("out of shared memory",),
+        r"errors\.OutOfMemory[):]{1,2} ?out of shared memory"
+        r"|out of shared memory ?HINT: You might need to increase max_",
+        "psycopg2.errors.OutOfMemory: out of shared memory",
+    ),
+    _not_oom(
         "illegal_access",
         "A kernel read or wrote outside of its memory; the process must be started anew.",
         ("illegal memory access",),

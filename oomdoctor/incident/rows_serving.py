@@ -87,26 +87,33 @@ ROWS: Final = (
         name="tensorrt",
         family=Family.CUDA,
         title="TensorRT could not get device memory.",
-        versions="TensorRT 8 on, ONNX Runtime",
+        versions="TensorRT 8 on",
         needles=(
             "cuda runtime (out of memory)",
             "amount of gpu memory",
             "cuda failure 2: out of memory",
-            "bfcarena",
             "2 (out of memory)",
             "error code 2: outofmemory",
         ),
         pattern=compiled(
             r"Cuda Runtime \(out of memory\)|Requested amount of GPU memory \({requested#} bytes\)"
-            r"|CUDA failure 2: out of memory|BFCArena::AllocateRawInternal[^\n]{0,160}Failed to allocate"
+            r"|CUDA failure 2: out of memory"
             r"|Cuda Error in [\w:]{1,120}: 2 \(out of memory\)|Error Code 2: OutOfMemory"
         ),
-        clauses=(
-            compiled(r"requested buffer of size {requested#}"),
-            compiled(r"amount of GPU memory \({requested#} bytes\)"),
-        ),
+        clauses=(compiled(r"amount of GPU memory \({requested#} bytes\)"),),
         device="cuda:{}",
         sample="[E] Requested amount of GPU memory (2147483648 bytes) could not be allocated.",
+    ),
+    Format(
+        name="onnxruntime_arena",
+        family=Family.CUDA,
+        title="ONNX Runtime's arena could not get memory for a buffer.",
+        versions="ONNX Runtime 1",
+        needles=("bfcarena",),
+        pattern=compiled(r"BFCArena::AllocateRawInternal[^\n]{0,160}Failed to allocate"),
+        clauses=(compiled(r"requested buffer of size {requested#}"),),
+        device="cuda:{}",
+        sample="BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 5368709120",
     ),
     Format(
         name="vllm_free",

@@ -30,6 +30,9 @@ _MOST: Final = 400
 _BUCKET: Final = 9
 _PROCESS: Final = re.compile(r"Process\s\d{1,9}\shas\s(\d{1,9}(?:\.\d{0,6})?\s[KMGT]i?B)\smemory\sin\suse")
 
+_CUT: Final = re.compile(r"(?<![\w.])(\d{1,6}\.?\d{0,2})\n(?=(?:\d{1,6}\.\d\d|\.?\d{1,2}) ?[KMGT]i?B\b)")
+"""A number that a hard wrap cut in two: in no message does a number follow another one. As long when put together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -118,7 +121,7 @@ def _read(row: Format, place: int, lines: str, match: re.Match[str], end: int, f
     """Read the numbers, the class and the place of one match."""
     groups = {name: text for name, text in match.groupdict().items() if text}
     last = match.end()
-    stretch = lines[match.start() : end]
+    stretch = _CUT.sub(r"\n\1", lines[match.start() : end])
     for clause in row.clauses:
         if clause.groupindex.keys() <= groups.keys():
             continue

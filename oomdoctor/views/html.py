@@ -22,8 +22,11 @@ from oomdoctor.views.reading import read
 from oomdoctor.views.story import tell
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from oomdoctor.model.case import Case
     from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.incident import Incident
     from oomdoctor.model.plan import Plan
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.survey import Survey
@@ -99,9 +102,9 @@ def plan(plan: Plan) -> str:
     return _templates().get_template("plan.html.j2").render(prices=prices(plan))
 
 
-def explanation(explanation: Explanation) -> str:
+def explanation(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> str:
     """Return what a message alone tells: the failure in one sentence, and its likely causes."""
-    return _templates().get_template("explanation.html.j2").render(facts=read(explanation))
+    return _templates().get_template("explanation.html.j2").render(facts=read(explanation, meanings))
 
 
 @cache

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 from oomdoctor.views import html, text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from oomdoctor.model.case import Case
     from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.incident import Incident
     from oomdoctor.model.plan import Plan
     from oomdoctor.views.survey import Survey
 
@@ -29,9 +32,9 @@ def report_bundle(survey: Survey, *, width: int = 100) -> dict[str, str]:
     return {"text/plain": text.report(survey, width=width), "text/html": html.report(survey)}
 
 
-def explanation_bundle(explanation: Explanation) -> dict[str, str]:
+def explanation_bundle(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> dict[str, str]:
     """Return what a message alone tells by MIME type."""
-    return {"text/plain": text.explanation(explanation), "text/html": html.explanation(explanation)}
+    return {"text/plain": text.explanation(explanation, meanings), "text/html": html.explanation(explanation, meanings)}
 
 
 def plan_bundle(plan: Plan) -> dict[str, str]:

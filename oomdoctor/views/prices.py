@@ -6,12 +6,16 @@ A figure from a forecast carries ``≈`` and the name of what it was found by.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
 
 __all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_rows", "prices", "slowdown"]
 
@@ -70,19 +74,41 @@ class Prices:
     refusals: tuple[RefusalRow, ...]
 
 
-def prices(plan: Plan) -> Prices:
-    """Return the facts of ``plan``; its fixes are numbered as ``%oomdoctor fix N`` counts them."""
+def prices(plan: Plan, incident: Incident | None = None) -> Prices:
+    """Return the facts of ``plan``; its fixes are numbered as ``%oomdoctor fix N`` counts them.
+
+    Args:
+        incident: the failure that the plan answers, None where the cell has not failed.
+    """
+    unsized = incident is not None and _unsized(plan.unchanged, incident)
     return Prices(
-        unchanged=_need(plan.unchanged),
+        unchanged=_unknown_need(plan.unchanged) if unsized else _need(plan.unchanged),
         fixes=fix_rows(plan),
-        unfixed=None if plan.candidates else _unfixed(plan.unchanged),
+        unfixed=None if plan.candidates else _unfixed(plan.unchanged, fits=not unsized),
         refusals=_refusal_rows(plan),
     )
 
 
-def _unfixed(unchanged: Forecast) -> str | None:
+def _unsized(unchanged: Forecast, incident: Incident) -> bool:
+    """Return whether a forecast that fits is contradicted by a failure that did not say how much it asked for."""
+    return (
+        incident.is_oom
+        and incident.requested is None
+        and unchanged.peak is not None
+        and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
+    )
+
+
+def _unknown_need(unchanged: Forecast) -> str:
+    seen = f" ({words.about(unchanged.peak)} was found: {basis(unchanged)})" if unchanged.peak else ""
+    told = f"What this cell needs unchanged is not known: it failed, and the failure gave no size{seen}."
+    lacking = "better forecast" if seen else "forecast"
+    return f"{told} No {lacking}: {_reason(unchanged.refused)}." if unchanged.refused else told
+
+
+def _unfixed(unchanged: Forecast, *, fits: bool) -> str | None:
     """Return why there are no fixes; None where nothing was priced, which the forecast says already."""
-    if unchanged.verdict is Verdict.FITS:
+    if fits and unchanged.verdict is Verdict.FITS:
         return "No change is needed."
     return None if unchanged.peak is None and unchanged.refused is None else "No fix was found that could be offered."
 

@@ -9,7 +9,10 @@ from oomdoctor.views import words
 from oomdoctor.views.story import FindingRow, finding_rows, headline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.incident import Incident
 
 __all__ = ["Reading", "read"]
 
@@ -25,15 +28,16 @@ class Reading:
     others: tuple[str, ...]
 
 
-def read(explanation: Explanation) -> Reading:
-    """Return the facts of ``explanation``."""
+def read(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> Reading:
+    """Return the facts of ``explanation``; ``meanings`` are sentences that say what its failures are."""
+    known = meanings or {}
     findings = explanation.findings
     ids = dict.fromkeys(fix for finding in findings for fix in finding.fixes)
     is_open = explanation.incident.is_oom and not findings
     return Reading(
-        headline=headline(explanation.incident),
+        headline=headline(explanation.incident, meaning=known.get(explanation.incident, "")),
         findings=finding_rows(findings),
         unrecognised="No rule recognised the cause." if is_open else None,
         helps=f"What helps: {', '.join(words.code(fix) for fix in ids)}." if ids else None,
-        others=tuple(headline(incident) for incident in explanation.others),
+        others=tuple(headline(incident, meaning=known.get(incident, "")) for incident in explanation.others),
     )

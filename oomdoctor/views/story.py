@@ -35,14 +35,20 @@ __all__ = [
 _TOP: Final = 5
 
 _FATES: Final = {
-    Family.WORKER_KILLED: "lost a DataLoader worker, which was killed",
-    Family.RANK_KILLED: "lost a rank, which was killed",
+    Family.WORKER_KILLED: "lost a worker process, which was killed",
+    Family.RANK_KILLED: "failed when a process was killed",
     Family.KERNEL_KILLED: "ended when the kernel was killed",
     Family.SHM: "ran out of shared memory (/dev/shm)",
     Family.FORK: "could not start a process for lack of memory",
     Family.TRITON_RESOURCE: "asked for more on-chip memory than one kernel may have",
     Family.VLLM_KV: "left too little memory for the KV cache",
 }
+_FATES_BY_FORMAT: Final = {
+    "dl_killed": "lost a DataLoader worker, which was killed",
+    "dl_exited": "lost a DataLoader worker, which exited unexpectedly",
+    "torchrun_killed": "lost a rank, which was killed",
+}
+"""Where the wording tells more than the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +97,7 @@ def tell(case: Case) -> Story:
         bar=device_bar(device, census, total=incident.total, asked=incident.requested),
         holders=holders(census, evidence.code.models, top=_TOP),
         findings=finding_rows(case.findings),
-        prices=prices(case.plan),
+        prices=prices(case.plan, incident),
         missing=words.missing(
             [(name, getattr(device, name)) for name in ("total", "free", "allocated", "reserved")],
         ),
@@ -99,15 +105,24 @@ def tell(case: Case) -> Story:
     )
 
 
-def headline(incident: Incident, evidence: Evidence | None = None) -> str:
-    """Return the whole failure in one sentence with its numbers."""
+def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:
+    """Return the whole failure in one sentence with its numbers.
+
+    Args:
+        meaning: what the failure is, a sentence that is added where it is none of memory.
+    """
     cell = incident.cell
     subject = "The program" if cell is None else f"{words.code(cell.source_line)} ({words.place(cell)})"
     if not incident.is_oom:
-        return f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
+        told = f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
+        return f"{told} {words.clean(meaning, 600)}" if meaning else told
     device = None if evidence is None else _device(incident, evidence)
     share = "" if evidence is None or device is None else _share(evidence.census, device)
-    return f"{subject} {_FATES.get(incident.family) or _request(incident, device)}{share}."
+    return f"{subject} {_fate(incident) or _request(incident, device)}{share}."
+
+
+def _fate(incident: Incident) -> str | None:
+    return _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
 
 
 def _request(incident: Incident, device: DeviceMemory | None) -> str:

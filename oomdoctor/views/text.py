@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
 from typing import TYPE_CHECKING, Final, ParamSpec
 
@@ -28,6 +28,7 @@ from oomdoctor.views.textreport import growth_parts, survey_parts
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.explanation import Explanation
+    from oomdoctor.model.incident import Incident
     from oomdoctor.model.plan import Plan
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.prices import FixRow, Prices
@@ -113,9 +114,11 @@ def plan(plan: Plan, *, width: int = 100, colour: bool = False) -> str:
 
 
 @_without_draws
-def explanation(explanation: Explanation, *, width: int = 100, colour: bool = False) -> str:
+def explanation(
+    explanation: Explanation, meanings: Mapping[Incident, str] | None = None, *, width: int = 100, colour: bool = False
+) -> str:
     """Return what a message alone tells: the failure in one sentence, and its likely causes."""
-    facts = read(explanation)
+    facts = read(explanation, meanings)
     parts: list[RenderableType] = [prose(facts.headline)]
     if facts.findings or facts.unrecognised:
         parts += ["", heading("Why"), *_findings(facts.findings)]

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from oomdoctor.model.sizes import KIB, MIB
 @pytest.fixture
 def device():
     gc.collect()
-    with simulate("256MiB") as device:
+    with contextlib.ExitStack() as stack:
+        with mock.patch("oomdoctor.allocator.device.storages_alive", return_value=()):  # those of other tests
+            device = stack.enter_context(simulate("256MiB"))
         yield device
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import oomdoctor
 from oomdoctor.cli import main
+from oomdoctor.errors import UsageError
 from oomdoctor.incident.scan import FORMATS
 
 OOM = (
@@ -102,8 +103,36 @@ def test_of_a_long_log_the_head_and_the_tail_are_read(where, told):
         "tail": (long, long, OOM.encode()),
         "middle": (long, OOM.encode(), long),
     }
-    status, _ = told(b"\n".join(parts[where]))
+    status, facts = told(b"\n".join(parts[where]))
     assert status == (1 if where == "middle" else 0)
+    assert [note.startswith("The text is longer than 16 MiB") for note in facts["notes"]] == [True]
+
+
+def test_a_verdict_on_a_part_of_the_text_says_so(tmp_path, capsys, told):
+    assert "notes" not in told(filler(2 * HALF))[1]
+    path = tmp_path / "run.log"
+    path.write_bytes(filler(2 * HALF + 1))
+    assert main(["explain", str(path)]) == 1
+    verdict, note = capsys.readouterr().out.splitlines()[:2]
+    assert verdict.startswith("not out of memory: ")
+    assert "its middle was not read" in note
+    assert main(["explain", "--help"]) == 0
+    assert "over 16 MiB" in capsys.readouterr().out
+
+
+def test_python_and_the_notebook_say_what_the_shell_says_of_a_failure_that_is_not_of_memory():
+    told = oomdoctor.explain("RuntimeError: CUDA error: device-side assert triggered")
+    bundle = told._repr_mimebundle_()
+    for shown in (str(told), bundle["text/plain"], bundle["text/html"]):
+        assert "An assertion failed on the device, as a rule an index" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("given_", [None, b"CUDA out of memory", 137])
+def test_what_is_neither_text_nor_exception_is_bad_usage(given_):
+    with pytest.raises(
+        UsageError, match=r"^explain takes the text of a failure \(str\) or an exception, and was given"
+    ):
+        oomdoctor.explain(given_)
 
 
 class Pipe(io.RawIOBase):

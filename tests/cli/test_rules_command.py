@@ -125,3 +125,11 @@ def test_a_terminal_shows_the_line_of_a_fault(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(RULE.replace("confidence: 0.5", "confidence: 5"))
     assert "    confidence: 5" in in_terminal("rules", "check", str(path))
+
+
+def test_a_place_that_is_not_there_is_bad_usage(tmp_path, capsys):
+    assert main(["rules", "check", str(tmp_path / "none")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "there is no such file or folder" in told.err

@@ -39,7 +39,11 @@ def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() ->
             "asked for 2.41 GiB, which could not be had although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
         ),
         ({"family": Family.SHM}, "ran out of shared memory (/dev/shm)."),
-        ({"family": Family.WORKER_KILLED}, "lost a DataLoader worker, which was killed."),
+        ({"family": Family.WORKER_KILLED, "format": "dl_killed"}, "lost a DataLoader worker, which was killed."),
+        ({"family": Family.WORKER_KILLED, "format": "ray"}, "lost a worker process, which was killed."),
+        ({"family": Family.WORKER_KILLED, "format": "pool_killed"}, "lost a worker process, which was killed."),
+        ({"family": Family.RANK_KILLED, "format": "torchrun_killed"}, "lost a rank, which was killed."),
+        ({"family": Family.RANK_KILLED, "format": "slurm"}, "failed when a process was killed."),
         ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory, which could not be had."),
         ({"device": None, "total": None}, "asked for 2.41 GiB of the device, which could not be had."),
         ({"is_oom": False, "exc_type": "ValueError"}, "failed with ValueError, not for lack of memory."),
@@ -136,6 +140,21 @@ def test_a_cell_that_fits_needs_no_change() -> None:
     assert priced.unchanged == "Unchanged, this cell needs ≈ 5.00 GiB of 8.00 GiB: ✓ fits (shadow run, ± 3 %)."
     assert priced.unfixed == "No change is needed."
     assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
+
+
+@pytest.mark.parametrize(("peak", "seen"), [(0.0, ""), (5.0, " (≈ 5.00 GiB was found: shadow run, ± 3 %)")])
+def test_a_failure_without_a_size_is_not_said_to_fit(peak: float, seen: str) -> None:
+    plan = Plan(unchanged=cases.forecast(peak, reserved=peak))
+    priced = prices(plan, cases.incident(requested=None))
+    told = f"What this cell needs unchanged is not known: it failed, and the failure gave no size{seen}."
+    assert priced.unchanged == told
+    assert priced.unfixed == "No fix was found that could be offered."
+    story = tell(replace(cases.offered(), incident=cases.incident(requested=None), plan=plan))
+    assert story.prices.unchanged == told
+    refused = replace(plan.unchanged, peak=0, refused="the cell failed.")
+    assert prices(Plan(unchanged=refused), cases.incident(requested=None)).unchanged.endswith(
+        "gave no size. No forecast: the cell failed."
+    )
 
 
 def test_only_what_can_be_applied_or_shown_has_a_command() -> None:
