@@ -18,7 +18,7 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, open_descriptors, session, transformer
 
-from oomdoctor.forecast import price
+from oomdoctor.forecast import child, price
 from oomdoctor.model.session import Attempt
 
 
@@ -119,8 +119,10 @@ def test_one_that_hangs_does_not_take_the_others_with_it():
     assert hanging.refused == "not priced within 3 s"
 
 
-def test_an_endless_loop_without_training_is_priced_once_it_is_steady():
-    found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=20.0)
+def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatch):
+    # An optimizer that another test left could step yet, for all that a shadow run knows.
+    monkeypatch.setattr(child, "optimizer_count", lambda: 0)
+    found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=5.0)
     assert found.refused is None
     assert found.peak >= 8 << 20
 
