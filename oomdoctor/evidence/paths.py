@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any, Final, NamedTuple
@@ -120,7 +120,7 @@ def member(module: Any, name: Any, register: str, at: int) -> str:
     """
     if type(name) is not str:
         return f".{register}[{name!r}]" if is_plain_key(name) else f"{ARROW}{register}"
-    if name == str(at) and not _INDEXED.isdisjoint(zip(*_names(module), strict=True)):
+    if name == str(at) and not _INDEXED.isdisjoint((module_of(base), name_of(base)) for base in mro_of(type(module))):
         return f"[{name}]"
     return f".{name}" if is_attribute(name) else f".{register}[{name!r}]"
 
@@ -128,8 +128,3 @@ def member(module: Any, name: Any, register: str, at: int) -> str:
 def is_attribute(name: str) -> bool:
     """Return whether a name can be written behind a dot."""
     return name.isidentifier() and not iskeyword(name)
-
-
-def _names(value: Any) -> tuple[Iterator[str], Iterator[str]]:
-    mro = mro_of(type(value))
-    return map(module_of, mro), map(name_of, mro)

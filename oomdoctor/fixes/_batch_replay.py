@@ -25,7 +25,7 @@ from oomdoctor.model.magics import mask
 from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["LOADERS", "exchange", "exchange_numbers", "node_of", "write"]
+__all__ = ["LOADERS", "exchange_numbers", "node_of", "write"]
 
 _DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 

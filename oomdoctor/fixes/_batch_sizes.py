@@ -11,8 +11,14 @@ from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, call_
 from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.fix import Dose, Effect, Proposal
+from oomdoctor.model.sizes import format_size
 
-__all__ = ["hard_coded", "loader_calls", "loader_sizes", "sizes_of"]
+__all__ = ["hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller"]
+
+_DIVISORS: Final = (2, 4, 8, 16, 32)
+_OVERHEAD: Final = 0.02
+"""Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
 
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
@@ -219,3 +225,25 @@ def _is_another(book: Book, part: ast.AST, where: Place, numbers: Sequence[Numbe
         return False
     found = book.numbers(part, where)
     return bool(found) and all(one.value in values and one.node not in nodes for one in found)
+
+
+def smaller(size: int, scales: int, *, least: int = 1) -> tuple[Proposal, ...] | Refused:
+    """Propose batches of a whole part of ``size`` samples.
+
+    Args:
+        scales: bytes that grow with the batch.
+        least: samples that a batch must keep.
+    """
+    return tuple(
+        Proposal(
+            dose=Dose.of(batch_size=size // one),
+            effect=Effect.CHANGES_RESULT,
+            saves=scales - scales // one,
+            slowdown=1 + _OVERHEAD * one,
+            basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
+            caveat=f"each step averages over {size // one} samples and no longer over {size}, with {one} times as many "
+            "steps: the training goes another way, and the learning rate was chosen for the larger batch",
+        )
+        for one in _DIVISORS
+        if size % one == 0 and size // one >= least
+    ) or Refused(f"a batch of {size} samples has no half")

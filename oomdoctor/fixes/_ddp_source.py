@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _imports
-from oomdoctor.fixes._optimizer_source import calls, exchange, last_name
+from oomdoctor.fixes._cst import exchange
+from oomdoctor.fixes._optimizer_source import calls, last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.evidence import Evidence, HostMemory, HostProcess, LoaderFacts, Measured, Role
+from oomdoctor.model.evidence import Evidence, HostProcess, LoaderFacts, Role
 
-__all__ = ["batch_bytes", "in_use", "named", "root_of", "shared_bytes", "uss", "workers"]
+__all__ = ["batch_bytes", "in_use", "named", "root_of", "uss", "workers"]
 
 _WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
@@ -62,13 +62,6 @@ def uss(evidence: Evidence, loader: LoaderFacts, alone: bool) -> tuple[int, ...]
 def batch_bytes(evidence: Evidence) -> int:
     """Return the bytes of a batch as the census found it, on the device where it found most of it."""
     return max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
-
-
-def shared_bytes(host: HostMemory) -> Measured:
-    """Return what is used of the shared memory that batches pass through."""
-    if isinstance(host.shm_total, Unavailable) or isinstance(host.shm_free, Unavailable):
-        return Unavailable("what is free in /dev/shm could not be read")
-    return max(host.shm_total - host.shm_free, 0)
 
 
 def named(loaders: Iterable[LoaderFacts]) -> str:

@@ -20,8 +20,9 @@ from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book, Page, Place
 from oomdoctor.fixes._batch_replay import node_of
 from oomdoctor.fixes._batch_sizes import loader_calls
+from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._loader_memory import root_of
-from oomdoctor.fixes._optimizer_source import exchange, with_keyword
+from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, LoaderFacts
 from oomdoctor.model.fix import Edit, Patch

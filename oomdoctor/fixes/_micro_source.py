@@ -18,7 +18,7 @@ from oomdoctor.model.evidence import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["layer", "rewrite", "why_not"]
+__all__ = ["rewrite", "why_not"]
 
 
 def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:

@@ -16,13 +16,12 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._bindings import last_binding
-from oomdoctor.fixes._cst import New, exchange
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import OptimizerFacts
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["Made", "New", "calls", "edited", "exchange", "last_name", "made", "with_keyword"]
+__all__ = ["Made", "calls", "edited", "last_name", "made", "with_keyword"]
 
 Read: TypeAlias = Callable[[str], _cst.ParsedCell | Refused]
 

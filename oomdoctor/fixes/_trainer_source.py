@@ -18,8 +18,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book, Number, Place, call_name, calls
-from oomdoctor.fixes._batch_replay import LOADERS, exchange, node_of, write
+from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
 from oomdoctor.fixes._call_keywords import with_keyword
+from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._trainer_loader import numbers_in_loader, why_counted
 from oomdoctor.model.absence import Refused

@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_short
-from oomdoctor.fixes._micro_source import layer, why_not
+from oomdoctor.fixes._batch_sizes import smaller
+from oomdoctor.fixes._micro_names import layer
+from oomdoctor.fixes._micro_source import why_not
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._trainer_source import BATCH, owner, setting
 from oomdoctor.model.absence import Refused
@@ -158,19 +160,7 @@ def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence
     if size is None:
         return Refused("how many samples a batch has is not known")
     normalises = trainer.model is not None and bool(trainer.model.batch_norm)
-    return tuple(
-        Proposal(
-            dose=Dose.of(batch_size=size // one),
-            effect=Effect.CHANGES_RESULT,
-            saves=scales - scales // one,
-            slowdown=1 + _OVERHEAD * one,
-            basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
-            caveat=f"each step averages over {size // one} samples and no longer over {size}, with {one} times as many "
-            "steps: the training goes another way, and the learning rate was chosen for the larger batch",
-        )
-        for one in _PARTS
-        if size % one == 0 and not (size == one and normalises)
-    ) or Refused(f"a batch of {size} samples has no half")
+    return smaller(size, scales, least=2 if normalises else 1)
 
 
 def _autocast(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:

@@ -23,10 +23,10 @@ from weakref import WeakSet
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._chunked_calls import rewrite
+from oomdoctor.fixes._chunks import couples, no_more_than_samples
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -54,17 +54,16 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     if not models:
         return Refused("no model was found among the names of the notebook")
     for model in models:
-        if (why := _couples(model)) is not None:
+        if (why := couples(model)) is not None:
             return Refused(why)
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
     if not activations:
         return Refused("no activations were found that splitting the batch could save")
-    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
-    doses = [chunks for chunks in _CHUNKS if chunks <= max(batches, default=_CHUNKS[-1])]
-    if not doses:
-        return Refused("the batch has one sample: there is nothing to split")
+    doses = no_more_than_samples(_CHUNKS, evidence)
+    if isinstance(doses, Refused):
+        return doses
     dropout = next((name for model in models if model.training for name in model.dropout), None)
     return tuple(
         Proposal(
@@ -77,15 +76,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         )
         for chunks in doses
     )
-
-
-def _couples(model: ModelFacts) -> str | None:
-    """Return why the samples of a batch cannot be run apart, None where nothing is known against it."""
-    if model.training and model.batch_norm:
-        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
-    if model.sequence_first:
-        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
-    return None
 
 
 @contextmanager
@@ -166,7 +156,7 @@ def _in_parts(path: str, module: Any, forward: Any, call: Divided, chunks: int) 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Rewrite the model's calls in the failing step."""
     for model in evidence.code.models:
-        if (why := _couples(model)) is not None:
+        if (why := couples(model)) is not None:
             return Refused(why)
     return rewrite(cells, evidence.code, dose.number("chunks"))
 

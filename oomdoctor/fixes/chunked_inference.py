@@ -20,6 +20,7 @@ from weakref import WeakSet
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
 from oomdoctor.fixes._chunked_calls import rewrite
+from oomdoctor.fixes._chunks import couples, no_more_than_samples
 from oomdoctor.fixes._inference_source import moved_inwards
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, ModelFacts, Role
@@ -63,10 +64,9 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     if not size:
         return Refused("no activations were found that splitting the batch could save")
-    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
-    doses = [chunks for chunks in _CHUNKS if chunks <= max(batches, default=_CHUNKS[-1])]
-    if not doses:
-        return Refused("the batch has one sample: there is nothing to split")
+    doses = no_more_than_samples(_CHUNKS, evidence)
+    if isinstance(doses, Refused):
+        return doses
     return tuple(
         Proposal(
             dose=Dose.of(chunks=chunks),
@@ -81,13 +81,9 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
 
 def _couples(model: ModelFacts) -> str | None:
     """Return why the samples of a batch cannot be run apart with the same results."""
-    if model.training and model.batch_norm:
-        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
-    if model.training and model.dropout:
+    if model.training and model.dropout and not model.batch_norm:
         return f"{child_path(model.path, model.dropout[0])} drops values: `{model.path}` is in training mode"
-    if model.sequence_first:
-        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
-    return None
+    return couples(model)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _ddp_loader, _ddp_ranks, _ddp_source, _imports
-from oomdoctor.fixes._optimizer_source import New, exchange
+from oomdoctor.fixes._cst import New, exchange
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Census, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal

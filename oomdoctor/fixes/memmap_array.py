@@ -98,7 +98,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused(why)
     mapped = _optimizer_source.with_keyword(load, "mmap_mode", '"r"')
     assert not isinstance(mapped, Refused)  # nothing is unpacked, as was seen before
-    module = _optimizer_source.exchange(page.parsed.module, {load: mapped})
+    module = _cst.exchange(page.parsed.module, {load: mapped})
     return _cst.join(cells, [_cst.edit(cells, place.cell, page.parsed, module)])
 
 

@@ -82,13 +82,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     statement = _cst.statement_at(place.parsed, place.line)
     if not isinstance(statement, cst.SimpleStatementLine):
         return Refused(_NOWHERE)
-    narrowed: dict[cst.CSTNode, _optimizer_source.New]
+    narrowed: dict[cst.CSTNode, _cst.New]
     narrowed = {call: new for call in _optimizer_source.calls(statement) if (new := _narrowed(call)) is not None}
     if len(narrowed) > 1:
         return Refused(f"line {place.line} of cell {place.cell.number} makes several arrays of float64")
     if not narrowed:
         return Refused(_NOWHERE)
-    module = _optimizer_source.exchange(place.parsed.module, narrowed)
+    module = _cst.exchange(place.parsed.module, narrowed)
     return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, module)])
 
 

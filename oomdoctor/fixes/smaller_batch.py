@@ -15,22 +15,17 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
-from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of
+from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller
 from oomdoctor.fixes._micro_names import layer, model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
 
 __all__ = ["FIX", "patch", "propose"]
-
-_DIVISORS: Final = (2, 4, 8, 16, 32)
-_OVERHEAD: Final = 0.02
-"""Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
 
 _NO_LOOP: Final = "no training loop was found in what the failing cell runs"
 
@@ -51,19 +46,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     scales += incident.requested or 0
     if not scales:
         return Refused("no activations were found that a smaller batch could save")
-    return tuple(
-        Proposal(
-            dose=Dose.of(batch_size=size // one),
-            effect=Effect.CHANGES_RESULT,
-            saves=scales - scales // one,
-            slowdown=1 + _OVERHEAD * one,
-            basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
-            caveat=f"each step averages over {size // one} samples and no longer over {size}, with {one} times as many "
-            "steps: the training goes another way, and the learning rate was chosen for the larger batch",
-        )
-        for one in _DIVISORS
-        if size % one == 0
-    ) or Refused(f"a batch of {size} samples has no half")
+    return smaller(size, scales)
 
 
 def _size(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from oomdoctor.incident.clean import clean
 from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
+from oomdoctor.model.chain import traceback_of
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.kinds import module_of, qualname_of
 
@@ -174,7 +175,7 @@ def _notes(exc: BaseException) -> list[str]:
 
 def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
     """Yield file, line and function of the traceback, outermost first; those of the virtual accelerator are ours."""
-    step: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(exc)
+    step: TracebackType | None = traceback_of(exc)
     while step is not None:
         code = step.tb_frame.f_code
         if not code.co_filename.startswith(_OWN_FILES):

@@ -1,0 +1,32 @@
+"""What is asked before the samples of a batch are run in parts: whether they can be, and in how many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.kinds import child_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oomdoctor.model.evidence import Evidence, ModelFacts
+
+__all__ = ["couples", "no_more_than_samples"]
+
+
+def couples(model: ModelFacts) -> str | None:
+    """Return why the samples of a batch cannot be run apart, None where nothing is known against it."""
+    if model.training and model.batch_norm:
+        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
+    if model.sequence_first:
+        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
+    return None
+
+
+def no_more_than_samples(counts: Sequence[int], evidence: Evidence) -> list[int] | Refused:
+    """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
+    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
+    fitting = [count for count in counts if not batches or count <= max(batches)]
+    return fitting or Refused("the batch has one sample: there is nothing to split")
