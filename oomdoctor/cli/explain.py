@@ -6,17 +6,21 @@ The text never leaves the machine, and no torch is imported. Of a long text the 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import stat
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.text import Text
 
+from oomdoctor import fixes
 from oomdoctor.errors import UsageError
 from oomdoctor.incident import describe
 from oomdoctor.model.sizes import format_size
@@ -39,27 +43,36 @@ _UNREAD: Final = (
     f"only the first and the last {_HALF >> 20} MiB."
 )
 _CHUNK: Final = 1 << 16
+_LONGEST: Final = 4 << 30
+"""Bytes that are read of an input of which neither the size nor the end is known."""
+_SAMPLE: Final = 10_000
 _QUOTE: Final = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.epilog = _ENDS_ONLY
-    parser.add_argument(
-        "file", nargs="?", default="-", metavar="FILE", help="a text file; - or nothing reads the input"
-    )
+    parser.usage = "%(prog)s [-h] [--json] [FILE]"
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a text file; - or nothing reads the input")
     parser.add_argument("--json", action="store_true", help="print the incident and the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain the text; 0 where memory ran out, 1 where it did not."""
     from oomdoctor.pipeline import explain
+    from oomdoctor.rulebook import configured
 
-    text, whole = _text(args.file)
-    explanation = explain(text)
-    notes = () if whole else (_UNREAD,)
+    if len(args.files) > 1:
+        raise UsageError(f"one text at a time, and {len(args.files)} were given")
+    (name,) = args.files or ["-"]
+    text, whole = _text(name)
+    explanation = explain(text, rules=configured(known_fixes=fixes.ids()))
+    if not explanation.incident.is_oom and _is_binary(text):
+        raise UsageError(f"{'the input' if name == '-' else name} is not text")
+    facts = explanation.to_dict()
+    notes = (*([] if whole else [_UNREAD]), *facts.get("notes", ()))
     if args.json:
-        print(json.dumps(explanation.to_dict() | ({"notes": list(notes)} if notes else {}), indent=2))
+        print(json.dumps(facts | ({"notes": list(notes)} if notes else {}), indent=2))
     else:
         Console(highlight=False, soft_wrap=True).print(*_lines(explanation, notes), sep="\n")
     return 0 if explanation.incident.is_oom else 1
@@ -69,6 +82,8 @@ def _text(name: str) -> tuple[str, bool]:
     """Return the text, and whether it is the whole of it."""
     try:
         if name == "-":
+            if sys.stdin is None:
+                raise UsageError("there is no input: it is closed")
             if sys.stdin.isatty():
                 print("Paste the failure, then press Ctrl-D.", file=sys.stderr)
             read, whole = _ends(sys.stdin.buffer)
@@ -85,31 +100,58 @@ def _text(name: str) -> tuple[str, bool]:
 
 
 def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
-    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held."""
+    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held.
+
+    Raises:
+        UsageError: it goes on without an end.
+    """
     head = file.read(_HALF)
     if len(head) < _HALF:
         return head, True
-    if file.seekable():
+    if _is_plain(file):
         size = file.seek(0, os.SEEK_END)
         file.seek(max(_HALF, size - _HALF))
-        tail = file.read()
+        tail = file.read(_HALF)
     else:
         chunks: deque[bytes] = deque(maxlen=_HALF // _CHUNK)
         size = _HALF
         while chunk := file.read(_CHUNK):
             chunks.append(chunk)
             size += len(chunk)
+            if size > _LONGEST:
+                raise UsageError(
+                    f"the input has no end within {_LONGEST >> 30} GiB: give a file, or the part that matters"
+                )
         tail = b"".join(chunks)
     whole = size <= len(head) + len(tail)
     return head + (b"" if whole else b"\n") + tail, whole
 
 
+def _is_plain(file: IO[bytes]) -> bool:
+    """Whether ``file`` has an end to go to; a device such as /dev/zero lets itself be sought and has none."""
+    try:
+        return file.seekable() and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError:  # it is no file of the system's
+        return file.seekable()
+
+
 def _decoded(read: bytes) -> str:
-    """Return the text; PowerShell writes UTF-16 where it redirects into a file."""
+    """Return the text; PowerShell writes UTF-16 where it redirects into a file.
+
+    Null bytes elsewhere are no text: a log that was cut while its writer went on begins with a hole of them.
+    """
     sample = read[:1000]
-    if 3 * sample.count(0) > len(sample):
-        return read.decode("utf-16" if sample[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-16-le", errors="replace")
-    return read.decode("utf-8", errors="replace")
+    marked, nulls = sample[:2] in (b"\xff\xfe", b"\xfe\xff"), sample.count(0)
+    if len(sample) < 3 * nulls and (marked or 3 * nulls < 2 * len(sample)):
+        return read.decode("utf-16" if marked else "utf-16-le", errors="replace")
+    return read.replace(b"\0", b"").decode("utf-8", errors="replace")
+
+
+def _is_binary(text: str) -> bool:
+    """Whether a tenth or more of the text's beginning are no characters."""
+    sample = text[:_SAMPLE]
+    odd = sum(char == "\ufffd" or not (char.isprintable() or char.isspace() or char in "\b\x1b") for char in sample)
+    return 10 * odd > len(sample)
 
 
 def _lines(explanation: Explanation, notes: Sequence[str]) -> Iterator[Text]:
@@ -126,7 +168,7 @@ def _lines(explanation: Explanation, notes: Sequence[str]) -> Iterator[Text]:
             "The text alone does not tell the cause. In a notebook, %load_ext oomdoctor looks at the memory itself."
         )
     for other in explanation.others:
-        yield Text(f"also: {describe(other)}{_sizes(other)}", style="dim")
+        yield Text(f"also: {_on(other)}{describe(other)}{_sizes(other)}", style="dim")
 
 
 def _facts(incident: Incident) -> Iterator[Text]:
@@ -147,6 +189,11 @@ def _facts(incident: Incident) -> Iterator[Text]:
         yield Text(f"  message    {incident.message.splitlines()[0][:_QUOTE]}")
 
 
+def _on(incident: Incident) -> str:
+    """Return the device, where there may be several of its kind."""
+    return f"{incident.device}: " if ":" in (incident.device or "") else ""
+
+
 def _sizes(incident: Incident) -> str:
     sizes = [
         f"{_NAMES.get(name, name)} {format_size(size)}"
@@ -157,14 +204,25 @@ def _sizes(incident: Incident) -> str:
 
 
 def _finding(finding: Finding) -> Iterator[Text]:
-    from oomdoctor.fixes import catalogue
-
     aside = f"  ({finding.cause.value}, confidence {finding.confidence:.2f}, rule {finding.rule})"
     yield Text.assemble((finding.title, "bold"), (aside, "dim"))
     for sentence in finding.because:
         yield Text(f"  - {sentence}")
     for number, fix in enumerate(finding.fixes):
-        known = catalogue().get(fix)
-        yield Text.assemble(
-            "  fix: " if number == 0 else "       ", known.title if known else fix, (f" ({fix})", "dim")
-        )
+        yield Text.assemble("  fix: " if number == 0 else "       ", _title(fix), (f" ({fix})", "dim"))
+
+
+@cache
+def _title(fix: str) -> str:
+    """Return the title of a fix as its module writes it, its id where there is none.
+
+    To import the fixes takes half as long again as everything else here: they bring what reads and writes source code.
+    """
+    source = Path(fixes.__path__[0], f"{fix}.py")
+    calls = ast.walk(ast.parse(source.read_bytes())) if source.is_file() else ()
+    for call in calls:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Fix":
+            for word in call.keywords:
+                if word.arg == "title" and isinstance(word.value, ast.Constant):
+                    return str(word.value.value)
+    return fix

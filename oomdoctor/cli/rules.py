@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ from rich.text import Text
 
 from oomdoctor import fixes
 from oomdoctor.errors import Fault, UsageError
-from oomdoctor.rulebook import everything, load_sound, locate
+from oomdoctor.rulebook import configured, load_sound, locate
+from oomdoctor.rulebook.files import files_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +30,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add(actions, "list", "name all rules, those of installed packages included")
+    _add(actions, "list", "name all rules, those of installed packages and of your profile's settings included")
     _add(actions, "show", "print one rule with its reasons").add_argument("id", metavar="ID")
     _add(actions, "check", "check rule files, their examples included").add_argument(
         "paths",
@@ -47,7 +49,7 @@ def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for; 1 where a checked rule has a fault."""
-    book = everything([], known_fixes=fixes.ids())
+    book = configured(known_fixes=fixes.ids())
     if args.action == "check":
         return _check([path.expanduser() for path in args.paths] or [locate()], book, as_json=args.json)
     if args.action == "show":
@@ -57,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             Console(highlight=False, soft_wrap=True).print(_story(rule))
     elif args.json:
-        print(json.dumps([_brief(rule) for rule in book.rules], indent=2))
+        told = {"rules": [_brief(rule) for rule in book.rules], "faults": [_fault(fault) for fault in book.faults]}
+        print(json.dumps(told, indent=2))
     else:
         _list(book)
     return 0
@@ -78,6 +81,10 @@ def _brief(rule: Rule) -> dict[str, object]:
         "fixes": list(file.fixes),
         "path": rule.path,
     }
+
+
+def _fault(fault: Fault) -> dict[str, object]:
+    return {"path": fault.path, "line": fault.line, "message": fault.message}
 
 
 def _list(book: RuleBook) -> None:
@@ -144,6 +151,8 @@ def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
     for path in paths:
         if not path.exists():
             raise UsageError(f"cannot read {path}: there is no such file or folder")
+    if not any(files_in(paths, [])) and all(os.access(path, os.R_OK) for path in paths):
+        raise UsageError(f"there are no rule files in {', '.join(map(str, paths))}")
     places = [path.resolve() for path in paths]
     others = {
         rule.file.id
@@ -152,8 +161,7 @@ def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
     }
     checked = load_sound(paths, fixes.ids(), others)
     if as_json:
-        told = [{"path": fault.path, "line": fault.line, "message": fault.message} for fault in checked.faults]
-        print(json.dumps({"rules": len(checked.rules), "faults": told}, indent=2))
+        print(json.dumps({"rules": len(checked.rules), "faults": list(map(_fault, checked.faults))}, indent=2))
     else:
         _tell(checked)
     return 1 if checked.faults else 0

@@ -6,11 +6,13 @@ was cut in the middle of a number is put together again only where the words aro
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
+from oomdoctor.incident.carried import log_text, notebook_output
 from oomdoctor.incident.thin import thin
 
 __all__ = ["LIMIT", "clean", "clean_lines"]
@@ -33,13 +35,15 @@ _CHARACTERS: Final = (
     | {13: "\n", 8208: "-", 8209: "-", 8210: "-", 8211: "-", 8212: "-", 8722: "-"}
     | {65306: ":", 65292: ",", 65288: "(", 65289: ")", 65307: ";"}
 )
-_ENTITIES: Final = {"&gt;": ">", "&lt;": "<", "&quot;": '"', "&#39;": "'", "&nbsp;": " ", "&amp;": "&"}
+_ENTITY: Final = re.compile(r"&(?:#\d{2,6}|#x[0-9a-f]{2,6}|[a-z]{2,8});", re.IGNORECASE)
 _TAG: Final = re.compile(r"</?(?:br|b|i|p|pre|code|span|div)\b[^<>\n]{0,100}>", re.IGNORECASE)
 _SPACES: Final = re.compile(r" {2,}")
 _WRITTEN_LETTER: Final = re.compile(r"\\u(?!d[89a-f])([0-9a-f]{4})", re.IGNORECASE)
 """A letter of JSON that is not ASCII; halves of a pair stay as they are."""
-_WRITTEN_LINE_END: Final = re.compile(r"(?:\\r)?\\n(?=[A-Z\s\"'\\]|$)")
-"""A line's end inside a quoted string. In front of a small letter it is a folder of Windows as well."""
+_WRITTEN_LINE_END: Final = re.compile(
+    r"(?:\\r)?\\n(?=[A-Z\s\"'\\]|$|(?:\w{1,40}\.){1,6}_?[A-Z]\w{2,60}(?:Error|Exception|OutOfMemory)\b)"
+)
+"""A line's end inside a quoted string. In front of a small letter it is a folder of Windows, unless a class begins."""
 
 _DAY: Final = r"(?:\d{4}[-/.]\d\d[-/.]\d\d|\d\d/\d\d/(?:\d{4}|\d\d)|\d\d-\d\d)"
 _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,:]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
@@ -66,6 +70,7 @@ _PREFIX: Final = re.compile(
     r"|\[[\w./-]{1,80}:\d{1,6}\] ?"
     r"|[\w.-]{1,60} {0,20}\| "
     r"|\d{1,4}: (?=\D)"
+    r"|::(?:error|warning|notice)[^:\n]{0,200}::|##\[\w{1,12}\]"
     r"|\{\"(?:log|message|msg|text)\": ?\""
     r"){1,6}"
 )
@@ -78,6 +83,8 @@ _NO_PREFIX: Final = re.compile(
 )
 """Words of a message, unless they stand in brackets."""
 _LONGEST: Final = 100
+_SHORTEST: Final = 4
+"""Characters of a prefix that is a word; less is the end of one that a wrap cut."""
 
 
 def clean(text: str) -> str:
@@ -92,7 +99,7 @@ def clean_lines(text: str) -> list[str]:
     """
     if len(text) > LIMIT:
         text = f"{text[: LIMIT // 2]}\n{text[-(LIMIT // 2) :]}"
-    text = thin(text)
+    text = log_text(thin(notebook_output(text)))
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     if "m" in text and "[" in text:
@@ -100,15 +107,16 @@ def clean_lines(text: str) -> list[str]:
     if "\\u" in text:
         text = _WRITTEN_LETTER.sub(lambda letter: chr(int(letter[1], 16)), text)
     text = text.replace("\r\n", "\n")
+    if "<" in text:
+        text = _TAG.sub(lambda tag: "\n" if tag[0][1:3].lower() == "br" else "", text)
+    if "&" in text:
+        text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     if not text.isascii() or any(letter in text for letter in "\t\r\0`"):
         text = text.translate(_CHARACTERS)
     if "\\n" in text:
         text = _WRITTEN_LINE_END.sub("\n", text)
-    if "<" in text:
-        text = _TAG.sub(lambda tag: "\n" if tag[0][1:3].lower() == "br" else "", text)
-    if "&" in text:
-        for entity, letter in _ENTITIES.items():
-            text = text.replace(entity, letter)
+    if "\\'" in text or '\\"' in text:
+        text = text.replace("\\'", "'").replace('\\"', '"')
     lines = [_line(line) for line in text.split("\n")]
     if 2 * sum(line[:1] == " " for line in lines) > len(lines):  # an indentation, and not what a wrap left
         lines = [line[line[:1] == " " :] for line in lines]
@@ -141,4 +149,6 @@ def _shared(one: str, two: str) -> int:
     length = min(len(one), len(two), _LONGEST)
     same = one[: next((at for at in range(length) if one[at] != two[at]), length)]
     found = _BOUNDARY.search(same) if one != two and not _COMMENT.match(same) else None
-    return found.end() if found and not _NO_PREFIX.search(same) else 0
+    if not found or _NO_PREFIX.search(same) or (same[:1].isalpha() and found.end() < _SHORTEST):
+        return 0
+    return found.end()

@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from oomdoctor.model.incident import Family
 
-__all__ = ["ANYWHERE", "SOURCE", "SOURCE_AFTER", "Format", "compiled"]
+__all__ = ["ANYWHERE", "SOURCE", "SOURCE_AFTER", "Format", "compiled", "unspaced"]
 
-_SIZE: Final = r"(?:\d{1,20}(?:[.,]\d{0,6})?|\.\d{1,6})\s?(?:[KMGTPE]i?B|bytes?|[KMGT]\b|B\b)"
+_SIZE: Final = (
+    r"(?:\d{1,3}(?:[.,]\d{3}){1,5}(?:[.,]\d{0,2})?|\d{1,20}(?:[.,]\d{0,6})?|\.\d{1,6})"
+    r"\s?(?:[KMGTPE]i?B|bytes?|[KMGT]\b|B\b)"
+)
 _COUNT: Final = r"\d{1,20}(?:,\d{3}){0,6}"
 _NUMBER: Final = r"\d{1,12}(?:\.\d{0,6})?"
 _SPACES: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\]){1,80}\]| \??")
+_WHITE: Final = re.compile(r"\\s(?:\{\d,\d\}|\?)?")
+"""What ``compiled`` makes of a space in a shape."""
 _PLACE: Final = re.compile(r"\{(?P<name>[a-z]+)(?P<kind>[#@]?)\}")
 
 ANYWHERE: Final = 1_500
@@ -53,6 +59,12 @@ def compiled(shape: str) -> re.Pattern[str]:
     ``{free}`` reads a size with its unit, ``{free#}`` a plain count, ``{free@}`` a number in the unit of the total.
     """
     return re.compile(_PLACE.sub(_group, _SPACES.sub(_spaced, shape)), re.IGNORECASE | re.MULTILINE)
+
+
+@cache
+def unspaced(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Return ``pattern`` for a text without white space: wherever a wrap cut it, and whatever that swallowed."""
+    return re.compile(_WHITE.sub("", pattern.pattern), pattern.flags)
 
 
 def _spaced(found: re.Match[str]) -> str:
@@ -90,6 +102,7 @@ class Format:
         families: the family by the words on the line of the match, or else around it; the first that is found. A row
             with families of its own matches nothing where none is found.
         device: the device by name; ``{}`` stands for the index that the text gives.
+        flows: one sentence, which a terminal may have wrapped anywhere; its numbers are read across the ends of lines.
         vague: says no more than the class of the error does; a row that says more about the same failure replaces it.
         reach: characters after the match that belong to the same message.
         sample: a made-up text in this wording.
@@ -111,6 +124,7 @@ class Format:
     denied: re.Pattern[str] | None = None
     families: tuple[tuple[re.Pattern[str], Family], ...] = ()
     device: str | None = None
+    flows: bool = False
     vague: bool = False
     reach: int = 400
     sample: str

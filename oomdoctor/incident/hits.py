@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format, compiled
+from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format, compiled, unspaced
 from oomdoctor.incident.place import line_end_of, line_start_of
 from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Family
@@ -35,6 +35,12 @@ _SHORT: Final = 8_000
 """Characters up to which it takes less time to cut a text into all of its pieces than to look for each needle."""
 _HEAD: Final = compiled(r"\b(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory")
 """Where a message of PyTorch begins: the numbers after it are its own."""
+_LEADS_ON: Final = re.compile(
+    r"(?:,|\b(?:can|could|may|might|will|would|should|to|the|an?|of|and|or|if|when|that|is|not|your?|it|this|with|by))$"
+)
+"""What no sentence ends with."""
+_PROSE: Final = 20
+"""Characters of a line of prose at least."""
 _HITS: Final = 25
 """Hits of one literal that are looked at from either end of the text."""
 
@@ -121,7 +127,7 @@ def _confirmed(row: Format, lines: str, lowered: str, at: int) -> re.Match[str] 
 
 def _in_place(row: Format, lines: str, match: re.Match[str], end: int) -> bool:
     before = max(0, match.start() - ANYWHERE)
-    if row.requires and not row.requires.search(lines, match.start(), end):
+    if row.requires and not _is_there(row.requires, lines[match.start() : end], flows=row.flows):
         return False
     if row.context and not row.context.search(lines, before, end):
         return False
@@ -134,6 +140,10 @@ def _in_place(row: Format, lines: str, match: re.Match[str], end: int) -> bool:
     return True
 
 
+def _is_there(words: re.Pattern[str], stretch: str, *, flows: bool) -> bool:
+    return bool(words.search(stretch) or (flows and unspaced(words).search("".join(stretch.split()))))
+
+
 def _is_denied(row: Format, lines: str, match: re.Match[str]) -> bool:
     """Whether the line of the match says that nothing happened, or is a line of source code."""
     low, high = _line_of(lines, match)
@@ -141,8 +151,17 @@ def _is_denied(row: Format, lines: str, match: re.Match[str]) -> bool:
     return (
         SOURCE.search(before) is not None
         or SOURCE_AFTER.match(lines, match.end(), high) is not None
-        or (row.denied is not None and row.denied.search(before) is not None)
+        or (row.denied is not None and row.denied.search(_line_above(lines, low) + before) is not None)
     )
+
+
+def _line_above(lines: str, low: int) -> str:
+    """Return the line above the one that begins at ``low`` if its sentence goes on there, as wrapped prose does."""
+    if low == 0:
+        return ""
+    above = lines[line_start_of(lines, low - 1, AROUND) : low - 1]
+    leads_on = _LEADS_ON.search(above) or (lines[low : low + 1].islower() and above[-1:].islower())
+    return f"{above} " if leads_on and len(above) >= _PROSE else ""
 
 
 def _line_of(lines: str, match: re.Match[str]) -> tuple[int, int]:
@@ -151,13 +170,13 @@ def _line_of(lines: str, match: re.Match[str]) -> tuple[int, int]:
 
 
 def _family(row: Format, lines: str, match: re.Match[str]) -> Family | None:
-    """Return who refused: by the words on the line of the match, or else by those around it."""
+    """Return who refused: by the words on the line of the match, by those around it, or else the row's default."""
     if not row.families:
         return row.family
     low, high = _line_of(lines, match)
     line = max(low, match.start() - AROUND), min(high, match.end() + LINE)
     for start, end in (line, (max(0, line[0] - AROUND), min(len(lines), line[1] + LINE))):
         for words, family in row.families:
-            if words.search(lines, start, end):
+            if words.pattern and words.search(lines, start, end):
                 return family
-    return None
+    return next((family for words, family in row.families if not words.pattern), None)

@@ -13,6 +13,8 @@ from typing import Final
 
 __all__ = ["array_bytes", "count", "settle", "size"]
 
+_GROUP: Final = 3
+"""Digits that a comma keeps apart in a large number; printed fractions have two."""
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _SIZE: Final = re.compile(r"([\d.,]{1,40})\s?([a-z]?)", re.IGNORECASE)
 _BITS: Final = re.compile(r"(\d{1,4})$")
@@ -36,11 +38,21 @@ def size(text: str) -> int:
     if match is None:
         return 0
     digits, prefix = match.groups()
-    exponent = _UNITS.get(prefix.lower(), 0)
-    if exponent == 0:
-        return count(digits)
-    number = float(digits.replace(",", ".").rstrip(".") or 0)
-    return round(number * float(1 << 10 * exponent))
+    number = _plain(digits.rstrip(".,"))
+    if number.isdigit():
+        return int(number) << 10 * _UNITS.get(prefix.lower(), 0)
+    return round(float(number or 0) * float(1 << 10 * _UNITS.get(prefix.lower(), 0)))
+
+
+def _plain(digits: str) -> str:
+    """Return a number with a point before its fraction, whichever sign groups its digits."""
+    point = max(".,", key=digits.rfind)
+    whole, _, last = digits.rpartition(point)
+    if not whole:
+        return digits
+    grouped = whole.replace(".", "").replace(",", "")
+    is_group = point in whole or (point == "," and "." not in whole and whole != "0")
+    return grouped + last if is_group and len(last) == _GROUP else f"{grouped}.{last}"
 
 
 def count(text: str) -> int:
@@ -94,7 +106,7 @@ def settle(groups: Mapping[str, str], processes: tuple[int, ...] = ()) -> dict[s
         own = [held for held in processes if 0 <= held - reserved < _CONTEXT_LIMIT]
         process = own[0] if own else None
     return {
-        "requested": requested,
+        "requested": requested or None,  # "0GB" was cut off, and nobody asks for nothing
         "total": total,
         "free": sizes.get("free"),
         "allocated": allocated,

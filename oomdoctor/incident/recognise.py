@@ -36,6 +36,7 @@ _FRAMES: Final = 4
 """Innermost frames that are shown to the message table: some wordings mean a thing only below ``pin_memory``."""
 _GROUP: Final = BaseExceptionGroup.__dict__["exceptions"]
 _OWN_FILES: Final = str(Path(__file__).parents[1] / "allocator")
+_LIBRARY: Final = re.compile(r"(?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d|\\Lib\\|^<frozen ")
 _STOPS: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -64,19 +65,21 @@ def from_exception(exc: BaseException, cells: Mapping[str, int]) -> Incident:
 
 
 def all_from_exception(exc: BaseException) -> tuple[Incident, ...]:
-    """Return what ``exc`` was, the root first, and the other, distinct failures for want of memory that it holds."""
-    first = from_exception(exc, {})
-    if not first.is_oom:
-        return (first,)
+    """Return what ``exc`` was, the root first, and the other, distinct failures for want of memory that it holds.
+
+    What is a cell is not known here: the lines are those of any file that no library brought.
+    """
+    root = _root(exc)
+    path, first = root if root is not None else ([exc], _read(exc))
     others: dict[Incident, Incident] = {}
-    for path in _earliest_first(exc):
-        incident = _read(path[0])
+    for other in _earliest_first(exc) if first.is_oom else ():
+        incident = _read(other[0])
         if incident.is_oom and not any(same(one, incident) for one in (first, *others)):
-            others[incident] = _placed(path, incident, {})
-    return (first, *others.values())
+            others[incident] = _placed(other, incident, None)
+    return (_placed(path, first, None), *others.values())
 
 
-def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, int]) -> Incident:
+def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, int] | None) -> Incident:
     """Return ``incident`` with its class, its message and its place, by the exceptions that it led to."""
     root = path[0]
     name = _class_name(type(root))
@@ -183,24 +186,31 @@ def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
         step = step.tb_next
 
 
-def _cell_lines(exc: BaseException, cells: Mapping[str, int]) -> tuple[CellLine | None, CellLine | None]:
-    """Return the outermost line in a cell and, where it is another one, the innermost."""
-    inside = [place for place in _steps(exc) if place[0] in cells]
+def _cell_lines(exc: BaseException, cells: Mapping[str, int] | None) -> tuple[CellLine | None, CellLine | None]:
+    """Return the outermost line in a cell and, where it is another one, the innermost; of any script without cells."""
+    inside = [place for place in _steps(exc) if (place[0] in cells if cells is not None else _is_script(place))]
     if not inside:
         return None, None
     inner = _cell_line(inside[-1], cells) if inside[-1] != inside[0] else None
     return _cell_line(inside[0], cells), inner
 
 
-def _cell_line(place: tuple[str, int, str], cells: Mapping[str, int]) -> CellLine:
+def _is_script(place: tuple[str, int, str]) -> bool:
+    """Whether the line is there to be read, in a file that neither a library nor Python brought."""
+    filename, line, _ = place
+    return _LIBRARY.search(filename) is None and bool(linecache.getline(filename, line).strip())
+
+
+def _cell_line(place: tuple[str, int, str], cells: Mapping[str, int] | None) -> CellLine:
     filename, line, function = place
     source = linecache.getline(filename, line).strip()
-    return CellLine(number=cells[filename], line=line, source_line=source, function=function)
+    number = cells[filename] if cells is not None else None
+    return CellLine(number=number, line=line, source_line=source, function=function)
 
 
 def _frames(exc: BaseException) -> list[str]:
     places = list(_steps(exc))[-_FRAMES:]
-    return [f"{function}({PurePath(filename).name})" for filename, _, function in places]
+    return [f"in {function} ({PurePath(filename).name})" for filename, _, function in places]
 
 
 def _innermost(exc: BaseException) -> str | None:

@@ -13,15 +13,17 @@ from oomdoctor.model.incident import Family
 
 __all__ = ["ROWS"]
 
-_BEGINS: Final = r"^(?:[^\n]{0,100}[:\])|>*-] ?)?['\"*]{0,3}(?:[\w.]{1,60}\.)?"
+_BEGINS: Final = r"^(?:[^\n]{0,100}[:\])|>*-]\x20?)?['\"*]{0,3}(?:[\w.]{1,60}\.)?"
 _ENDS: Final = r"['\"*}\])]{0,4}$"
+_HEADS: Final = r"\s{1,60}Traceback \(most recent call last\)"
+"""What follows a class above the traceback that a notebook shows; the message comes below it."""
 _OTHER: Final = r"[A-Z]\w{2,30}(?:Error|Exception)"
 _AMONG_OTHERS: Final = rf"^\W{{0,12}}{_OTHER}\s{{0,3}}\n\W{{0,12}}MemoryError\s{{0,3}}\n\W{{0,12}}{_OTHER}$"
 """A list of the classes that there are."""
 
 
 def _raised(names: str, *, alone: bool = False) -> str:
-    return rf"{_BEGINS}(?:{names})(?::?{_ENDS}{'' if alone else '|:'})"
+    return rf"{_BEGINS}(?:{names})(?::?{_ENDS}|{_HEADS}{'' if alone else '|:'})"
 
 
 ROWS: Final = (

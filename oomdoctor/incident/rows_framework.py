@@ -35,6 +35,7 @@ ROWS: Final = (
             compiled(r"available memory is(?: only)? {free}"),
         ),
         device="cuda:{}",
+        flows=True,
         sample=(
             "ResourceExhaustedError: Out of memory error on GPU 0. Cannot allocate 1.50GB memory on "
             "GPU 0, 9.25GB memory "
@@ -64,6 +65,7 @@ ROWS: Final = (
             compiled(r"device:(?P<place>[GC]PU):{device#}"),
         ),
         device="cuda:{}",
+        flows=True,
         sample=(
             "ResourceExhaustedError: OOM when allocating tensor with shape[8,256,256,64] and type float on "
             "/job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc"
@@ -85,7 +87,7 @@ ROWS: Final = (
     Format(
         name="tf_cuda_driver",
         family=Family.TF,
-        title="TensorFlow could not get its pool from the driver; it may try again with less.",
+        title="TensorFlow or JAX could not get its pool from the driver; it may try again with less.",
         versions="TensorFlow 1 and 2",
         needles=(
             "bytes) from device",
@@ -97,6 +99,7 @@ ROWS: Final = (
             r"|Dst tensor is not initialized"
             r"|failed to allocate memory \[Op:"
         ),
+        families=((compiled(r"external/(?:xla|org_tensorflow)/"), Family.JAX), (compiled(r"\w"), Family.TF)),
         unless=compiled(r"not a failure, but may mean"),
         device="cuda:{}",
         sample="failed to allocate 4.50G (4831838208 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
@@ -122,12 +125,12 @@ ROWS: Final = (
         versions="JAX, torch_xla",
         needles=(
             "resource_exhausted",
-            "resource exhausted: out of memory",
+            "resource exhausted: ",
             "bytes for new constant",
             "ran out of memory in memory space",
         ),
         pattern=compiled(
-            r"RESOURCE[_ ]?EXHAUSTED: (?:XLA:TPU compile permanent error\. )?"
+            r"RESOURCE[_ ]?EXHAUSTED: (?:From /job:\S{1,80}:\s{0,4})?(?:XLA:TPU compile permanent error\. )?"
             r"(?:Out of memory|Failed to allocate|Error allocating|Attempting to (?:reserve|allocate)"
             r"|Ran out of memory|"
             r"Error loading program|LoadExecutable|Compilation failure: Ran out of memory|[^\n]{0,80}out of memory)"
@@ -140,9 +143,11 @@ ROWS: Final = (
             compiled(r"(?:allocate|allocating|request for|reserve) {requested}"),
             compiled(r"Used {requested} of {total}"),
             compiled(r"There are {free} free"),
+            compiled(r"(?P<place>\bTPU\b|\bhbm\b)"),
         ),
         unless=compiled(r"memory space (?:vmem|smem)"),
         device="cuda:{}",
+        flows=True,
         sample=(
             "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to "
             "allocate 2097152 bytes."
@@ -157,7 +162,38 @@ ROWS: Final = (
         pattern=compiled(r"out of memory (?:to allocate|allocating) {requested#} bytes"),
         clauses=(compiled(r"(?:\(total|allocated so far:) {allocated#} bytes"),),
         device="cuda:{}",
+        flows=True,
         sample="OutOfMemoryError: Out of memory allocating 1,048,576 bytes (allocated so far: 6,291,456 bytes).",
+    ),
+    Format(
+        name="rmm_pool",
+        family=Family.CUPY,
+        title="RMM's pool could not grow.",
+        versions="RMM",
+        needles=("maximum pool size exceeded",),
+        pattern=compiled(r"Maximum pool size exceeded"),
+        clauses=(compiled(r"failed to allocate {requested}"),),
+        device="cuda:{}",
+        sample="MemoryError: std::bad_alloc: out_of_memory: RMM failure at:rmm/pool.hpp:9: Maximum pool size exceeded",
+    ),
+    Format(
+        name="xgboost",
+        family=Family.CUPY,
+        title="XGBoost could not get device memory.",
+        versions="XGBoost 1 on",
+        needles=("memory allocation error on worker",),
+        pattern=compiled(r"Memory allocation error on worker \d"),
+        clauses=(
+            compiled(r"Requested memory: {requested}"),
+            compiled(r"Requested memory: {requested#}"),
+            compiled(r"Free memory: {free}"),
+            compiled(r"Free memory: {free#}"),
+        ),
+        device="cuda:{}",
+        sample=(
+            "XGBoostError: updater_gpu_hist.cu:9: Memory allocation error on worker 0: Caching allocator\n"
+            "- Free memory: 1.5GB\n- Requested memory: 2.25GB"
+        ),
     ),
     Format(
         name="rmm",
@@ -166,10 +202,9 @@ ROWS: Final = (
         versions="RMM, CuPy",
         needles=(
             "cudaerrormemoryallocation",
-            "maximum pool size exceeded",
             "bad_alloc: out_of_m",
         ),
-        pattern=compiled(r"cudaErrorMemoryAllocation|Maximum pool size exceeded|bad_alloc: out_of_memory"),
+        pattern=compiled(r"cudaErrorMemoryAllocation|bad_alloc: out_of_memory"),
         clauses=(
             compiled(r"failed to allocate {requested}"),
             compiled(r"Requested memory: {requested#}"),

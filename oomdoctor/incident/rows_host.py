@@ -25,11 +25,24 @@ _ALLOCATOR_ROWS: Final = (
         pattern=compiled(r"DefaultCPUAllocator: can't allocate memory"),
         clauses=(compiled(r"tried to allocate {requested#} bytes"),),
         device="cpu",
+        flows=True,
         sample=(
             "RuntimeError: [enforce fail at alloc_cpu.cpp:99] err == 0. DefaultCPUAllocator: can't "
             "allocate memory: you "
             "tried to allocate 6442450944 bytes. Error code 12 (Cannot allocate memory)"
         ),
+    ),
+    Format(
+        name="th_buy_ram",
+        family=Family.HOST,
+        title="The operating system refused the host memory for a tensor.",
+        versions="PyTorch 0.1 to 0.4",
+        needles=("torch: not enough memory",),
+        pattern=compiled(r"Torch: not enough memory: you tried to (?:re)?alloc"),
+        clauses=(compiled(r"tried to (?:re)?allocate {requested}"),),
+        device="cpu",
+        flows=True,
+        sample="RuntimeError: $ Torch: not enough memory: you tried to allocate 12GB. Buy new RAM! at THGeneral.c:200",
     ),
     Format(
         name="cpu_win",
@@ -39,8 +52,8 @@ _ALLOCATOR_ROWS: Final = (
         needles=("not enough memory: you tried", "defaultcpuallocator"),
         pattern=compiled(r"DefaultCPUAllocator: not enough memory|not enough memory: you tried to allocate"),
         clauses=(compiled(r"tried to allocate {requested#} bytes"), compiled(r"tried to allocate {requested}")),
-        unless=compiled(r"Buy new RAM"),
         device="cpu",
+        flows=True,
         sample=(
             "RuntimeError: [enforce fail at alloc_cpu.cpp:88] data. DefaultCPUAllocator: not enough "
             "memory: you tried to "
@@ -61,16 +74,6 @@ _ALLOCATOR_ROWS: Final = (
         ),
     ),
     Format(
-        name="th_buy_ram",
-        family=Family.HOST,
-        title="The operating system refused the host memory for a tensor.",
-        versions="PyTorch 0.1 to 0.4",
-        needles=("torch: not enough memory",),
-        pattern=compiled(r"Torch: not enough memory: you tried to (?:re)?allocate {requested}"),
-        device="cpu",
-        sample="RuntimeError: $ Torch: not enough memory: you tried to allocate 12GB. Buy new RAM! at THGeneral.c:200",
-    ),
-    Format(
         name="numpy",
         family=Family.NUMPY,
         title="NumPy could not get the host memory for an array.",
@@ -82,6 +85,7 @@ _ALLOCATOR_ROWS: Final = (
             compiled(r"data type (?P<dtype>[<>|=]?\w{1,20})"),
         ),
         device="cpu",
+        flows=True,
         sample=(
             "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 14.9 GiB for an array with shape "
             "(2000000, 1000) and data type float64"
@@ -99,6 +103,7 @@ _ALLOCATOR_ROWS: Final = (
             compiled(r"data type (?P<dtype>[<>|=]?\w{1,20})"),
         ),
         device="cpu",
+        flows=True,
         sample="MemoryError: Unable to allocate array with shape (50000, 50000) and data type float32",
     ),
     Format(
@@ -137,6 +142,7 @@ _ALLOCATOR_ROWS: Final = (
             (_words(r"(?i:\bdml|directml|d3d12|\bdx\w{0,4}\b|dxgi|\bgpu\b|video memory|allocate tensor)"), Family.CUDA),
             (_words(""), Family.HOST),
         ),
+        flows=True,
         sample="OSError: [WinError 8] Not enough memory resources are available to process this command",
     ),
     Format(
@@ -149,6 +155,7 @@ _ALLOCATOR_ROWS: Final = (
         clauses=(compiled(r"unable to mmap {requested#} bytes"),),
         requires=compiled(r"Cannot allocate memory"),
         device="cpu",
+        flows=True,
         sample="RuntimeError: unable to mmap 512 bytes from file </torch_77_88>: Cannot allocate memory (12)",
     ),
     Format(
@@ -160,6 +167,7 @@ _ALLOCATOR_ROWS: Final = (
         pattern=compiled(r"unable to mmap {requested#} bytes"),
         requires=compiled(r"Cannot allocate memory"),
         device="cpu",
+        flows=True,
         sample=(
             "RuntimeError: unable to mmap 9663676416 bytes from file <model.safetensors>: Cannot allocate memory (12)"
         ),
@@ -205,6 +213,7 @@ _ALLOCATOR_ROWS: Final = (
         needles=("more system memory",),
         pattern=compiled(r"requires more system memory \({requested}\) than is available \({free}\)"),
         device="cpu",
+        flows=True,
         sample="Error: model requires more system memory (9.5 GiB) than is available (6.1 GiB)",
     ),
     Format(
@@ -238,6 +247,18 @@ _ALLOCATOR_ROWS: Final = (
         unless=compiled(r"std::bad_alloc: (?:CUDA|RMM|out_)"),
         device="cpu",
         sample="terminate called after throwing an instance of 'std::bad_alloc'",
+    ),
+    Format(
+        name="malloc_macos",
+        family=Family.HOST,
+        title="The operating system refused host memory.",
+        versions="macOS",
+        needles=("mach_vm_map(size", "can't allocate region"),
+        pattern=compiled(
+            r"mach_vm_map\(size={requested#}[^\n]{0,60}\) failed|malloc: [^\n]{0,40}can't allocate region"
+        ),
+        device="cpu",
+        sample="python(77) malloc: *** mach_vm_map(size=2147483648, flags: 100) failed (error code=3)",
     ),
     Format(
         name="pickled_memoryerror",

@@ -81,8 +81,8 @@ ROWS: Final = (
     _not_oom(
         "device_assert",
         "An assertion failed on the device, as a rule an index or a class label out of range.",
-        ("device-side assert",),
-        r"device-side assert triggered",
+        ("device-side assert", "], thread: ["),
+        r"device-side assert triggered|block: \[[\d,]{1,30}\], thread: \[[\d,]{1,30}\] Assertion",
         "RuntimeError: CUDA error: device-side assert triggered",
     ),
     _not_oom(
@@ -144,6 +144,7 @@ ROWS: Final = (
         ("nccl error", "ncclunhandledcudaerror", "ncclsystemerror", "cuda failure", "ncclinternalerror"),
         r"NCCL error in|nccl(?:UnhandledCuda|System|Internal|Remote)Error|Cuda failure(?: \d{1,4})? '(?!out of memory)",
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error",
+        unless=r"Cuda failure(?: \d{1,4})? 'out of memory|Failed to CUDA (?:calloc|malloc)",
     ),
     _not_oom(
         "worker_signal",
@@ -151,6 +152,13 @@ ROWS: Final = (
         ("is killed by signal",),
         r"is killed by signal: (?!Killed|Bus)[A-Za-z]{3,30}",
         "RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault.",
+    ),
+    _not_oom(
+        "worker_failed",
+        "A loader's worker ended with an error of its own; with num_workers=0 it shows which.",
+        ("exited unexpectedly with",),
+        r"exited unexpectedly with exit code (?!-9\b|137\b)-?\d{1,4}",
+        "RuntimeError: DataLoader worker (pid 99) exited unexpectedly with exit code 1. Details are lost.",
     ),
     _not_oom(
         "rank_failed",
@@ -165,6 +173,44 @@ ROWS: Final = (
         ("too many open files", "items of ancdata"),
         r"Too many open files|received 0 items of ancdata",
         "OSError: [Errno 24] Too many open files",
+    ),
+    _not_oom(
+        "time_limit",
+        "The scheduler ended the job because its time was over, or because it gave the machine to another one.",
+        (
+            "due to time limit",
+            "due to preemption",
+            "due to job requeue",
+            "maximum execution time",
+            "walltime",
+            "term_runlimit",
+            "job is preempted",
+        ),
+        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAILURE)|exceeded the maximum execution time"
+        r"|walltime [^\n]{1,60}exceeded limit|TERM_RUNLIMIT|this job is preempted",
+        "slurmstepd: error: *** JOB 7 ON node3 CANCELLED AT 2024-01-02T03:04:05 DUE TO TIME LIMIT ***",
+    ),
+    _not_oom(
+        "device_lost",
+        "The device or its driver failed; the machine needs a look, and perhaps a restart.",
+        (
+            "fallen off the bus",
+            "uncorrectable ecc",
+            "devicelost",
+            "device_lost",
+            "device removed",
+            "device_removed",
+            "nvrm: xid",
+        ),
+        r"fallen off the bus|uncorrectable ECC error|DeviceLost|DEVICE_(?:LOST|REMOVED)|device removed|NVRM: Xid",
+        "terminate called after throwing an instance of 'vk::DeviceLostError'",
+    ),
+    _not_oom(
+        "no_driver",
+        "No device can be used: the driver is missing, or the environment hides the devices.",
+        ("found no nvidia driver", "no cuda gpus are available", "cuda unknown error", "no cuda-capable device"),
+        r"Found no NVIDIA driver|No CUDA GPUs are available|CUDA unknown error|no CUDA-capable device",
+        "RuntimeError: No CUDA GPUs are available",
     ),
     _not_oom(
         "disk_full",

@@ -38,6 +38,7 @@ ROWS: Final = (
         pattern=compiled(r"alloc(?:ator)? fail type \w{1,40} dev {device#} space \w{1,20} stream"),
         clauses=(compiled(r"size {requested#} bytes"), compiled(r"Device free memory: {free#} bytes")),
         device="cuda:{}",
+        flows=True,
         sample="StandardGpuResources: alloc fail type Other dev 1 space Device stream 0x5 size 1048576 bytes",
     ),
     Format(
@@ -91,16 +92,20 @@ ROWS: Final = (
         needles=(
             "cuda runtime (out of memory)",
             "amount of gpu memory",
+            "amount of memory (",
             "cuda failure 2: out of memory",
             "2 (out of memory)",
             "error code 2: outofmemory",
         ),
         pattern=compiled(
-            r"Cuda Runtime \(out of memory\)|Requested amount of GPU memory \({requested#} bytes\)"
+            r"Cuda Runtime \(out of memory\)|Requested amount of (?:GPU )?memory \({requested#} bytes\)"
             r"|CUDA failure 2: out of memory"
             r"|Cuda Error in [\w:]{1,120}: 2 \(out of memory\)|Error Code 2: OutOfMemory"
         ),
-        clauses=(compiled(r"amount of GPU memory \({requested#} bytes\)"),),
+        clauses=(
+            compiled(r"amount of (?:GPU )?memory \({requested#} bytes\)"),
+            compiled(r"Requested size was {requested#} bytes"),
+        ),
         device="cuda:{}",
         sample="[E] Requested amount of GPU memory (2147483648 bytes) could not be allocated.",
     ),
@@ -113,6 +118,7 @@ ROWS: Final = (
         pattern=compiled(r"BFCArena::AllocateRawInternal[^\n]{0,160}Failed to allocate"),
         clauses=(compiled(r"requested buffer of size {requested#}"),),
         device="cuda:{}",
+        flows=True,
         sample="BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 5368709120",
     ),
     Format(
@@ -124,6 +130,7 @@ ROWS: Final = (
         pattern=compiled(r"Free memory on device(?: \S{1,12})? \({free@}/{total}\)"),
         clauses=(compiled(r"utilization \([\d.]{1,8}, {requested}\)"),),
         device="cuda:{}",
+        flows=True,
         sample=(
             "ValueError: Free memory on device (3.50/23.60 GiB) on startup is less than desired GPU memory utilization "
             "(0.9, 21.24 GiB)."
@@ -136,7 +143,9 @@ ROWS: Final = (
         versions="vLLM, SGLang, text-generation-inference",
         needles=("kv cache", "cache blocks", "mem-fraction-static", "mem_fraction_static", "prefill tokens"),
         pattern=compiled(
-            r"No available memory for the cache blocks|tokens that can be stored in (?:the )?KV cache"
+            r"No available memory for the cache blocks|(?:no|not enough|insufficient) (?:\w{1,10} ){0,3}memory "
+            r"(?:\w{1,10} ){0,3}(?:for|to \w{1,10}) (?:the )?(?:KV|cache)"
+            r"|tokens that can be stored in (?:the )?KV cache"
             r"|(?:{requested} )?KV cache is needed(?:, which is larger than the available KV cache memory \({free}\))?"
             r"|larger than the (?:available|maximum)[^\n]{0,60}KV cache"
             r"|Not enough memory\. Please try to increase --mem|No available memory for the KV cache"
@@ -144,6 +153,7 @@ ROWS: Final = (
         ),
         clauses=(compiled(r"KV cache memory \({free}\)"),),
         device="cuda:{}",
+        flows=True,
         sample="ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
     ),
     Format(

@@ -16,7 +16,7 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
+__all__ = ["DENIED", "ROWS"]
 
 
 def _words(pattern: str) -> re.Pattern[str]:
@@ -26,7 +26,10 @@ def _words(pattern: str) -> re.Pattern[str]:
 FAMILIES: Final = (
     (_words(r"(?i:pinned|page-locked|on host: CUDA|cudaHost|hipHost|mlock\b)"), Family.PINNED),
     (_words(r"(?i:\bhip|\brocm|\bmiopen)"), Family.HIP),
-    (_words(r"(?i:\bnpu\b|ascend|\bacl(?:rt|nn))"), Family.NPU),
+    (
+        _words(r"(?i:\bnpu\b|ascend|\bacl(?:rt|nn)|\brtMalloc|\bGE module|mindspore/(?!\S{0,80}gpu))|\(EL\d{4}\)"),
+        Family.NPU,
+    ),
     (_words(r"(?i:\bxpu\b|sycl|level[_ ]zero|opencl)|\b(?:UR|ZE|PI|CL|DPCPP)_[A-Z]|Native API"), Family.XPU),
     (_words(r"(?i:\bmps\b|metal\b|\bmlx\b|malloc_or_wait)|MTL[A-Z]|IOGPU"), Family.MPS),
     (_words(r"(?i:\bxla\b|\bjax|\btpu\b|\bpjrt)"), Family.JAX),
@@ -37,7 +40,7 @@ FAMILIES: Final = (
     (
         _words(
             r"(?i:\bcuda|\bgpus?\b|gpu[_ ]|\bvram\b|device[_ ]?memory|nvinfer|tensorrt|\bvulkan|\bvk::|\bnccl"
-            r"|memory on device)"
+            r"|memory on device|\w\.cuh?\b|device\(id|thrust|PT_DEVMEM|\bHPU\b|habana|parallel_for|paddle|mindspore)"
             r"|\bcu[A-Z]|\bTRT\b|\bVK_|CUDA|::nvml|CachingAllocator"
         ),
         Family.CUDA,
@@ -56,7 +59,7 @@ FAMILIES: Final = (
 )
 """Who refused, by the words around the refusal; the more particular before the more general."""
 
-_DENIED: Final = re.compile(
+DENIED: Final = re.compile(
     # a condition, a possibility or advice
     r"(?i:\b(?:if|when|whenever|in case|to avoid|avoid\w{0,4}|prevent\w{0,4}|may|might|can(?!'t|not)|could(?! not)"
     r"|would"
@@ -64,8 +67,10 @@ _DENIED: Final = re.compile(
     r"|such as|e\.g\.|for example|possible that|fix(?:e[sd])?|skipping|checks? for|we (?:can't|cannot)"
     r"|has no attribute|is not defined|cannot import|not a failure|try(?:ing)? (?:to )?(?:re|again))\b)[^\n]{0,120}$"
     r"|(?i:\b(?:an?|any|for|check|on)\s{1,3}$)"
+    # a line of a history
+    r"|(?i:^\W{0,8}(?:handles?|catch(?:es)?)\s[^\n:]{0,80}$)"
     # the meaning of a code
-    r"|^\W{0,4}(?:-\d{1,3}|E[A-Z]{3,9})\s?[:-]\s?$|^['\"`][\w.]{1,40}['\"`]:\s?$|\*\*\w{2,12}\*\*:\s?$"
+    r"|^\W{0,4}(?:-\d{1,3}|E(?!RROR\b|XCEPTION\b)[A-Z]{3,9})\s?[:-]\s?$|^['\"`][\w.]{1,40}['\"`]:\s?$|\*\*\w{2,12}\*\*:\s?$"
     # source code and its comments
     r"|\b[a-z]\w{1,30}\s\((?:[\w.&*>-]{1,30}\s?,\s?){0,3}\"[^\"\n]{0,120}$"
     r"|\b(?:f?puts|f?printf|print|echo|log\w{0,4}\.\w{1,10}|\w{0,10}[rR]aises|assert\w{0,20}|die"
@@ -79,7 +84,9 @@ _DENIED: Final = re.compile(
 _TONE: Final = re.compile(
     r"(?i:error|exception|fail|fatal|panic|abort|terminat|crash|kill|unable|cannot|could not|exit|severe"
     r"|\braised?\b|what\(\)"
-    r"|\[e\]|refus|status|returned|exceed|insufficient|exhausted)"
+    r"|\[e\]|refus|status|returned|exceed|insufficient|exhausted|\bran out\b|more than total"
+    r"|request(?:ed)? (?:memory )?size)"
+    r"|(?m:(?:^|[\]:>]\s?)(?:\w{1,8}\s)?(?i:out of memory)(?=[.!:;]|$))"
 )
 _SIZES: Final = (
     compiled(
@@ -105,7 +112,8 @@ _SAID: Final = (
             r"(?:Runtime|Internal|System|OS|Fatal|\w{0,20}Memory)(?:Error|Exception): [^\n]{0,24}"
             r"\b(?i:out of|not enough|insufficient)"
             r"|(?:^|[\s\]|}>])(?:\w{1,12} )?(?i:error) ?:\s[^\n]{0,24}"
-            r"\b(?i:not enough|insufficient|memory exhausted|memory limit)",
+            r"\b(?i:not enough|insufficient|memory exhausted|memory limit)"
+            r"|\w(?:Error|Exception): [^\n]{0,80}\bOutOfMemory",
         ),
         Family.HOST,
     ),
@@ -135,7 +143,7 @@ def _row(
         pattern=compiled(shape),
         clauses=_SIZES,
         on_line=_TONE if tone else None,
-        denied=_DENIED,
+        denied=DENIED,
         families=FAMILIES + (_SAID if tone else _ANY),
         vague=True,
         reach=300,
@@ -150,9 +158,12 @@ ROWS: Final = (
         title="The caching allocator of an accelerator could not get the memory for a tensor.",
         versions="PyTorch with a backend of its own: MUSA, MLU, HPU, GCU and the like",
         needles=("out of memory",),
-        pattern=compiled(r"(?<![\w-])(?-i:(?!RAN|WENT|IS|WAS|GPU|CPU|RAM|CUDA|HIP|XPU|NPU)[A-Z]{3,8}) out of memory\b"),
+        pattern=compiled(
+            r"(?<![\w-])(?-i:(?!RAN|WENT|IS|WAS|SYSTEM|PROCESS|HOST|DEVICE|HEAP|GPU|CPU|RAM|CUDA|HIP|XPU|NPU)"
+            r"[A-Z]{3,8}) out of memory\b"
+        ),
         clauses=_SIZES,
-        denied=_DENIED,
+        denied=DENIED,
         device="cuda:{}",
         vague=True,
         sample="RuntimeError: MUSA out of memory. Tried to allocate 1.25 GiB",
@@ -163,8 +174,8 @@ ROWS: Final = (
         ("alloc", "reserve", "to map", "memalign", "mmap"),
         r"(?:(?:fail(?:ed|ure|s|ing)?|unable|could not|couldn't|cannot|can't|can ?not|not able) (?:to )?(?:re|c"
         r"|m)?(?:alloc\w{0,6}|reserve"
-        r"|map)\b[^\n]{0,60}(?:memory|bytes?\b|buffer|tensor|arrays?\b|heap|workspace|\d ?[KMGT]i?B\b)"
-        r"|(?:memory|device|buffer|tensor|heap|host|m|re|c)[ _]?alloc(?:ation|ator)?s?"
+        r"|map)\b[^\n]{0,60}(?:memory|bytes?\b|buffer|tensor|arrays?\b|heap|workspace|\d ?[KMGT](?:i?B)?\b)"
+        r"|(?:memory\w{0,3}|device|buffer|tensor|heap|host|m|re|c)[ _]?alloc(?:ation|ator)?s?"
         r"(?: error| failure| failed| fail\b)"
         r"|(?:(?<=[_mce])alloc|(?-i:(?<=[a-z])Alloc)|memalign|mmap)\w{0,20}(?:\([^()\n]{0,60}\))?:? "
         r"(?:has )?fail(?:ed|ure)\b"
@@ -173,12 +184,12 @@ ROWS: Final = (
         r"|alloc(?:ation)? of(?: size)? [\d.,]{1,24} ?(?:[KMGT]i?B|bytes)? ?(?:has )?failed"
         r"|\b[mrc]e?alloc of size \d{1,20} failed"
         r"|(?:memory|bytes\)?|buffer|tensor) could not be allocated"
-        r"|\bbad allocation\b"
+        r"|\bbad allocation\b|::BadAlloc\b|\bmemory error in alloc|\bmemory object alloc\w{0,6} fail(?:ed|ure)"
         r"|not enough space (?:for|to) alloc)"
         r"(?![^\n]{0,160}\n?[^\n]{0,60}"
         r"(?:No such|Permission|Invalid argument|Bad file|busy|not permitted|Too many|No space left))",
         "somelib.Error: failed to allocate 3.50 GiB for the workspace",
-        beside=("fail", "unable", "not ", "n't", "cannot", "error", "bad "),
+        beside=("fail", "unable", "not ", "n't", "cannot", "error", "bad"),
         window=(80, 360),
     ),
     _row(
@@ -186,7 +197,10 @@ ROWS: Final = (
         "Memory ran out.",
         (
             "out of",
+            "n't enough",
             "not enough",
+            "no gpu memory",
+            "more than total mem",
             "insufficient",
             "insuficient",
             "exhausted",
@@ -196,9 +210,11 @@ ROWS: Final = (
             "memory left",
             "memory available",
         ),
-        r"\b(?:ran |run |running )?out of (?:\w{1,10} ){0,2}memory\b(?![^\n]{0,200}not a failure)"
+        r"\b(?:ran |run |running )?out of (?:\w{1,10} ){0,2}memory\b(?![\s\S]{0,300}?not a failure)"
         r"|\bnot enough (?:free |available )?(?:\w{1,10} ){0,2}memory\b"
         r"|\binsuff?icient (?:\w{1,10} ){0,2}memory\b|\bno (?:more |free )?memory (?:left|available)\b"
+        r"|\binsufficient (?:system )?resources\b[^\n]{0,120}\bof memory"
+        r"|\bmemory (?:isn't|is not) (?:enough|sufficient)|is more than total mem size"
         r"|\bmemory (?:is )?(?:exhausted|insufficient|not available)\b|\bexhausted (?:\w{1,10} ){0,2}memory\b"
         r"|\bexceed\w{0,3} (?:the )?(?:\w{1,10} ){0,2}memory limit"
         r"|\bmemory limit (?:of [\d.]{1,12} ?[KMGT]i?B )?(?:was )?(?:exceeded|reached)",
@@ -208,12 +224,37 @@ ROWS: Final = (
     _row(
         "memory_code",
         "A code for memory that ran out was returned.",
-        ("memory", "alloc_failed", "allocation_failed", "enomem", "memoryerror", "outof"),
+        ("memory", "alloc_fail", "allocation_fail", "enomem", "memoryerror", "outof"),
         r"(?<![\w.'])(?:\w{1,40}(?:\.|::)){0,5}\w{0,40}?(?:OUT_?OF_?(?:DEVICE_?|HOST_?|GPU_?|POOL_?)?MEMORY"
-        r"|ALLOC(?:ATION)?_FAILED|MEMORY_?ALLOCATION|INSUFFICIENT_MEMORY|NO_?MEMORY|ENOMEM"
+        r"|ALLOC(?:ATION)?_FAIL(?:ED|URE)|MEMORY_?ALLOCATION|INSUFFICIENT_MEMORY|NO_?MEMORY|ENOMEM"
         r"|(?<!Error)(?<=[a-z])MemoryError)\w{0,24}"
-        r"(?=[:)\],;'\"\s(*]|$)(?!\(\w{0,20}\):)(?!\((?!['\"\d-]))(?! = \d)(?! - [A-Z][a-z])",
+        r"(?=[:)\],;'\"\s(*]|$)"
+        r"(?! (?:handl|support|option|flag|check|test|docs?\b|is\b|are\b|can\b|may\b|will\b|if\b))"
+        r"(?!\(\w{0,20}\):)(?!\((?!['\"\d-]))(?! = \d)(?! - [A-Z][a-z])",
         "somelib.Error: SOMELIB_STATUS_OUT_OF_DEVICE_MEMORY",
         tone=True,
+    ),
+    Format(
+        name="oom_word",
+        family=Family.CUDA,
+        title="Somebody wrote that memory ran out.",
+        versions="programs and people",
+        needles=("oom",),
+        pattern=compiled(
+            r"\b(?:got|hits?|ran into|caught|raised|encountered|threw|detected) (?:an? |the |a possible )?(?:\w{1,8} )?"
+            r"OOM\b(?![-_])"
+            r"|^(?:[^\n]{0,60}[:\]>|!] ?)?(?:(?:CUDA|GPU|HIP|XPU|NPU|MPS|host|CPU|torch|device|VRAM|RAM) )?OOM"
+            r"(?: (?:error|exception|detected|occurred|encountered|again|crash))?"
+            r"(?=\s?$|\s?[!,(.-]{1,3}(?: |$|\n)|: |! | (?:at|with|for|on|when|in|while|after|during|even|despite)\b)"
+        ),
+        denied=DENIED,
+        families=(
+            *FAMILIES[:-1],
+            (_words(r"(?i:\bhost|\bcpu\b|\b(?<!v)ram\b|system memory)"), Family.HOST),
+            (_words(""), Family.CUDA),
+        ),
+        vague=True,
+        reach=200,
+        sample="Epoch 3: OOM at batch size 32, halving it",
     ),
 )

@@ -31,8 +31,10 @@ _TORCH: Final = (
 _CUDA: Final = compiled(r"\bCUDA out of memory")
 _CUDA_SHORT: Final = compiled(
     r"Error(?:: |\(['\"])CUDA out of memory|\bCUDA out of memory(?=\. Tried to allocate)"
-    r"|(?:^|[:\]] ?)CUDA out of memory(?=[.!]?$)"
+    r"|(?:^|[:\]>] ?)CUDA out of memory"
+    r"(?=[.!]?$|[,;:]? (?:with|at|for|on|in|when|while|during|after|even)\b)"
 )
+_MENDED: Final = compiled(r"\bfix(?:e[sd])?\b[: ][^\n]{0,60}$")
 _SPLIT_HINT: Final = "If reserved memory is >> allocated memory try setting max_split_size_mb to avoid fragmentation."
 
 
@@ -46,7 +48,9 @@ def _torch(name: str, title: str, versions: str, requires: str | None, sample: s
         pattern=_CUDA if requires else _CUDA_SHORT,
         clauses=_TORCH,
         requires=compiled(requires) if requires else None,
+        denied=None if requires else _MENDED,
         device="cuda:{}",
+        flows=True,
         reach=1200,
         sample=sample,
     )
@@ -62,6 +66,7 @@ def _other(name: str, family: Family, kind: str, device: str, sample: str) -> Fo
         pattern=compiled(rf"\b{kind} out of memory"),
         clauses=_TORCH,
         device=device,
+        flows=True,
         reach=1200,
         sample=sample,
     )
@@ -147,13 +152,23 @@ _TORCH_ROWS: Final = (
         "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
     ),
     _torch(
+        "cuda_new_capped",
+        "The caching allocator could not get the memory for a tensor; this process has a cap of its own.",
+        "PyTorch 2.2 on with a memory fraction",
+        r"\d ?[KMGT]i?B allowed; Of the allocated",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of "
+        "24.00 GiB of which 14.50 GiB is free. Including non-PyTorch memory, this process has 9.30 GiB memory in "
+        "use. 9.60 GiB allowed; Of the allocated memory 8.40 GiB is allocated by PyTorch, and 100.00 MiB is reserved "
+        "by PyTorch but unallocated.",
+    ),
+    _torch(
         "cuda_new",
         _ALLOCATOR,
-        "PyTorch 2.2 on; private pools and a memory fraction, where there are such, are named between",
+        "PyTorch 2.2 on; private pools, where there are such, are named between",
         r"total capacity of|is allocated by PyTorch",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.12 GiB. GPU 0 has a total capacity of "
         "15.70 GiB of which 700.25 MiB is free. Including non-PyTorch memory, this process has 14.99 GiB memory in "
-        "use. 12.56 GiB allowed; Of the allocated memory 11.80 GiB is allocated by PyTorch, with 96.00 MiB allocated "
+        "use. Of the allocated memory 11.80 GiB is allocated by PyTorch, with 96.00 MiB allocated "
         "in private pools (e.g., CUDA Graphs), and 2.31 GiB is reserved by PyTorch but unallocated.",
     ),
     _torch(
@@ -199,6 +214,7 @@ _TORCH_ROWS: Final = (
         pattern=compiled(r"can NOT allocate memory block with size larger than"),
         clauses=_TORCH,
         device="xpu:{}",
+        flows=True,
         sample=(
             "RuntimeError: Current platform can NOT allocate memory block with size larger than 4GB! Tried to allocate "
             "5.21 GiB (GPU  0; 14.90 GiB total capacity; 10.00 MiB already allocated; 12.00 MiB reserved in total "
@@ -224,6 +240,7 @@ _TORCH_ROWS: Final = (
         pattern=compiled(r"Tried to allocate {requested}(?= \(GPU|\.? GPU \d)"),
         clauses=_TORCH,
         device="cuda:{}",
+        flows=True,
         reach=1000,
         sample=(
             "Tried to allocate 20.00 MiB (GPU 0; 3.94 GiB total capacity; 3.20 GiB already allocated; 9.06 MiB free;"
@@ -245,6 +262,7 @@ _MPS_ROWS: Final = (
             compiled(r"Tried to allocate {requested}"),
         ),
         device="mps",
+        flows=True,
         sample=(
             "RuntimeError: MPS backend out of memory (MPS allocated: 12.40 GB, other allocations: 840.00 MB, max "
             "allowed: 13.60 GB). Tried to allocate 512.00 MB on private pool."
@@ -266,7 +284,7 @@ _MPS_ROWS: Final = (
         title="One array is larger than a Metal array can be.",
         versions="macOS",
         needles=("total bytes of ndarray",),
-        pattern=compiled(r"total bytes of NDArray > 2\*\*32"),
+        pattern=compiled(r"total bytes of NDArray (?:> ?)?2\*\*32"),
         device="mps",
         sample="MPSNDArray.mm:700: failed assertion `Error: total bytes of NDArray > 2**32'",
     ),

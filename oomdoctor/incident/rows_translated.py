@@ -47,7 +47,7 @@ ROWS: Final = (
         versions="bash with glibc",
         needles=tuple(word.lower() for word in _KILLED),
         pattern=compiled(
-            r"^(?:[^\n]{0,80}[:\])|>*-] ?)?(?:\w{1,8} ?\d{1,6}: )?(?:\d{1,8} |\[\d{1,3}\]\+? (?:\d{1,8} )?)?"
+            r"^(?:[^\n]{0,80}[:\])|>*-]\x20?)?(?:\w{1,8} ?\d{1,6}: )?(?:\d{1,8} |\[\d{1,3}\]\+? (?:\d{1,8} )?)?"
             rf"(?:{_any(_KILLED)})(?:$| \(\w{{1,30}}\b[^)\n]{{0,40}}\)$| python\S{{0,10}}[^\n]{{0,200}}$)"
         ),
         device="cpu",

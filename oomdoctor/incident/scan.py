@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Final
 
-from oomdoctor.incident.formats import Format
+from oomdoctor.incident.formats import Format, unspaced
 from oomdoctor.incident.frames import innermost_frame, running_lines
 from oomdoctor.incident.hits import AROUND, LINE, candidates, hits, lowered_of
 from oomdoctor.incident.numbers import settle, size
@@ -28,6 +28,9 @@ _TRACEBACK: Final = 20_000
 _MOST: Final = 400
 """Failures that are told apart; of more, the first and the last half of this."""
 _BUCKET: Final = 9
+_HEAD: Final = "Traceback (most recent call last)"
+_HANDLES: Final = (Family.CUBLAS, Family.CUDNN)
+_FAULTS: Final = ("device_assert", "illegal_access", "misaligned", "device_fault")
 _PROCESS: Final = re.compile(r"Process\s\d{1,9}\shas\s(\d{1,9}(?:\.\d{0,6})?\s[KMGT]i?B)\smemory\sin\suse")
 
 _CUT: Final = re.compile(r"(?<![\w.])(\d{1,6}\.?\d{0,2})\n(?=(?:\d{1,6}\.\d\d|\.?\d{1,2}) ?[KMGT]i?B\b)")
@@ -101,8 +104,16 @@ def _placed(incident: Incident, lines: str, at: int) -> Incident:
 
 
 def without_doubtful(found: list[Found]) -> list[Found]:
-    """Leave out what is vague where something definite stands beside it."""
-    return [one for one in found if not (one.vague and _said_better(one, found))]
+    """Leave out what is vague beside something definite, and what follows from a fault of the device."""
+    sure = [one for one in found if not (one.vague and _said_better(one, found))]
+    return [one for one in sure if not _follows_a_fault(one, sure)]
+
+
+def _follows_a_fault(handle: Found, found: list[Found]) -> bool:
+    """Whether a library could not set itself up because a kernel had failed before: then each call fails."""
+    return handle.incident.family in _HANDLES and any(
+        one.incident.format in _FAULTS and one.low <= handle.low <= one.end + _TRACEBACK for one in found
+    )
 
 
 def _said_better(vague: Found, found: list[Found]) -> bool:
@@ -114,25 +125,39 @@ def _said_better(vague: Found, found: list[Found]) -> bool:
             or (one.incident.family is vague.incident.family and vague.end <= one.start <= vague.end + _TRACEBACK)
         )
         for one in found
-    )
+    ) or (_HEAD in vague.incident.message and any(_ends(vague, one) for one in found))
+
+
+def _ends(head: Found, one: Found) -> bool:
+    """Whether ``one`` is the message of the class that a notebook shows above the traceback."""
+    follows = head.end <= one.start <= head.end + _TRACEBACK
+    return follows and one.incident.is_oom and _bare(one.incident.exc_type) == _bare(head.incident.exc_type)
+
+
+def _bare(exc_type: str | None) -> str | None:
+    return exc_type and exc_type.rpartition(".")[2]
 
 
 def _read(row: Format, place: int, lines: str, match: re.Match[str], end: int, family: Family) -> Found:
     """Read the numbers, the class and the place of one match."""
     groups = {name: text for name, text in match.groupdict().items() if text}
     last = match.end()
-    stretch = _CUT.sub(r"\n\1", lines[match.start() : end])
+    stretch = lines[match.start() : end]
+    if row.flows:
+        stretch = _CUT.sub(r"\n\1", stretch)
+    dense = "".join(stretch.split()) if row.flows else ""
     for clause in row.clauses:
         if clause.groupindex.keys() <= groups.keys():
             continue
-        read = clause.search(stretch)
+        read = _within_rows(clause, stretch, flows=row.flows)
         if read is not None:
             last = max(last, match.start() + read.end())
-        else:  # a hard wrap may have cut a word
-            read = clause.search(stretch.replace("\n", ""))
+        elif row.flows:
+            read = unspaced(clause).search(dense)
         if read is not None:
             groups |= {name: text for name, text in read.groupdict().items() if text and name not in groups}
-    processes = tuple(size(held) for held in _PROCESS.findall(stretch))
+    held = max(_PROCESS.findall(stretch), unspaced(_PROCESS).findall(dense), key=len)
+    processes = tuple(map(size, held))
     line_start = line_start_of(lines, match.start(), AROUND)
     message_end = min(line_end_of(lines, last, _MESSAGE), match.start() + _MESSAGE)
     incident = Incident(
@@ -158,9 +183,15 @@ def _read(row: Format, place: int, lines: str, match: re.Match[str], end: int, f
     )
 
 
+def _within_rows(clause: re.Pattern[str], stretch: str, *, flows: bool) -> re.Match[str] | None:
+    """Return where ``clause`` matches: in one line, unless the message is a sentence that flows over several."""
+    return next((read for read in clause.finditer(stretch) if flows or "\n" not in read[0]), None)
+
+
 def _device(row: Format, family: Family, groups: dict[str, str]) -> str | None:
-    if groups.get("place", "").lower() == "cpu":
-        return "cpu"
+    place = _PLACES.get(groups.get("place", "").lower())
+    if place is not None:
+        return place
     device = _DEVICES.get(family) if row.families else row.device
     if device is None:
         return None
@@ -168,6 +199,7 @@ def _device(row: Format, family: Family, groups: dict[str, str]) -> str | None:
     return device.format(index) if index else device.removesuffix(":{}")
 
 
+_PLACES: Final = {"cpu": "cpu", "tpu": "tpu", "hbm": "tpu"}
 _DEVICES: Final = dict.fromkeys(Family, "cuda:{}") | {
     Family.MPS: "mps",
     Family.XPU: "xpu:{}",
@@ -180,25 +212,40 @@ _DEVICES: Final = dict.fromkeys(Family, "cuda:{}") | {
 
 
 def _distinct(found: list[Found]) -> list[Found]:
-    """Leave out what an earlier one says already: the same numbers, or no numbers and the same family."""
+    """Leave out what an earlier one says already; what only the later one knows of the same failure is kept."""
     kept: list[Found] = []
     for one in found:
         twin = next((n for n, other in enumerate(kept) if same(other.incident, one.incident)), None)
         if twin is None:
             kept.append(one)
-        elif kept[twin].incident.exc_type is None and one.incident.exc_type is not None:
-            kept[twin] = replace(kept[twin], incident=replace(kept[twin].incident, exc_type=one.incident.exc_type))
+        else:
+            kept[twin] = replace(kept[twin], incident=_filled(kept[twin].incident, one.incident))
     return kept
 
 
 def same(earlier: Incident, later: Incident) -> bool:
-    """Whether ``later`` tells nothing that ``earlier`` does not."""
+    """Whether both tell of one failure: on one device, with the same numbers, some of them and no others, or none."""
     if (earlier.is_oom, earlier.family) != (later.is_oom, later.family):
         return False
     if not earlier.is_oom:
         return earlier.format == later.format
-    told = numbers(later)
-    return told == numbers(earlier) or not any(number is not None for number in told)
+    if ":" in (earlier.device or "") and ":" in (later.device or "") and earlier.device != later.device:
+        return False
+    told, again = _told(earlier), _told(later)
+    return again <= told or bool(told and told <= again)
+
+
+def _told(incident: Incident) -> set[tuple[int, int]]:
+    return {(place, number) for place, number in enumerate(numbers(incident)) if number is not None}
+
+
+def _filled(earlier: Incident, later: Incident) -> Incident:
+    """Return ``earlier`` with what it does not know and ``later`` does."""
+    names = [name for name in _FILLED if getattr(earlier, name) is None]
+    return replace(earlier, **{name: getattr(later, name) for name in names})
+
+
+_FILLED: Final = ("exc_type", "requested", "total", "free", "allocated", "reserved", "process_used")
 
 
 def numbers(incident: Incident) -> tuple[int | None, ...]:

@@ -43,7 +43,7 @@ STRONG: Final = (
 """What is said where memory ran out, looked for before all else."""
 ANCHORS: Final = (
     "emor", "lloc", "kill", "exhaust", "rror", "ernel", "signal", "fail", "rash", "137", "shm", "torch", "seg",
-    "keyboardint", "driver", "timeo", "timed o", "peer", "invalid",
+    "oom", "keyboardint", "driver", "timeo", "timed o", "peer", "invalid",
 )  # fmt: skip
 """Pieces of words that the messages of the table have. What is said in ``STRONG`` contains one of them."""
 TRANSLATED: Final = ("已杀死", "无法分配内存", "getötet", "processus arrêté", "強制終了", "убито")

@@ -75,18 +75,20 @@ def _is_denied(one: Found, denials: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def _fuller(one: Found, joined: list[Found]) -> Found:
-    """Return whichever of the two readings of one failure has more numbers."""
+    """Return whichever of the two readings of one failure has more numbers; only a sentence has them across lines."""
+    if not FORMATS[one.row].flows:
+        return one
     twins = (other for other in joined if other.row == one.row and _overlap(other, one))
     return max((one, *twins), key=lambda other: sum(number is not None for number in numbers(other.incident)))
 
 
 def _refutes(other: Found, one: Found, joined: list[Found]) -> bool:
     """Whether ``other`` of the joined lines says more of the place of ``one``, which they do not confirm."""
-    if other.vague or any(_overlap(same, one) and same.row == one.row for same in joined):
+    if (other.vague and not one.vague) or any(_overlap(same, one) and same.row == one.row for same in joined):
         return False
     if other.incident.is_oom or not one.incident.is_oom:
-        return _overlap(other, one) and (one.vague or other.row < one.row)
-    return (one.vague or FORMATS[one.row].unless is not None) and _overlap(other, one, _NEAR)
+        return _overlap(other, one) and (other.row < one.row or (one.vague and not other.vague))
+    return not other.vague and (one.vague or FORMATS[one.row].unless is not None) and _overlap(other, one, _NEAR)
 
 
 def _begins_below(other: Found, found: list[Found], text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from oomdoctor.rulebook.loading import load, load_sound
 from oomdoctor.rulebook.matching import RuleBook
-from oomdoctor.rulebook.sources import everything, locate
+from oomdoctor.rulebook.settings import of_notebook
+from oomdoctor.rulebook.sources import configured, everything, locate
 
-__all__ = ["RuleBook", "everything", "load", "load_sound", "locate"]
+__all__ = ["RuleBook", "configured", "everything", "load", "load_sound", "locate", "of_notebook"]

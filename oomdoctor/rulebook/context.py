@@ -45,6 +45,7 @@ _INCIDENT: Final[dict[str, type]] = {
     "request_ratio": float,
     "allocated_ratio": float,
     "elsewhere_ratio": float,
+    "contradiction": str,
 }
 _DEVICE: Final[dict[str, type]] = {
     "name": str,

@@ -15,11 +15,16 @@ from typing import Any, Final
 import rule_engine
 from rule_engine import ast as tree
 
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.incident import Family
 from oomdoctor.rulebook.context import engine_context
 
 __all__ = ["compiled"]
 
 _LONGEST: Final = 20_000
+_KINDS: Final = {"FLOAT": "a number", "STRING": "a word", "BOOLEAN": "a yes or no"}
+_WORDS: Final = {"family": ("family", frozenset(Family)), "largest_role": ("role", frozenset(Role))}
+"""What facts that are one word of a few are called, and the words."""
 
 
 def compiled(text: str) -> rule_engine.Rule:
@@ -53,6 +58,8 @@ def _refuse(node: Any) -> None:
         raise ValueError("the expression is refused: it compares facts, and calls or makes nothing")
     if isinstance(node, tree.SymbolExpression) and node.scope is not None:
         raise ValueError(f"the expression is refused: ${node.name} is no fact")
+    for fact, other in _compared(node):
+        _refuse_comparison(fact, other)
     if isinstance(node, tree.FuzzyComparisonExpression):
         if not isinstance(node.right, tree.StringExpression):
             raise ValueError("the expression is refused: the pattern on the right must be written out")
@@ -61,6 +68,27 @@ def _refuse(node: Any) -> None:
                 "the expression is refused: the pattern repeats a group that has a repeat or a choice in it, "
                 "and may take without end"
             )
+
+
+def _compared(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield which two values are asked to be equal; the engine takes any two for unequal that are not of one kind."""
+    if type(node) is tree.ComparisonExpression:
+        yield from ((node.left, node.right), (node.right, node.left))
+    elif isinstance(node, tree.ContainsExpression) and isinstance(node.container, tree.ArrayExpression):
+        yield from ((node.member, one) for one in node.container.value)
+
+
+def _refuse_comparison(fact: Any, other: Any) -> None:
+    name, kind, against = getattr(fact, "name", None), fact.result_type.name, other.result_type.name
+    if not isinstance(fact, tree.GetAttributeExpression) or kind not in _KINDS or against not in _KINDS:
+        return
+    if kind != against:
+        raise ValueError(
+            f"the expression is refused: {name} is {_KINDS[kind]}, and it is compared with {_KINDS[against]}"
+        )
+    called, words = _WORDS.get(str(name), ("", frozenset[str]()))
+    if called and isinstance(other, tree.StringExpression) and str(other.value) not in words:
+        raise ValueError(f"the expression is refused: no {called} is called {str(other.value)!r}")
 
 
 def _nodes(node: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence, HostMemory, Role
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.sizes import format_size
 from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SYMBOLS, Fact, Facts
 from oomdoctor.rulebook.holders import told_by
@@ -41,9 +42,10 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
 def complete(facts: Facts) -> Facts:
     """Add what follows from the facts that are given."""
     incident, device, census = (dict(facts.get(group, {})) for group in ("incident", "device", "census"))
+    incident |= _contradiction(incident)
     if incident.get("device") is not None:
         incident["on_host"] = incident["device"] == "cpu"
-    incident["unused"] = _minus(incident, "reserved", "allocated")
+    incident["unused"] = _at_least_none(_minus(incident, "reserved", "allocated"))
     incident["elsewhere"] = _elsewhere(incident)
     incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
     incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
@@ -58,6 +60,22 @@ def complete(facts: Facts) -> Facts:
     census |= {f"{name}_ratio": _share(census.get(name), whole) for name in ("saved", "nameless")}
     code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
     return {**facts, "incident": incident, "device": device, "census": census, "code": code}
+
+
+_ROUNDING: Final = 1.01
+"""How much larger than its whole a part may be printed: both are rounded to some three digits."""
+
+
+def _contradiction(incident: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Return what contradicts itself in a message, in words, and its numbers as not known: either may be the wrong one.
+
+    More may be allocated than a device has, where the driver moves memory to the host; more cannot be free.
+    """
+    free, total = _number(incident.get("free")), _number(incident.get("total"))
+    if free is None or total is None or free <= _ROUNDING * total:
+        return {}
+    said = f"{format_size(int(free))} free of {format_size(int(total))} in total"
+    return {"free": None, "total": None, "contradiction": said}
 
 
 def _other_widths(code: Mapping[str, Fact], census: Mapping[str, Fact]) -> dict[str, Fact]:
@@ -76,7 +94,7 @@ def _card(incident: Mapping[str, Fact], device: Mapping[str, Fact]) -> dict[str,
     asked, total = _number(incident.get("requested")), _number(device.get("total") or incident.get("total"))
     held = _number(device.get("allocated"))
     held = _number(incident.get("allocated")) if held is None else held
-    if incident.get("on_host") or asked is None or held is None or total is None or held + asked <= total:
+    if incident.get("on_host") or asked is None or held is None or total is None or not held <= total < held + asked:
         return {}
     card = smallest_for(held + asked)
     return {"card_that_fits": card.name, "card_that_fits_memory": card.memory} if card is not None else {}
@@ -89,6 +107,10 @@ def _number(value: Fact) -> float | None:
 def _minus(facts: Mapping[str, Fact], name: str, other: str) -> float | None:
     left, right = _number(facts.get(name)), _number(facts.get(other))
     return None if left is None or right is None else left - right
+
+
+def _at_least_none(number: float | None) -> float | None:
+    return None if number is None else max(number, 0)
 
 
 def _share(part: Fact, whole: Fact) -> float | None:

@@ -29,6 +29,7 @@ _ITEM_BYTES: Final[Mapping[str, int]] = {
 _NAMELESS: Final = "(no name leads here)"
 _GRAPH: Final = "→ graph"
 _STEPPED: Final = ".param_groups["
+_DELETED: Final = re.compile(r"(?:^del |; del |, )([A-Za-z_]\w*)\b(?![.\[(])|del_var\(.(\w+).\)")
 
 
 def told_by(census: Census, code: CodeFacts) -> dict[str, Fact]:
@@ -91,7 +92,7 @@ def _parameters(holdings: Iterable[Holding], code: CodeFacts) -> dict[str, Fact]
     parameters = [one for one in holdings if one.role is Role.PARAMETER]
     nameless = _of_no_module(parameters)
     lost = set(map(id, nameless))
-    named = {_root(one, code) for one in parameters if id(one) not in lost}
+    named = {_root(one, code) for one in parameters if id(one) not in lost and _STEPPED not in one.path}
     widths: dict[int, int] = {}
     for one in parameters:
         each = _ITEM_BYTES.get(one.dtype or "")
@@ -109,7 +110,7 @@ def _of_no_module(parameters: Sequence[Holding]) -> list[Holding]:
 
     One that an optimizer steps and that has a name of its own, as a picture or a latent that is optimised has, is no
     part of a lost model. The names that lead to it stand in the line that would free it; a name that leads to several,
-    such as that of the last loss, is none of its own.
+    such as that of the last loss, is none of its own. Where there is no such line, nothing is known of the names.
     """
     stepped = [one for one in parameters if _STEPPED in one.path]
     leading = Counter(name for one in stepped for name in _names(one))
@@ -118,14 +119,14 @@ def _of_no_module(parameters: Sequence[Holding]) -> list[Holding]:
         for one in parameters
         if one.expression is None
         or _GRAPH in one.path
-        or (_STEPPED in one.path and all(leading[name] > 1 for name in _names(one)))
+        or (_STEPPED in one.path and one.frees is not None and all(leading[name] > 1 for name in _names(one)))
     ]
 
 
 def _names(stepped: Holding) -> set[str]:
     """Return the names beside the optimizer's that lead to a parameter."""
-    _, *others = (stepped.frees or "").removeprefix("del ").split(", ")
-    return set(others)
+    named = {name for pair in _DELETED.findall(stepped.frees or "") for name in pair if name}
+    return named - {re.split(r"\W", stepped.path, maxsplit=1)[0]}
 
 
 def _root(holding: Holding, code: CodeFacts) -> str:

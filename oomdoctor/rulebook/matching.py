@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rule_engine
@@ -81,11 +82,14 @@ class RuleBook:
         """Return one rule.
 
         Raises:
-            UsageError: there is none of that id.
+            UsageError: there is none of that id, or its file has a fault.
         """
         for rule in self.rules:
             if rule.file.id == rule_id:
                 return rule
+        for fault in self.faults:
+            if Path(fault.path).stem == rule_id:
+                raise UsageError(f"the rule {rule_id!r} is left out: {fault}")
         close = get_close_matches(rule_id, [rule.file.id for rule in self.rules], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "`oomdoctor rules list` names those that there are"
         raise UsageError(f"there is no rule {rule_id!r}: {hint}")

@@ -22,8 +22,9 @@ from oomdoctor.errors import Fault, NotAvailable
 from oomdoctor.rulebook.files import expanded, files_in
 from oomdoctor.rulebook.loading import load_sound
 from oomdoctor.rulebook.matching import RuleBook
+from oomdoctor.rulebook.settings import of_profile
 
-__all__ = ["GROUP", "everything", "locate", "offered"]
+__all__ = ["GROUP", "configured", "everything", "locate", "offered"]
 
 GROUP: Final = "oomdoctor.rules"
 
@@ -57,6 +58,13 @@ def everything(folders: Sequence[Path], known_fixes: Collection[str] | None) -> 
 
 
 _books: dict[object, RuleBook] = {}
+
+
+def configured(known_fixes: Collection[str] | None) -> RuleBook:
+    """Return all rules that a new notebook would have, those that the default profile's settings name included."""
+    folders, faults = of_profile()
+    book = everything(folders, known_fixes)
+    return RuleBook(rules=book.rules, faults=(*faults, *book.faults))
 
 
 def _stamps(folders: Sequence[Path]) -> Iterator[tuple[str, int, int]]:

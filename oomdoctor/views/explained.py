@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from html import escape
+from typing import Any, Final
 
 from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.incident import Incident
 from oomdoctor.views.displayed import width
 from oomdoctor.views.mime import explanation_bundle
 from oomdoctor.views.text import explanation
+from oomdoctor.views.words import clean
 
 __all__ = ["Explained"]
+
+_LONGEST: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +25,23 @@ class Explained(Explanation):
 
     Attributes:
         meanings: what each failure is, in one sentence.
+        notes: what the explanation could not take into account, a line each.
     """
 
     meanings: Mapping[Incident, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return explanation(self, self.meanings, width=width())
+        return explanation(self, self.meanings, width=width()) + self._noted()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON shape, with ``notes`` where there are some."""
+        return Explanation.to_dict(self) | ({"notes": list(self.notes)} if self.notes else {})
+
+    def _noted(self) -> str:
+        return "".join(f"\n{clean(note, _LONGEST)}\n" for note in self.notes)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return explanation_bundle(self, self.meanings)
+        shown = explanation_bundle(self, self.meanings)
+        notes = "".join(f"<p>{escape(clean(note, _LONGEST))}</p>" for note in self.notes)
+        return {"text/plain": shown["text/plain"] + self._noted(), "text/html": shown["text/html"] + notes}

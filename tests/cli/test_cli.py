@@ -106,7 +106,7 @@ def test_there_is_no_colour_where_there_is_no_terminal(log):
 def test_rules_are_listed_and_shown(capsys):
     assert main(["rules", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert {"fragmentation", "activations_dominate"} <= {rule["id"] for rule in listed}
+    assert {"fragmentation", "activations_dominate"} <= {rule["id"] for rule in listed["rules"]}
     assert main(["rules", "show", "fragmentation"]) == 0
     assert "May be wrong" in capsys.readouterr().out
     assert main(["rules", "show", "fragmentation", "--json"]) == 0

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oomdoctor
+from oomdoctor import fixes
 from oomdoctor.cli import main
+from oomdoctor.cli.explain import _title
 from oomdoctor.errors import UsageError
 from oomdoctor.incident.scan import FORMATS
 
@@ -22,6 +24,14 @@ OOM = (
 )
 KILLED = "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed.\n"
 HALF = 8 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_profile(tmp_path_factory):
+    """Keep the settings of whoever runs the tests out of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
 
 
 @pytest.fixture
@@ -53,6 +63,21 @@ def test_fixes_are_named_by_their_titles(tmp_path, capsys):
     assert "fix: Let go of the traceback of an earlier failure (release_traceback)" in out
 
 
+def test_the_title_of_every_fix_is_read_from_its_module_as_it_is_there():
+    assert {fix: _title(fix) for fix in fixes.ids()} == {fix.id: fix.title for fix in fixes.catalogue().values()}
+    assert _title("no_such_fix") == "no_such_fix"
+
+
+def test_the_fixes_are_named_without_what_writes_source_code(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(OOM)
+    code = (
+        f"import sys\nfrom oomdoctor.cli import main\nmain(['explain', {str(path)!r}])\nprint('libcst' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
 def test_of_several_failures_the_root_is_told_first_and_the_others_below(tmp_path, capsys, told):
     text = f"KeyboardInterrupt\n\n{OOM}later\n{KILLED}{OOM}"
     status, facts = told(text.encode())
@@ -67,6 +92,14 @@ def test_of_several_failures_the_root_is_told_first_and_the_others_below(tmp_pat
         "also: A loader's worker was killed from outside, as the kernel's OOM killer does.",
         "also: The user interrupted the program.",
     ]
+
+
+def test_of_ranks_that_fail_alike_each_device_is_told(tmp_path, capsys):
+    text = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 8.00 GiB."
+    path = tmp_path / "ranks.log"
+    path.write_text("\n".join(map(text.format, (1, 0))), encoding="utf-8")
+    assert main(["explain", str(path)]) == 0
+    assert "also: cuda:0: The caching allocator" in capsys.readouterr().out
 
 
 def test_what_is_no_oom_is_named_and_what_is_unknown_is_quoted(tmp_path, capsys):
@@ -176,6 +209,65 @@ def test_sixteen_mebibytes_take_a_moment_and_load_no_torch(tmp_path):
 def test_a_name_that_is_none_is_bad_usage(capsys):
     assert main(["explain", "run\0.log"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "there is no text"),
+        (b" \n\t\n", "there is no text"),
+        (bytes(50_000), "there is no text"),
+        (b"\x7fELF\x02\x01\x01" + bytes(range(256)) * 20, "is not text"),
+    ],
+)
+def test_what_is_no_text_is_bad_usage(content, words, tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_bytes(content)
+    assert main(["explain", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert words in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_the_hole_that_a_log_which_was_cut_begins_with_is_passed_over(told):
+    status, facts = told(bytes(50_000) + OOM.encode())
+    assert (status, facts["incident"]["requested"]) == (0, 600 << 20)
+
+
+def test_a_failure_between_bytes_that_are_no_text_is_found_all_the_same(told):
+    assert told(bytes(range(128, 256)) * 100 + b"\n" + OOM.encode())[0] == 0
+
+
+@pytest.mark.parametrize("names", [("-", "-"), ("a.log", "b.log")])
+def test_several_texts_are_bad_usage(names, capsys):
+    assert main(["explain", *names]) == 2
+    assert capsys.readouterr().err == "oomdoctor explain: one text at a time, and 2 were given\n"
+
+
+def test_a_folder_is_bad_usage(tmp_path, capsys):
+    assert main(["explain", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"oomdoctor explain: cannot read {tmp_path}: Is a directory\n"
+
+
+def test_an_input_that_is_closed_is_bad_usage(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["explain"]) == 2
+    assert capsys.readouterr().err == "oomdoctor explain: there is no input: it is closed\n"
+
+
+def test_an_input_without_an_end_is_given_up(monkeypatch, capsys):
+    monkeypatch.setattr("oomdoctor.cli.explain._LONGEST", 4 * HALF)
+    assert main(["explain", "/dev/zero"]) == 2
+    assert "the input has no end within" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_failure(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(OOM)
+    command = f"{sys.executable} -m oomdoctor explain --json {path} | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @settings(max_examples=150, deadline=None)

@@ -6,6 +6,8 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
 from oomdoctor.cli import main
 from oomdoctor.rulebook import locate
 
@@ -27,6 +29,14 @@ examples:
   fires: [{incident: {requested: 2GiB, free: 1GiB, is_oom: true}}]
   silent: [{incident: {requested: 1GiB, free: 2GiB}}]
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_profile(tmp_path_factory):
+    """Keep the settings of whoever runs the tests out of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
 
 
 def in_terminal(*arguments: str) -> str:
@@ -68,7 +78,7 @@ def test_a_terminal_gets_a_table_by_family():
 
 def test_the_list_as_json_has_families_and_causes(capsys):
     assert main(["rules", "list", "--json"]) == 0
-    listed = {rule["id"]: rule for rule in json.loads(capsys.readouterr().out)}
+    listed = {rule["id"]: rule for rule in json.loads(capsys.readouterr().out)["rules"]}
     assert listed["worker_killed"]["family"] == "host"
     assert listed["worker_killed"]["cause"] == "worker_memory"
 
@@ -133,3 +143,20 @@ def test_a_place_that_is_not_there_is_bad_usage(tmp_path, capsys):
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert "there is no such file or folder" in told.err
+
+
+def test_a_folder_without_rules_is_bad_usage_and_not_a_success(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("none")
+    assert main(["rules", "check", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"oomdoctor rules: there are no rule files in {tmp_path}\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01\x01\x00\xc0", b"\x00" * 300])
+def test_a_file_that_is_no_rule_has_one_fault(content, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    assert main(["rules", "check", str(path)]) == 1
+    fault, summary = capsys.readouterr().out.splitlines()
+    assert fault.startswith(f"{path}:1: ")
+    assert summary == "1 fault in 1 file; 0 rules without"

@@ -274,3 +274,37 @@ def test_any_tree_of_exceptions_gives_incidents_and_never_an_error(error, notes)
     assert told[0] == from_exception(error, {})
     assert (find_oom(error) is not None) == told[0].is_oom
     assert all(one.is_oom for one in told) or len(told) == 1
+
+
+def _script(tmp_path, monkeypatch, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setitem(linecache.cache, str(path), (len(text), None, text.splitlines(keepends=True), str(path)))
+    return compile(text, str(path), "exec")
+
+
+def test_explained_without_a_notebook_the_lines_are_those_of_the_script(tmp_path, monkeypatch):
+    code = _script(
+        tmp_path,
+        monkeypatch,
+        "train.py",
+        "import numpy\ndef load():\n    return numpy.zeros((1 << 40, 64))\nx = load()\n",
+    )
+    with pytest.raises(MemoryError) as caught:
+        exec(code, {"__name__": "train"})
+    (incident,) = all_from_exception(caught.value)
+    assert incident.cell is not None
+    assert incident.inner is not None
+    assert (incident.cell.number, "exec(code" in incident.cell.source_line) == (None, True)
+    assert (incident.inner.line, incident.inner.source_line) == (3, "return numpy.zeros((1 << 40, 64))")
+
+
+@pytest.mark.parametrize("cells", [{}, {"elsewhere": 3}])
+def test_a_function_that_is_running_is_not_taken_for_a_line_of_code(cells):
+    def train():
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    incident = from_exception(caught.value, cells)
+    assert (incident.cell, incident.inner) == (None, None)

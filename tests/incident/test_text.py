@@ -180,7 +180,7 @@ def test_source_code_that_speaks_of_memory_is_no_failure():
         ("RuntimeError: out of memory", Family.HOST),
         ("Error: vector memory exhausted (limit reached?)", Family.HOST),
         ("fatal   : Memory allocation failure\nRuntimeError: CUDA error: unknown error", Family.HOST),
-        ("[ERROR] rtMalloc failed: Alloc Device Memory Failed!", Family.CUDA),
+        ("[ERROR] rtMalloc failed: Alloc Device Memory Failed!", Family.NPU),
     ],
 )
 def test_what_is_said_in_other_words_is_a_failure(text, family):

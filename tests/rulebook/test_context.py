@@ -132,12 +132,17 @@ def test_scores_of_attention_are_square(shape: tuple[int, ...] | None, square: b
     assert facts(holdings=(holding(Role.ACTIVATION, GIB, shape=shape),))["census"]["largest_is_square"] is square
 
 
+STEPPED = "opt.param_groups[0]['params'][0]"
+
+
 def test_parameters_that_only_an_optimizer_or_a_graph_holds_have_no_name() -> None:
     held = (
         holding(Role.PARAMETER, 4 * MIB, path="model.fc.weight", expression="model.fc.weight"),
         holding(Role.PARAMETER, MIB, path="net.ema.w", expression="net.ema.w"),
         holding(Role.PARAMETER, MIB, path="net.body.w", expression="net.body.w"),
-        holding(Role.PARAMETER, 8 * MIB, path="opt.param_groups[0]['params'][0]", expression="opt.param_groups[0]"),
+        holding(Role.PARAMETER, 8 * MIB, path=STEPPED, expression="opt.param_groups[0]", frees="del opt"),
+        holding(Role.PARAMETER, 64 * MIB, path=STEPPED, expression="opt.param_groups[0]", frees=None),
+        holding(Role.PARAMETER, 128 * MIB, path=STEPPED, expression="opt.param_groups[0]", frees="del opt, image"),
         holding(Role.PARAMETER, 16 * MIB, path="losses[0:9] → graph", expression="losses[0:9]"),
         holding(Role.PARAMETER, 32 * MIB, path="(no name leads here)", expression=None),
         holding(Role.ACTIVATION, GIB, path="(no name leads here)", expression=None),

@@ -111,6 +111,9 @@ FROM_TEXT_ALONE = {
     "driver_refused",
     "refused_while_free",
     "model_before_handle",
+    "message_without_sizes",
+    "engine_buffer_refused",
+    "numbers_contradict",
 }
 LEAST_SURE = 0.35
 

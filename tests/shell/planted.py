@@ -132,6 +132,55 @@ loader = torch.utils.data.DataLoader(Items(), batch_size=8, num_workers=1)
 
 BROKEN = "def prepare():\n    images = torch.randn(12_000, 1_000)\n    return images.reshape(7, 11)\n\nprepare()"
 
+FEATURES_KEPT = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.features = mlp(out=512), nn.Linear(512, 10), []
+
+    def forward(self, x):
+        h = self.body(x)
+        self.features.append(h)
+        return self.head(h)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+SEARCH = """\
+errors = []
+
+
+def trial(size):
+    x, y = torch.randn(size, 256), torch.randint(0, 10, (size,))
+    loss = F.cross_entropy(model(x), y)
+    if size > 4_000:
+        raise RuntimeError("too slow")
+    loss.backward()
+
+
+for size in (1_000, 2_000, 5_000):
+    try:
+        trial(size)
+    except RuntimeError as error:
+        errors.append(error)
+"""
+
+TOKENS = """\
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(500, 128), mlp(width=128, out=128), nn.Linear(128, 500)
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)))
+
+
+model = Reader().eval()
+ids = torch.zeros(64, 1, dtype=torch.long)
+"""
+
 SMALL_SHARED_MEMORY = """\
 import ctypes
 import os
@@ -302,6 +351,53 @@ CASES = (
         "request_exceeds_device",
         "distances = torch.cdist(points, points)",
         filling=("points = torch.randn(6_000, 3)",),
+    ),
+    case(
+        "features joined batch by batch",
+        "predictions_gathered",
+        "features = torch.zeros(0, 2_000)\nmodel.eval()\nwith torch.no_grad():\n    for x, y in batches(count=2000):\n"
+        "        features = torch.cat([features, model(x)])",
+        filling=("model = mlp(out=2000)",),
+    ),
+    case(
+        "activations that the model keeps",
+        "graph_kept_alive hook_holds_activations",
+        TRAIN,
+        filling=(FEATURES_KEPT,),
+    ),
+    case(
+        "exceptions that a search keeps",
+        "earlier_traceback",
+        TRAIN.replace("batches()", "batches(size=4_000)"),
+        filling=("model = mlp(depth=8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)", SEARCH),
+    ),
+    case(
+        "weights of each epoch kept",
+        "user_tensors_fill old_model_alive",
+        "for epoch in range(40):\n    for x, y in batches(2, 64, 512):\n        optimizer.zero_grad()\n"
+        "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        optimizer.step()\n"
+        "    best.append(copy.deepcopy(model.state_dict()))",
+        filling=(
+            "import copy\nmodel = mlp(width=512)\nbest = []\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        ),
+    ),
+    case(
+        "text generated with gradients on",
+        "forward_never_differentiated evaluation_with_gradients generation_with_gradients graph_kept_alive",
+        "for step in range(400):\n    probabilities = model(ids)[:, -1].softmax(-1)\n"
+        "    ids = torch.cat([ids, torch.multinomial(probabilities, 1)], dim=1)",
+        filling=(TOKENS,),
+    ),
+    case(
+        "an ensemble trained side by side",
+        "several_models_loaded training_state_fills",
+        "for x, y in batches(size=64, width=512):\n    for model, optimizer in zip(models, optimizers):\n"
+        "        optimizer.zero_grad()\n        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"
+        "        optimizer.step()",
+        filling=(
+            "models = [mlp(width=512) for _ in range(6)]",
+            "optimizers = [torch.optim.Adam(one.parameters()) for one in models]",
+        ),
     ),
     case(
         "worker killed by SIGKILL",
