@@ -5,6 +5,7 @@ It only keeps count; ``mode`` shows it what the program does, ``virtual`` switch
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,16 @@ class VirtualAccelerator:
     """A device of ``capacity_bytes`` on which all CPU tensors of this thread live.
 
     Attributes:
+        number: tells it from others that were switched on in this process.
         allocator: the model of its allocator.
     """
 
     name: str = "cuda:0"
     measure: str = "live storages counted by the virtual accelerator"
+    _numbers = count(1)
 
     def __init__(self, capacity_bytes: int) -> None:
+        self.number = next(self._numbers)
         self.capacity_bytes = capacity_bytes
         self.allocator = CachingAllocator(capacity_bytes)
         self._ledger = Ledger(self.allocator)
@@ -45,6 +49,7 @@ class VirtualAccelerator:
             name=self.name,
             tensor_device="cpu",
             simulated=True,
+            switched_on=self.number,
             total=self.capacity_bytes,
             free=self.capacity_bytes - model.reserved,
             allocated=model.allocated,

@@ -23,7 +23,6 @@ __all__ = ["foreseen_bytes", "most_bytes"]
 
 _WIDEST_ITEM: Final = 16
 _LARGE: Final = 1 << 20
-_CPU: Final = torch.device("cpu")
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 _MOST_REMEMBERED: Final = 1024
@@ -86,7 +85,8 @@ def _tighter(func: Any, tensors: list[torch.Tensor], elements: int) -> int:
 
 def _ask_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     if any(argument.name == "device" for argument in func._schema.arguments):
-        if (kwargs.get("device") or _CPU).type != "cpu":
+        device = kwargs.get("device")
+        if device is not None and device.type != "cpu":
             return ()
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:

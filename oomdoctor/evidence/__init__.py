@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from oomdoctor.evidence import census, devices, host
+from oomdoctor.evidence import arrays, census, devices, host
 from oomdoctor.evidence._earlier import earlier_errors
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
@@ -18,6 +18,7 @@ from oomdoctor.evidence.frames import frames_of, lines_of, running_frames
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
+from oomdoctor.model.kinds import spelled
 from oomdoctor.model.names import bound_names, loop_targets
 from oomdoctor.model.session import Session
 
@@ -39,7 +40,7 @@ def collect(
     cells, objects = session.cells, (session.modules, session.optimizers, session.loaders)
     running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
     with census.unobserved():
-        code = facts(cells, session.namespace, *objects, line=line, running=running, passed=passed(exc))
+        code = facts(cells, spelled(session.namespace), *objects, line=line, running=running, passed=passed(exc))
     accelerator = session.accelerator
     others = [other for other in devices.in_use() if other.name != accelerator.name]
     places = [accelerator, *others]
@@ -52,6 +53,7 @@ def collect(
             *devices.not_in_use(),
         ),
         host=host.read(),
+        beside_tensors=arrays.largest(user_names(spelled(session.namespace)), _apart(session.namespace)),
         censuses=counts,
         code=code,
     )
@@ -60,7 +62,7 @@ def collect(
 def _program(
     session: Session, exc: BaseException | None, filenames: Mapping[str, int], code: CodeFacts
 ) -> census.Program:
-    namespace = session.namespace
+    namespace = spelled(session.namespace)
     frames = [*frames_of(exc, filenames, namespace), *running_frames(filenames, namespace)]
     own = [frame for frame in frames if frame.is_program]
     running = [frame.code_names for frame in own]
@@ -70,7 +72,7 @@ def _program(
     earlier = earlier_errors(exc, filenames)
     return census.Program(
         borrowed=frozenset().union(*(loop_targets(cell.source) for cell in session.cells.history)),
-        passed_over=frozenset({id(namespace), id(namespace.get("_oh"))}),
+        passed_over=_apart(session.namespace),
         names=[*user_names(namespace), *class_attributes(namespace)],
         outputs=list(output_cache(namespace)),
         frames=frames,
@@ -80,6 +82,11 @@ def _program(
         step_names=bound.union(*running),
         appends=dict(_detached(source) for _, _, source in code.history_appends),
     )
+
+
+def _apart(namespace: Mapping[str, Any]) -> frozenset[int]:
+    """Return what is not looked into: the namespace itself and the output cache."""
+    return frozenset({id(namespace), id(spelled(namespace).get("_oh"))})
 
 
 def _detached(source: str) -> tuple[str, str]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Any
 
 from oomdoctor.model.chain import chained, traceback_of
-from oomdoctor.model.kinds import mro_of
 
 __all__ = ["earlier_errors"]
 
@@ -28,25 +27,14 @@ def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tupl
     """
     own = {id(link) for link in chained(exc)}
     found: dict[int, BaseException] = {}
-    last = getattr(sys, "last_value", None)
-    if isinstance(last, BaseException) and id(last) not in own:
+    last: Any = getattr(sys, "last_value", None)
+    if issubclass(type(last), BaseException) and id(last) not in own:
         found[id(last)] = last
-    for error in _alive() if exc is not None else ():
-        if id(error) not in own and _passed(error, filenames):
+    for error in gc.get_objects() if exc is not None else ():
+        # Not ``isinstance``: an object that is no error would be asked for its class.
+        if issubclass(type(error), BaseException) and id(error) not in own and _passed(error, filenames):
             found.setdefault(id(error), error)
     return tuple(found.values())
-
-
-def _alive() -> Iterator[BaseException]:
-    """Yield every exception that the garbage collector knows."""
-    known: dict[type, bool] = {}
-    for value in gc.get_objects():
-        kind = type(value)
-        is_error = known.get(kind)
-        if is_error is None:
-            is_error = known[kind] = BaseException in mro_of(kind)
-        if is_error:
-            yield value
 
 
 def _passed(error: BaseException, filenames: Container[str]) -> bool:

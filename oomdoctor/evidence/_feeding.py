@@ -65,7 +65,7 @@ def pin_memory(ground: Ground, loaders: Iterable[tuple[str, Any]]) -> bool:
 def _numbers(ground: Ground, loaders: Iterable[tuple[str, Any]], name: str, default: int) -> Iterator[int]:
     held = [plain_dict(loader) or {} for _, loader in loaders]
     if held:
-        yield from (value for own in held if isinstance(value := own.get(name), int))
+        yield from (value for own in held if type(value := own.get(name)) is int or type(value) is bool)
         return
     for call in _loader_calls(ground):
         given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)

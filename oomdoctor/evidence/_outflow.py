@@ -16,40 +16,15 @@ from oomdoctor.model.names import FirstUse, first_uses
 
 __all__ = ["Outflow"]
 
-_STOPS: Final = frozenset(
-    {
-        "item",
-        "detach",
-        "numpy",
-        "tolist",
-        "argmax",
-        "argmin",
-        "size",
-        "numel",
-        "dim",
-        "eq",
-        "ne",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-    }
-    | {
-        "float",
-        "int",
-        "len",
-        "str",
-        "bool",
-        "round",
-        "type",
-        "isinstance",
-        "range",
-        "print",
-        "format",
-        "time",
-        "compute",
-    }
+_NUMBERS: Final = frozenset(
+    {"float", "int", "len", "str", "bool", "round", "type", "isinstance", "range", "print", "format"}
 )
+"""Functions whose results have no graph. The methods of these names keep it: ``logits.float()``."""
+_STOPS: Final = frozenset(
+    {"item", "detach", "numpy", "tolist", "argmax", "argmin", "size", "numel", "dim", "time"}
+    | {"eq", "ne", "gt", "lt", "ge", "le"}
+)
+"""Methods whose results have none."""
 _DROPS: Final = frozenset({"shape", "data", "device", "dtype", "dataset", "__name__"})
 _TAKES: Final = frozenset(
     {"backward", "manual_backward", "grad", "vjp", "jvp", "jacobian", "hessian", "jacrev", "jacfwd", "minimize"}
@@ -57,6 +32,9 @@ _TAKES: Final = frozenset(
 )
 _ASKS: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
 _FILLS: Final = frozenset({"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put"})
+_SHOWS: Final = frozenset({"print", "set_postfix", "set_description", "set_postfix_str", "log", "write", "add_scalar"})
+"""What only shows what it is given."""
+_OUTER: Final = (ast.Global, ast.Nonlocal)
 
 
 class Outflow:
@@ -80,10 +58,15 @@ class Outflow:
             return True
         if any(self._stores_outside(called) for called in self._called([node])):
             return True
-        live = made & _read_first(rest)
-        if live and (self._reaches(rest, live) or self._is_returned(scope, rest, _from(rest, live))):
+        if made & _outer_names(scope):
             return True
-        return scope.function is None and self._is_read_by_cells(made, scope)
+        live = made & _read_first(rest)
+        onward = _from(rest, live) if live else set()
+        if live and (self._reaches(rest, live) or self._is_returned(scope, rest, onward)):
+            return True
+        if live and self._is_stored(rest, onward, scope):
+            return True
+        return scope.function is None and self._is_read_by_cells(made | onward, scope)
 
     def leaves(self, scope: Scope) -> bool:
         """Whether something made by a function may be differentiated outside of it."""
@@ -160,7 +143,7 @@ class Outflow:
 
     def _stores_outside(self, scope: Scope) -> bool:
         made, free = _made(scope.body)
-        return self._is_stored(scope.body, made | free, scope)
+        return bool(made & _outer_names(scope)) or self._is_stored(scope.body, made | free, scope)
 
     def _takes(self, call: ast.Call, names: set[str], source: str) -> bool:
         last = ast.unparse(call.func).rpartition(".")[2]
@@ -169,7 +152,7 @@ class Outflow:
             parts += [call.func.value] if isinstance(call.func, ast.Attribute) else []
             return any(_carries(part, names, source) for part in parts)
         inner = self._called([call])
-        if not self._differentiates([call]) or not inner:
+        if not self._differentiates([call]):
             return False
         free = {name for one in inner for name in _read_first(one.body)}
         return bool(free & names) or any(_carries(part, names, source) for part in parts)
@@ -213,6 +196,11 @@ def _gives(body: Iterable[ast.AST], names: set[str], source: str = "") -> bool:
     return any(value is not None and _carries(value, names, source) for value in given)
 
 
+def _outer_names(scope: Scope) -> set[str]:
+    """Return the names that a function binds outside of itself."""
+    return {name for part in own_nodes(scope.body) if isinstance(part, _OUTER) for name in part.names}
+
+
 def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
@@ -220,7 +208,8 @@ def _names(node: ast.AST) -> set[str]:
 def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
     if isinstance(value, ast.Call):
         last = ast.unparse(value.func).rpartition(".")[2]
-        if last in _STOPS:
+        is_method = isinstance(value.func, ast.Attribute)
+        if last in (_STOPS if is_method else _NUMBERS) or _is_formatted(value.func):
             return False
         if last == source:
             return True
@@ -230,10 +219,20 @@ def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
         return value.id in names
     if isinstance(value, ast.Attribute):
         return value.attr not in _DROPS and _carries(value.value, names, source)
-    if isinstance(value, ast.Compare | ast.Constant | ast.JoinedStr | ast.Lambda):
+    if isinstance(value, ast.Lambda):
+        return bool((_names(value.body) - _parameters(value)) & names)
+    if isinstance(value, ast.Compare | ast.Constant | ast.JoinedStr):
         return False
     inner = [part.iter if isinstance(part, ast.comprehension) else part for part in ast.iter_child_nodes(value)]
     return any(_carries(part, names, source) for part in inner if isinstance(part, ast.expr))
+
+
+def _is_formatted(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Constant | ast.JoinedStr)
+
+
+def _parameters(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
@@ -246,9 +245,35 @@ def _bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
         yield set(target_names(node.target)), node.iter
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield set(target_names(node.optional_vars)), node.context_expr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for name in _names(ast.Module(body=node.body, type_ignores=[])) - _parameters(node):
+            yield {node.name}, ast.Name(name, ast.Load())
+    elif isinstance(node, ast.Match):
+        yield {name for part in ast.walk(node) for name in _captured(part)}, node.subject
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
         for value in (*node.args, *(keyword.value for keyword in node.keywords)):
             yield {_root(node.func.value)}, value
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield from _fed(node.value)
+
+
+def _is_in_place(method: str) -> bool:
+    return method in _FILLS or (method.endswith("_") and not method.endswith("__"))
+
+
+def _fed(call: ast.Call) -> Iterator[tuple[set[str], ast.expr]]:
+    """Yield what a call that is made for its effect may keep an argument in: its object, and the other arguments."""
+    if ast.unparse(call.func).rpartition(".")[2] in _SHOWS:
+        return
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    for value in given:
+        yield {_root(other) for other in (call.func, *given) if other is not value}, value
+
+
+def _captured(node: ast.AST) -> Iterator[str]:
+    name = node.rest if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
+    if isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping) and name is not None:
+        yield name
 
 
 def _names_of(target: ast.expr) -> Iterator[str]:

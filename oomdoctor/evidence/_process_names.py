@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import psutil
 
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, kind_of, plain_dict, spelled
 from oomdoctor.model.names import is_users
 
 __all__ = ["command", "label", "names"]
@@ -54,8 +54,9 @@ def _started() -> dict[int, tuple[str, Any]]:
     for process in tuple(getattr(module, "_children", ())):
         state = plain_dict(process) or {}
         pid = (plain_dict(state.get("_popen")) or {}).get("pid")
-        if isinstance(pid, int):
-            found[pid] = str(state.get("_name")), process
+        if type(pid) is int:
+            name = state.get("_name")
+            found[pid] = name if type(name) is str else "process", process
     return found
 
 
@@ -67,21 +68,28 @@ def _iterators(processes: list[Any]) -> Iterator[dict[str, Any]]:
     seen: set[int] = set()
     for holder in gc.get_referrers(*lists) if lists else ():
         # An object whose __dict__ was never asked for is the holder itself.
-        state = holder if type(holder) is dict else plain_dict(holder)
-        if state is not None and id(state) not in seen and {"_workers", "_index_queues"} <= state.keys():
+        state = spelled(holder) if type(holder) is dict else plain_dict(holder)
+        if state is None or id(state) in seen or "_index_queues" not in state:
+            continue
+        if type(state.get("_workers")) is list:
             seen.add(id(state))
             yield state
 
 
 def _loader_name(iterator: dict[str, Any]) -> str | None:
     """Return the name in the main module of the loader with the same dataset and as many workers."""
-    for name, value in list(vars(sys.modules["__main__"]).items()):
+    for name, value in list((plain_dict(sys.modules.get("__main__")) or {}).items()):
         if is_users(name) and kind_of(type(value)) is Kind.LOADER:
             loader = plain_dict(value) or {}
-            same = loader.get("dataset") is iterator.get("_dataset")
-            if same and loader.get("num_workers") == iterator.get("_num_workers"):
+            workers = loader.get("num_workers"), iterator.get("_num_workers")
+            if loader.get("dataset") is iterator.get("_dataset") and _is_same(*workers):
                 return name
     return None
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two numbers are equal, without asking one of a class of the user's."""
+    return one is other or (type(one) is int and type(other) is int and one == other)
 
 
 def label(process: psutil.Process, known: dict[int, str], own_command: list[str]) -> str:

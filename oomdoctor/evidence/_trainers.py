@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
-from oomdoctor.evidence.frames import locals_of
+from oomdoctor.evidence.frames import home_of, locals_of
 from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.evidence import TrainerFacts, TrainingLoop
 from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
@@ -58,7 +58,7 @@ def passed(exc: BaseException | None) -> Passed | None:
     for link in chained(exc):
         frames = list(_frames(link))
         for library, home in _HOMES.items():
-            own = [frame for frame in frames if home.match(_home_of(frame))]
+            own = [frame for frame in frames if home.match(home_of(frame))]
             if own:
                 return _passed(library, own)
     return None
@@ -69,11 +69,6 @@ def _frames(exc: BaseException) -> Iterator[FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
-
-
-def _home_of(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__")
-    return name if type(name) is str else ""
 
 
 def _passed(library: str, frames: Sequence[FrameType]) -> Passed:
@@ -94,11 +89,11 @@ def _passed(library: str, frames: Sequence[FrameType]) -> Passed:
 
 
 def _runs(frames: Sequence[FrameType], loops: tuple[str, ...]) -> bool:
-    return any(_home_of(frame).endswith(loops) for frame in frames)
+    return any(home_of(frame).endswith(loops) for frame in frames)
 
 
 def _may_hold(library: str, frame: FrameType) -> bool:
-    return library == "transformers" or _home_of(frame).endswith(".trainer.trainer")
+    return library == "transformers" or home_of(frame).endswith(".trainer.trainer")
 
 
 def _is_trainer(library: str, value: object) -> bool:

@@ -28,7 +28,9 @@ _PLAIN: Final = frozenset({"eval", "exec", "globals", "locals"})
 _METHODS: Final = frozenset({"step", "fit"})
 _ATTRIBUTES: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
 _WORDS: Final = re.compile(
-    r"attribut|salien|advers|attack|fgsm|\bpgd|perturb|grad_?cam|captum|shap\b|penalty|lbfgs|influence", re.IGNORECASE
+    r"attribut|salien|advers|attack|fgsm|\bpgd|perturb|grad_?cam|captum|shap\b|penalty|lbfgs|influence"
+    r"|\btrain_(on|step|batch|one)|training_step|optimi[sz]e\b",
+    re.IGNORECASE,
 )
 _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
 _SPLIT: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)

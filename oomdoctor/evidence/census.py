@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import compress
 from typing import Any, Final
 
@@ -25,18 +24,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
 from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
 from oomdoctor.evidence.ledger import Ledger, Place
-from oomdoctor.evidence.paths import Found, Path, Root, member
-from oomdoctor.evidence.storages import is_fake, storages_of, tensor_types
+from oomdoctor.evidence.lines import Holder, Ways, are_all_known
+from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
+from oomdoctor.evidence.storages import Bare, is_fake, storages_of, tensor_types
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
 from oomdoctor.model.aside import without_apart
 from oomdoctor.model.evidence import Census, Role
-from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered, submodules
+from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered
 
 __all__ = ["Program", "take", "unobserved"]
 
 _GRAPH: Final = " → graph"
 _NAMELESS: Final = Path(Root(""), None, "(no name leads here)")
+_FEW: Final = 3
+"""Up to so many objects are named in a note."""
 _LONG_S: Final = 10.0
+_MOST_TYPES: Final = 40
+"""To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
 _CHECKPOINT: Final = "torch.utils.checkpoint."
 
 _OWNERS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER})
@@ -46,13 +50,6 @@ _grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 _is_leaf: Final = vars(torch._C.TensorBase)["is_leaf"].__get__
 _requires_grad: Final = vars(torch._C.TensorBase)["requires_grad"].__get__
 _retains_grad: Final = vars(torch._C.TensorBase)["retains_grad"].__get__
-
-
-class _Origin(Enum):
-    NAME = auto()
-    OUTPUT = auto()
-    FRAME = auto()
-    EARLIER = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +97,16 @@ class _Held:
     """Tensors met on the walk, those that require grad, and what the graph behind each holds, in their order."""
 
     found: Found
-    origin: _Origin
     requiring: list[Any] = field(init=False)
     saved: list[Saved | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.requiring = list(compress(self.found.tensors, map(_requires_grad, self.found.tensors)))
+
+    @property
+    def origin(self) -> Origin:
+        """What binds the root of the path to them."""
+        return self.found.path.root.origin
 
 
 class _Count:
@@ -118,23 +119,40 @@ class _Count:
         self._graphs = Graphs()
         self._parameters: dict[int, Path] = {}
         self._stepped_by: dict[int, Path] = {}
+        self._graphs_at: list[Holder] = []
         self._inputs: set[int] = set()
+        self._known: list[Found] = []
         self._fakes = 0
         self._skips_graphs = in_backward_elsewhere()
         self._may_pin = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def run(self) -> tuple[Census, ...]:
         """Walk from all roots, then let the owners claim in their order."""
-        self._claim_all([_Held(found, origin) for origin, roots in self._roots() for found in self._walk.run(roots)])
-        nameless = self._ledger.ownerless(_all_tensors())
-        if nameless and self._walk.later:
-            self._claim_all([_Held(found, _Origin.NAME) for found in self._walk.resume()])
-            nameless = self._ledger.ownerless(nameless)
+        found = [one for roots in self._roots() for one in self._walk.run(roots)]
+        is_open = self._walk.has_more and not self._are_all_known(found)
+        self._claim_all(found)
+        self._claim_hidden()
+        nameless = self._ledger.unclaimed(_all_tensors())
+        while self._walk.has_more and (is_open or nameless):
+            self._claim_all(self._walk.resume())
+            self._claim_hidden()
+            nameless = self._ledger.unclaimed(nameless)
         self._claim_rest(nameless)
-        self._claim_shared()
-        return self._ledger.censuses(tuple(self._notes()), self._walk.aliases)
+        return self._ledger.censuses(tuple(self._notes()), self._ways())
 
-    def _claim_all(self, held: list[_Held]) -> None:
+    def _are_all_known(self, met: list[Found]) -> bool:
+        """Return whether no large container that was left for later can lead to what was met."""
+        return not self._walk.modules and not self._walk.optimizers and are_all_known(self._program.names, met)
+
+    def _claim_hidden(self) -> None:
+        """Claim what hangs on tensors that were met, and on tracebacks that the program keeps."""
+        while self._known or self._walk.has_unwound:
+            known, self._known = self._known, []
+            self._claim_all([*self._walk.unwind(), *self._walk.beside(known)])
+
+    def _claim_all(self, found: list[Found]) -> None:
+        held = [_Held(one) for one in found]
+        self._known += found
         self._claim_modules()
         self._claim_optimizers()
         for one in sorted(held, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
@@ -143,45 +161,61 @@ class _Count:
             self._claim_held(one)
         for one in held:
             self._claim_saved(one)
+        for one in held:
+            if one.found.storage is not None:
+                bare = Bare(one.found.storage)
+                self._claim((bare,), self._role_of(one, bare, None), one.found.path, frees=self._frees(one))
+        for one in held:
+            for saved in filter(None, one.saved):
+                suffix = _GRAPH if one.found.node is None else ""
+                self._claim(saved.again, Role.USER_TENSOR, one.found.path, suffix=suffix)
 
-    def _roots(self) -> Iterator[tuple[_Origin, list[tuple[Root, Any]]]]:
+    def _ways(self) -> Ways | None:
+        """Return who leads to what beside the paths of the owners; None where not all of that was looked at."""
+        if self._walk.stopped or self._skips_graphs or self._graphs.is_cut:
+            return None
+        for before, numbers in self._graphs.links.items():
+            first = self._graphs_at[before]
+            into = {holder.key: holder for holder in (self._graphs_at[number] for number in numbers)}
+            for again in into.values():
+                if again.key != first.key:
+                    self._walk.ways.add(first, again)
+        return self._walk.ways
+
+    def _roots(self) -> Iterator[list[tuple[Root, Any]]]:
         program = self._program
         names = [(Root(name, ident=id(value)), value) for name, value in program.names]
         own = [(root, value) for root, value in names if root.name not in program.borrowed]
         # First what the walk must not miss should it be stopped among data.
-        yield _Origin.NAME, [(root, value) for root, value in own if kind_of(type(value)) in _OWNERS]
-        yield _Origin.NAME, [(root, value) for root, value in own if kind_of(type(value)) not in _OWNERS]
-        yield _Origin.NAME, [(root, value) for root, value in names if root.name in program.borrowed]
-        yield _Origin.OUTPUT, [(Root(name), value) for name, value in program.outputs]
-        for origin, frames in ((_Origin.FRAME, program.frames), (_Origin.EARLIER, program.earlier)):
+        yield [(root, value) for root, value in own if kind_of(type(value)) in _OWNERS]
+        yield [(root, value) for root, value in own if kind_of(type(value)) not in _OWNERS]
+        yield [(root, value) for root, value in names if root.name in program.borrowed]
+        yield [(Root(name, ident=id(value), origin=Origin.OUTPUT), value) for name, value in program.outputs]
+        for origin, frames in ((Origin.FRAME, program.frames), (Origin.EARLIER, program.earlier)):
             for frame in frames:
                 drives = frame.is_program and kind_of(type(frame.values.get("self"))) is not Kind.MODULE
-                yield origin, [(Root(name, frame.place, drives), value) for name, value in frame.values.items()]
+                yield [
+                    (Root(name, frame.place, drives, origin=origin, ends=frame.ends), value)
+                    for name, value in frame.values.items()
+                ]
 
     def _claim_modules(self) -> None:
         """Claim parameters, gradients and buffers of the modules met since the last time."""
         self._note_steps()
         while self._walk.modules:
             path, module = self._walk.modules.popleft()
-            free = path.root.deletion
             for at, (name, parameter) in enumerate(registered(module, "_parameters")):
                 if kind_of(type(parameter)) is Kind.TENSOR:
                     here = path.child(member(module, name, "_parameters", at))
-                    self._claim((parameter,), Role.PARAMETER, here, frees=free)
+                    self._claim((parameter,), Role.PARAMETER, here)
                     self._claim_gradient(parameter, here, self._stepped_by.get(id(parameter), path))
+                    self._known.append(Found((parameter,), here))
                     if not here.root.place:
                         self._parameters[id(parameter)] = here
             for at, (name, buffer) in enumerate(registered(module, "_buffers")):
                 if kind_of(type(buffer)) is Kind.TENSOR:
                     role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
-                    self._claim((buffer,), role, path.child(member(module, name, "_buffers", at)), frees=free)
-
-    def _claim_shared(self) -> None:
-        """Have the ledger know of names that lead to a module which another name leads to as well."""
-        for path, module in self._walk.shared:
-            for _, part in submodules(module):
-                tensors = [one for register in ("_parameters", "_buffers") for _, one in _tensors(part, register)]
-                self._claim(tensors, Role.PARAMETER, path)
+                    self._claim((buffer,), role, path.child(member(module, name, "_buffers", at)))
 
     def _note_steps(self) -> None:
         """Note the path of the optimizer of every parameter, by the parameter's ``id``."""
@@ -193,10 +227,9 @@ class _Count:
     def _claim_optimizers(self) -> None:
         while self._walk.optimizers:
             path, optimizer = self._walk.optimizers.popleft()
-            free = path.root.deletion
             for at, index, parameter in _stepped(optimizer):
                 here = path.child(f".param_groups[{at}]['params'][{index}]")
-                self._claim((parameter,), Role.PARAMETER, here, frees=free)
+                self._claim((parameter,), Role.PARAMETER, here)
                 self._claim_gradient(parameter, here, path)
             for parameter, state in _pairs((plain_dict(optimizer) or {}).get("state")):
                 of = self._parameters.get(id(parameter))
@@ -205,7 +238,7 @@ class _Count:
                 for name, value in _pairs(state):
                     tensors = tuple(tensors_in(value))
                     step = f"[{name!r}]" if is_plain_key(name) else " → state"
-                    self._claim(tensors, Role.OPTIMIZER_STATE, here.child(step), frees=free)
+                    self._claim(tensors, Role.OPTIMIZER_STATE, here.child(step))
 
     def _claim_gradient(self, tensor: Any, path: Path, zeroed_by: Path | None) -> None:
         """Claim the gradient of a tensor, which the module or optimizer at ``zeroed_by`` zeroes, else the tensor's."""
@@ -227,14 +260,19 @@ class _Count:
         root = held.found.path.root
         if root.name in self._program.appends:
             return False
-        if held.origin is _Origin.FRAME:
+        if held.origin is Origin.FRAME:
             return True
-        return held.origin is _Origin.NAME and root.name in self._program.step_names and not held.found.contained
+        return held.origin is Origin.NAME and root.name in self._program.step_names and not held.found.contained
 
     def _follow(self, held: _Held) -> None:
-        if self._skips_graphs or not any(map(_grad_fn, held.requiring)):
+        if self._skips_graphs:
             return
-        held.saved = [self._graphs.behind(tensor) for tensor in held.found.tensors]
+        if held.found.node is not None:
+            held.saved = [self._graphs.from_node(held.found.node)]
+        elif any(map(_grad_fn, held.requiring)):
+            held.saved = [self._graphs.behind(tensor) for tensor in held.found.tensors]
+        here = Holder(held.found.path, is_graph=held.found.node is None)
+        self._graphs_at += [here for saved in held.saved if saved is not None]
         if self._is_of_step(held):
             for saved in filter(None, held.saved):
                 given = [one for one in saved.tensors if type(one) is torch.Tensor and not _requires_grad(one)]
@@ -260,12 +298,12 @@ class _Count:
     def _role_of(self, held: _Held, tensor: Any, saved: Saved | None) -> Role:
         """Return what a tensor that a path leads to is there for."""
         found, root = held.found, held.found.path.root
-        if held.origin is _Origin.OUTPUT:
+        if held.origin is Origin.OUTPUT:
             return Role.OUTPUT_CACHE
-        if held.origin is _Origin.EARLIER:
+        if held.origin is Origin.EARLIER:
             return Role.TRACEBACK
-        if found.is_cache:
-            return Role.KV_CACHE
+        if found.role is not None:
+            return found.role
         if root.is_program and root.name in self._program.batch_names:
             return Role.BATCH
         if type(tensor) is torch.nn.Parameter:
@@ -273,7 +311,7 @@ class _Count:
         if saved is None:
             if root.is_program and not found.contained and self._is_input(tensor):
                 return Role.BATCH
-            return Role.USER_TENSOR if held.origin is _Origin.NAME else Role.ACTIVATION
+            return Role.USER_TENSOR if held.origin is Origin.NAME else Role.ACTIVATION
         return Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
 
     def _is_input(self, tensor: Any) -> bool:
@@ -286,15 +324,18 @@ class _Count:
         return not self._is_of_step(held) and (held.found.contained or saved.is_alive)
 
     def _frees(self, held: _Held) -> str | None:
+        """Return the statement by which not all that leads there must go.
+
+        It adds to a list without the graph, in place of the one that does so with it, or unsets a gradient.
+        """
+        if held.found.role is Role.GRADIENT and held.found.node is None:
+            exact = held.found.path.exact()
+            return f"{exact} = None" if exact else None
         root = held.found.path.root.name
-        if held.origin is _Origin.OUTPUT:
-            return f"%xdel _{root[4:-1]}" if root.startswith("Out[") else f"%xdel {root}"
-        if held.origin is _Origin.EARLIER:
-            return "%oomdoctor fix release_traceback"
-        if root in self._program.appends:
-            is_scalar = all(type(one) is torch.Tensor and not one.dim() for one in held.found.tensors)
-            return self._program.appends[root].replace(".detach()", ".item()" if is_scalar else ".detach()")
-        return f"del {root}" if held.origin is _Origin.NAME else None
+        if root not in self._program.appends:
+            return None
+        is_scalar = all(type(one) is torch.Tensor and not one.dim() for one in held.found.tensors)
+        return self._program.appends[root].replace(".detach()", ".item()" if is_scalar else ".detach()")
 
     def _claim_saved(self, held: _Held) -> None:
         """Claim what the graphs behind the tensors of a path hold."""
@@ -302,10 +343,12 @@ class _Count:
         for index, saved in enumerate(held.saved):
             if saved is None or not (saved.tensors or saved.leaves):
                 continue
-            role = {_Origin.OUTPUT: Role.OUTPUT_CACHE, _Origin.EARLIER: Role.TRACEBACK}.get(held.origin)
+            role = {Origin.OUTPUT: Role.OUTPUT_CACHE, Origin.EARLIER: Role.TRACEBACK}.get(held.origin)
+            role = Role.TRACEBACK if found.role is Role.TRACEBACK else role
             if role is None:
                 role = Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
-            where = {"items": found.item(index), "sliceable": found.sliceable, "suffix": _GRAPH, "frees": frees}
+            suffix = _GRAPH if found.node is None else ""
+            where = {"items": found.item(index), "sliceable": found.sliceable, "suffix": suffix, "frees": frees}
             parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
             self._claim(parameters, Role.PARAMETER, found.path, **where)
             self._claim(saved.tensors, role, found.path, **where)
@@ -320,7 +363,8 @@ class _Count:
         for tensor in compress(tensors, map(_grad_fn, tensors)) if not self._skips_graphs else ():
             saved = self._graphs.behind(tensor)
             if saved is not None:
-                self._claim((*saved.tensors, *saved.leaves), role, _NAMELESS, suffix=_GRAPH)
+                self._graphs_at.append(Holder(_NAMELESS, is_graph=True))
+                self._claim((*saved.tensors, *saved.leaves, *saved.again), role, _NAMELESS, suffix=_GRAPH)
 
     def _notes(self) -> Iterator[str]:
         packed = self._graphs.packed
@@ -339,8 +383,13 @@ class _Count:
             yield f"graphs were followed {DEEPEST:,} nodes deep and no further: freeing them would overflow the stack"
         if self._skips_graphs:
             yield "another thread is in a backward, so what graphs hold was not looked at"
+        for path, _ in self._walk.opaque[:_FEW]:
+            yield f"`{path.names()[0]}` holds memory that no Python tensor shows"
+        if len(self._walk.opaque) > _FEW:
+            yield f"{len(self._walk.opaque) - _FEW} more objects like it hold memory that no Python tensor shows"
         if self._walk.stopped:
-            yield "there are more objects than were looked at, so some holders have no name here"
+            names = ", ".join(f"`{name}`" for name in self._walk.stopped)
+            yield f"there are more objects below {names} than were looked at, so some holders have no name here"
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[int, int, Any]]:
@@ -369,15 +418,13 @@ def _is_pinned(tensor: Any) -> bool:
 def _all_tensors() -> list[Any]:
     """Return every tensor of the program that the garbage collector knows."""
     types, pause = tensor_types(), sys.getswitchinterval()
+    # By their ``id``: as members of a set, types ask their metaclass for ``__hash__``.
+    keys = frozenset(map(id, types))
     # Among all objects are tuples that other threads are making: none may run on before the list of them is dropped.
     sys.setswitchinterval(_LONG_S)
     try:
-        return without_apart([one for one in gc.get_objects() if type(one) in types])
+        # Each object refers to its type, if that was made at run time, as those of tensors are.
+        objects = gc.get_referrers(*types) if len(types) <= _MOST_TYPES else gc.get_objects()
+        return without_apart(list(compress(objects, map(keys.__contains__, map(id, map(type, objects))))))
     finally:
         sys.setswitchinterval(pause)
-
-
-def _tensors(module: Any, register: str) -> Iterator[tuple[str, Any]]:
-    for name, value in registered(module, register):
-        if kind_of(type(value)) is Kind.TENSOR:
-            yield str(name), value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from oomdoctor.evidence import _feeding, _kept, _models, _precision, _replicas, _setup
@@ -28,7 +29,7 @@ from oomdoctor.evidence._repeating import not_repeatable
 from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.evidence._undifferentiated import undifferentiated
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.evidence import CodeFacts, TrainingLoop
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cells
@@ -60,18 +61,18 @@ def facts(
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
     """
-    modules, optimizers, loaders = tuple(modules), tuple(optimizers), tuple(loaders)
+    modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
     models, losses = _models.models(modules), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
     kinds |= {path: "optimizer" for path, _ in optimizers}
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    loops, idle = training_loops(program, kinds), undifferentiated(program, kinds, line)
+    loops, idle = training_loops(program, kinds, line, running), undifferentiated(program, kinds, line)
     carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))
     return CodeFacts(
         failing_cell=cells.failing.number,
-        loops=loops,
+        loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
         models=models,
         losses=losses,
         optimizers=_models.typed(optimizers),
@@ -117,6 +118,14 @@ def facts(
         stale=stale(program, cells.failing.source, namespace, line),
         trainers=trainers(program, under, passed, modules, loaders, loops),
     )
+
+
+def _batch_shape(loop: TrainingLoop, namespace: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of the first plain tensor of the batch, of a loop that stands at the top level."""
+    names = loop.batch if loop.function is None and loop.was_running else ()
+    values = (namespace[name] for name in names if name in namespace)
+    tensor = next((one for one in values if (type(one).__module__, type(one).__name__) == ("torch", "Tensor")), None)
+    return tuple(tensor.shape) if tensor is not None else None
 
 
 def _reruns(cells: Cells) -> int:

@@ -10,9 +10,19 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.chain import chained, traceback_of
-from oomdoctor.model.kinds import module_of
+from oomdoctor.model.kinds import module_of, spelled
 
-__all__ = ["Frame", "frames_of", "in_backward_elsewhere", "leads_nowhere", "lines_of", "locals_of", "running_frames"]
+__all__ = [
+    "Frame",
+    "frames_of",
+    "holds_the_users",
+    "home_of",
+    "in_backward_elsewhere",
+    "leads_nowhere",
+    "lines_of",
+    "locals_of",
+    "running_frames",
+]
 
 _REFERENCES_OF_OURS: Final = 3
 """To the dict of locals: the frame's, the variable that holds it here, and the argument of ``getrefcount``."""
@@ -39,12 +49,14 @@ class Frame(NamedTuple):
         place: ``forward at In[5] line 3``.
         code_names: names that a frame at the top level of a program uses; empty for a function's.
         is_program: whether its code is of the program that was asked about, and not of a library.
+        ends: whether it is still running, and lets go of its locals by itself.
     """
 
     values: dict[str, Any]
     place: str
     code_names: frozenset[str]
     is_program: bool
+    ends: bool = False
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
@@ -86,7 +98,7 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
         while traceback is not None:
             frame, line = traceback.tb_frame, traceback.tb_lineno
             traceback = traceback.tb_next
-            if id(frame) not in seen and not _is_of(frame.f_globals.get("__name__"), _MACHINERY):
+            if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
                 seen.add(id(frame))
                 yield _read(frame, line, cells, namespace)
 
@@ -121,11 +133,11 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
         stack.append(frame)
         frame = frame.f_back
     # A frame of ours among those kept here would hold them all, and be held by them.
-    stack = [frame for frame in reversed(stack) if not _is_of(frame.f_globals.get("__name__"), _MACHINERY)]
+    stack = [frame for frame in reversed(stack) if not _is_of(home_of(frame), _MACHINERY)]
     # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
     first = next((at for at, frame in enumerate(stack) if _is_program(frame, namespace)), 0)
     del stack[:first]
-    yield from (_read(frame, frame.f_lineno, cells, namespace) for frame in stack)
+    yield from (_read(frame, frame.f_lineno, cells, namespace)._replace(ends=True) for frame in stack)
 
 
 def in_backward_elsewhere() -> bool:
@@ -139,6 +151,11 @@ def in_backward_elsewhere() -> bool:
                 return True
             frame = frame.f_back
     return False
+
+
+def holds_the_users(frame: FrameType) -> bool:
+    """Return whether the locals of a frame are its own, and may hold what is the user's."""
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and not _is_of(home_of(frame), _MACHINERY)
 
 
 def leads_nowhere(cls: type) -> bool:
@@ -164,5 +181,11 @@ def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapp
 
 
 def _is_program(frame: FrameType, namespace: Mapping[str, Any]) -> bool:
-    name = frame.f_globals.get("__name__")
-    return frame.f_globals is namespace or (type(name) is str and name == namespace.get("__name__"))
+    home = namespace.get("__name__")
+    return frame.f_globals is namespace or (type(home) is str and home_of(frame) == home)
+
+
+def home_of(frame: FrameType) -> str:
+    """Return the name of the module that the code of a frame is of, nothing where it has none."""
+    name = spelled(frame.f_globals).get("__name__")
+    return name if type(name) is str else ""

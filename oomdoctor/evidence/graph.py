@@ -24,6 +24,7 @@ DEEPEST: Final = 10_000
 """A node that Python has looked at is freed by recursion (torch 2.13; others by a loop): about 45,000 nodes in a row
 overflow a stack of 8 MiB, by experiment."""
 _RAW: Final = "_raw_saved_"
+_LEAF: Final = "AccumulateGrad"
 _readers: dict[type, tuple[Any, ...]] = {}
 _grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 
@@ -33,12 +34,13 @@ class Saved(NamedTuple):
 
     Attributes:
         tensors: saved for backward.
-        leaves: tensors that gradients accumulate into.
+        leaves: tensors that gradients accumulate into; ``again``: those of them that a graph before it held as well.
         is_alive: whether it, or a graph that it shares nodes with, still holds saved tensors; a backward frees them.
     """
 
     tensors: list[torch.Tensor]
     leaves: list[torch.Tensor]
+    again: list[torch.Tensor]
     is_alive: bool
 
 
@@ -49,9 +51,11 @@ class Graphs:
     Attributes:
         is_cut: whether a graph was deeper than it was followed.
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
+        links: which graphs run into one that was walked before, each by its number, counted from 0.
     """
 
     packed: Counter[str] = field(default_factory=Counter)
+    links: dict[int, set[int]] = field(default_factory=dict)
     is_cut: bool = False
     _met: dict[Any, int] = field(default_factory=dict)
     _alive: list[bool] = field(default_factory=list)
@@ -59,24 +63,32 @@ class Graphs:
     def behind(self, tensor: Any) -> Saved | None:
         """Return what the graph that made ``tensor`` holds, None for a tensor without one."""
         root = _grad_fn(tensor)
-        if root is None:
-            return None
+        return None if root is None else self.from_node(root)
+
+    def from_node(self, root: Any) -> Saved:
+        """Return what the graph holds that ``root`` is the last node of."""
         number = len(self._alive)
         self._alive.append(False)
         met, todo = self._met, [(root, 0)]
         tensors: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
+        again: dict[Any, None] = {}
         shares = False
         while todo:
             node, depth = todo.pop()
             if node in met:
-                shares = shares or self._alive[met[node]]
+                before = met[node]
+                shares = shares or self._alive[before]
+                if before != number and type(node).__name__ == _LEAF:
+                    again[node] = None
+                elif before != number:
+                    self.links.setdefault(before, set()).add(number)
                 continue
             met[node] = number
             cls = type(node)
             for read in _readers.get(cls) or _readers_of(cls):
                 self._take(read, node, tensors)
-            if cls.__name__ == "AccumulateGrad":
+            if cls.__name__ == _LEAF:
                 leaves.append(node.variable)
             elif (attributes := plain_dict(node)) is not None:  # a Function written in Python keeps what it likes
                 for value in attributes.values():
@@ -86,7 +98,7 @@ class Graphs:
             else:
                 self.is_cut = True
         self._alive[number] = bool(tensors) or shares
-        return Saved(tensors, leaves, self._alive[number])
+        return Saved(tensors, leaves, [node.variable for node in again], self._alive[number])
 
     def _take(self, read: Any, node: Any, tensors: list[torch.Tensor]) -> None:
         try:

@@ -5,7 +5,7 @@ The first to claim a storage owns it, so that each is counted once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import repeat
@@ -14,8 +14,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from oomdoctor.evidence.lines import Holder, Ways, line
 from oomdoctor.evidence.paths import Path
-from oomdoctor.evidence.storages import PLAIN, plain_storages, storages_of
+from oomdoctor.evidence.storages import PLAIN, Bare, plain_storages, storages_of
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
 
@@ -26,7 +27,6 @@ Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]
 
 _MANY: Final = 64
 _device: Final = attrgetter("device")
-_grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 _dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
 _MOST_HOLDINGS: Final = 10_000
 _FEW: Final = 3
@@ -55,7 +55,8 @@ class _Entry:
 
     Attributes:
         items: which of the sequence at ``path``, None for ``path`` itself.
-        others: names beside the path's own that lead to one of them as well.
+        frees: the statement that lets go of them whatever leads to ``path``; None where ``path`` must be cut.
+        others: what holds one of them beside ``path``.
     """
 
     total: _Sum
@@ -65,7 +66,12 @@ class _Entry:
     sliceable: bool
     suffix: str
     frees: str | None
-    others: dict[str, None] = field(default_factory=dict)
+    others: dict[tuple[int, bool], Holder] = field(default_factory=dict)
+
+    @property
+    def holder(self) -> Holder:
+        """What holds them first of all."""
+        return Holder(self.path, bool(self.suffix))
 
 
 class Ledger:
@@ -100,17 +106,18 @@ class Ledger:
                 is their own.
             sliceable: whether that sequence can be sliced.
             suffix: written behind the path: that the graph of what stands there holds them.
-            frees: the line that lets go of them.
+            frees: the statement that lets go of them, where not the path is to be cut.
         """
         self._claimed.update(map(id, tensors))
         if len(tensors) > _MANY and self._take_together(tensors, role, path, items, sliceable, suffix, frees):
             return
         taken: dict[int, _Entry] = {}
+        here = Holder(path, bool(suffix))
         for key, nbytes, device, tensor in storages_of(tensors):
             owner = self._owned.get(key)
             if owner is not None:
-                if owner.path.root is not path.root and not path.root.place:
-                    owner.others[path.root.name] = None
+                if not role is owner.role is Role.GRADIENT:  # one gradient, met by the ways to its parameter
+                    owner.others[here.key] = here
             elif nbytes and (at := self._at(device, tensor)) is not None:
                 if at not in taken:
                     taken[at] = self._enter(at, _Entry(_Sum(), role, path, items, sliceable, suffix, frees))
@@ -136,20 +143,11 @@ class Ledger:
         self._owned.update(zip(keys, repeat(self._enter(place[0][0], _Entry(total, *how)))))
         return True
 
-    def ownerless(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``tensors`` that nobody has claimed and that have a graph or a storage without an owner."""
+    def unclaimed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``tensors`` that nobody has claimed, though their storages may have owners."""
         if self._claimed.issuperset(map(id, tensors)):
             return []
-        new = [one for one in tensors if id(one) not in self._claimed]
-        columns = plain_storages(new)
-        if columns is not None:
-            pairs = zip(new, columns[0], strict=True)
-            return [one for one, key in pairs if key not in self._owned or _grad_fn(one) is not None]
-        return [
-            one
-            for one in new
-            if _grad_fn(one) is not None or any(key not in self._owned for key, *_ in storages_of((one,)))
-        ]
+        return [one for one in tensors if id(one) not in self._claimed]
 
     def _at(self, device: torch.device, tensor: torch.Tensor) -> int | None:
         """Return which place a storage is at. A simulated one shares its device's name and must be asked."""
@@ -167,20 +165,18 @@ class Ledger:
             ]
         return known
 
-    def censuses(self, notes: tuple[str, ...], aliases: Mapping[int, Sequence[str]]) -> tuple[Census, ...]:
+    def censuses(self, notes: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
         """Return one census for each place, in their order.
 
         Args:
             notes: sentences for each of them.
-            aliases: further names of an object that a root is bound to, by its ``id``.
+            ways: who else leads to what the paths lead to; None where not all of that was looked at.
         """
-        for entry in (entry for entries in self._entries for entry in entries):
-            entry.others |= dict.fromkeys(aliases.get(entry.path.root.ident, ()))
         pairs = zip(self._places, self._entries, strict=True)
-        return tuple(_census(memory, entries, notes) for (memory, _), entries in pairs)
+        return tuple(_census(memory, entries, notes, ways) for (memory, _), entries in pairs)
 
 
-def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...]) -> Census:
+def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...], ways: Ways | None) -> Census:
     roles: dict[Role, int] = {}
     for entry in entries:
         roles[entry.role] = roles.get(entry.role, 0) + entry.total.bytes
@@ -193,7 +189,7 @@ def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...])
         found=found,
         allocated=device.allocated,
         roles=tuple(sorted(roles.items(), key=lambda item: -item[1])),
-        holdings=tuple(_holding(device.name, group) for group in groups),
+        holdings=tuple(_holding(device.name, group, ways) for group in groups),
         notes=notes,
     )
 
@@ -217,7 +213,7 @@ def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
     return joined
 
 
-def _holding(device: str, group: list[_Entry]) -> Holding:
+def _holding(device: str, group: list[_Entry], ways: Ways | None) -> Holding:
     largest = max((entry.total for entry in group), key=lambda total: total.most).largest
     spans = [entry.items for entry in group if entry.items is not None]
     items = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
@@ -229,19 +225,23 @@ def _holding(device: str, group: list[_Entry]) -> Holding:
         path=text + group[0].suffix,
         expression=expression or None,
         count=sum(entry.total.count for entry in group),
-        dtype=str(_dtype(largest)).removeprefix("torch."),
+        dtype=None if type(largest) is Bare else str(_dtype(largest)).removeprefix("torch."),
         shape=_shape(largest),
-        frees=_frees(group),
+        frees=_frees(group, ways),
     )
 
 
-def _frees(group: list[_Entry]) -> str | None:
-    """Return the line that frees what a group holds: every name that leads to it must go."""
-    frees = group[0].frees
-    others = dict.fromkeys(name for entry in group for name in entry.others if name.isidentifier())
-    if frees is None or not frees.startswith("del ") or not others:
-        return frees
-    return ", ".join([frees, *others]) if len(others) <= _FEW else None
+def _frees(group: list[_Entry], ways: Ways | None) -> str | None:
+    """Return the line that frees what a group holds: everything that leads to it must go."""
+    first = group[0].frees
+    is_gradient = group[0].role is Role.GRADIENT
+    if not is_gradient and first is not None:
+        return first
+    if ways is None or (is_gradient and first is None):
+        return None
+    own = [] if is_gradient else [entry.holder for entry in group]
+    roots = ways.roots([*own, *(other for entry in group for other in entry.others.values())])
+    return None if roots is None else line(roots, first)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:

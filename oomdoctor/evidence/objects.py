@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -14,14 +15,14 @@ from oomdoctor.model.kinds import (
     kind_of,
     members_of,
     module_of,
-    mro_of,
     pairs_of,
     plain_dict,
+    spelled,
     submodules,
 )
 from oomdoctor.model.names import is_users
 
-__all__ = ["class_attributes", "find", "output_cache", "user_names"]
+__all__ = ["class_attributes", "find", "is_home_of_users", "output_cache", "user_names"]
 
 _INSTALLED: Final = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -31,22 +32,34 @@ _MOST_ITEMS: Final = 64
 
 def user_names(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names that the user bound; those of IPython are left out."""
-    yield from ((name, value) for name, value in list(namespace.items()) if is_users(name))
+    yield from ((name, value) for name, value in list(namespace.items()) if is_users(name) and name.isidentifier())
 
 
 def class_attributes(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what classes that the notebook defines hold, and the globals of the user's own modules.
-
-    A module is the user's if it lies in no folder of Python's or of installed packages.
-    """
+    """Yield what classes that the notebook defines hold, and the globals of the user's own modules."""
+    home = namespace.get("__name__")
     for name, value in user_names(namespace):
         if type(value) is ModuleType:
-            home = vars(value).get("__file__")
-            if type(home) is str and not home.startswith(_INSTALLED) and "site-packages" not in home:
-                yield from ((f"{name}.{key}", item) for key, item in list(vars(value).items()) if key[:2] != "__")
-        elif type in mro_of(type(value)) and module_of(value) == namespace.get("__name__"):
-            held = members_of(value)
-            yield from ((f"{name}.{key}", item) for key, item in held.items() if key[:2] != "__")
+            if _is_users_module(value):
+                yield from ((f"{name}.{key}", item) for key, item in _own(vars(value)))
+        elif issubclass(type(value), type) and type(home) is str and module_of(value) == home:
+            yield from ((f"{name}.{key}", item) for key, item in _own(members_of(value)))
+
+
+def _own(held: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    return [(key, item) for key, item in list(held.items()) if type(key) is str and key[:2] != "__"]
+
+
+def is_home_of_users(name: str) -> bool:
+    """Return whether the module of this name is of the program: a script, a notebook, or a module of the user's own."""
+    module = sys.modules.get(name)
+    return name == "__main__" or (type(module) is ModuleType and _is_users_module(module))
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    """Return whether a module lies in no folder of Python's or of installed packages."""
+    home = spelled(vars(module)).get("__file__")
+    return type(home) is str and not home.startswith(_INSTALLED) and "site-packages" not in home
 
 
 def output_cache(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -66,7 +79,7 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
         kind: {} for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER)
     }
     seen: set[int] = set()
-    level = list(user_names(namespace))
+    level = list(user_names(spelled(namespace)))
     for _ in range(_DEPTH):
         below: list[tuple[str, Any]] = []
         for path, value in level:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from keyword import iskeyword
 from typing import Any, Final, NamedTuple
 
+from oomdoctor.model.evidence import Role
 from oomdoctor.model.kinds import is_plain_key, module_of, mro_of, name_of
 
-__all__ = ["ARROW", "Found", "Path", "Root", "is_attribute", "member"]
+__all__ = ["ARROW", "Found", "Origin", "Path", "Root", "is_attribute", "member"]
 
 ARROW: Final = " → "
 """Begins a step that no expression can follow."""
 _INDEXED: Final = frozenset(
     {("torch.nn.modules.container", name) for name in ("Sequential", "ModuleList", "ParameterList")}
 )
+
+
+class Origin(Enum):
+    """What binds a root: a name of the namespace, the output cache, a frame, or a frame of a failure before."""
+
+    NAME = auto()
+    OUTPUT = auto()
+    FRAME = auto()
+    EARLIER = auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,17 +38,15 @@ class Root:
         place: the frame that the name is a local of, in words; empty for a name of the namespace.
         ident: the ``id`` of what it is bound to.
         is_program: whether code of the notebook that drives modules binds the name, not a module's or a library's.
+        ends: whether it is a local of a frame that is still running, which lets go of it by itself.
     """
 
     name: str
     place: str = ""
     is_program: bool = True
     ident: int = 0
-
-    @property
-    def deletion(self) -> str | None:
-        """The statement that unbinds the name, None for a local of a frame."""
-        return None if self.place else f"del {self.name}"
+    origin: Origin = Origin.NAME
+    ends: bool = False
 
 
 class Path(NamedTuple):
@@ -91,7 +100,8 @@ class Found(NamedTuple):
         first: index of the first, where they are items of the sequence at ``path``; None for one of its own.
         sliceable: whether that sequence can be sliced.
         contained: whether a container or an object other than a module holds them.
-        is_cache: whether they are keys and values that a decoder keeps.
+        role: what they are there for, where what holds them tells.
+        node: in their stead, a node of the autograd graph; ``storage``: one without a tensor.
     """
 
     tensors: Sequence[Any]
@@ -99,7 +109,9 @@ class Found(NamedTuple):
     first: int | None = None
     sliceable: bool = True
     contained: bool = False
-    is_cache: bool = False
+    role: Role | None = None
+    node: Any = None
+    storage: Any = None
 
     def path_of(self, index: int) -> Path:
         """Return the path of one of them."""

@@ -7,15 +7,16 @@ tensors are read in bulk, since each attribute of each of 50,000 tensors would e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.evidence.walk import attributes
+from oomdoctor.evidence.held import attributes
 from oomdoctor.model.kinds import Kind, kind_of, module_of
 
-__all__ = ["PLAIN", "Storage", "is_fake", "plain_storages", "storages_of", "tensor_types"]
+__all__ = ["PLAIN", "Bare", "Storage", "is_fake", "plain_storages", "storages_of", "tensor_types"]
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that answer for themselves, in C."""
@@ -24,11 +25,33 @@ _untyped_storage: Final = torch.Tensor.untyped_storage
 _nbytes: Final = torch.UntypedStorage.nbytes
 _address: Final = attrgetter("_cdata")
 _device: Final = attrgetter("device")
+# Of a storage, past its class, which may be the user's.
+_in_c: Final = vars(torch._C.StorageBase)
+_device_of: Final = _in_c["device"].__get__
+_address_of: Final = _in_c["_cdata"].__get__
+_pointer_of: Final = _in_c["data_ptr"]
 _is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 Storage: TypeAlias = tuple[int, int, torch.device, torch.Tensor]
 """One storage: its identity while it lives, its bytes, where it is, and a tensor that lies in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bare:
+    """A storage that the program holds itself, in the place of a tensor."""
+
+    storage: torch.UntypedStorage
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage."""
+        return self.storage
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        device: torch.device = _device_of(self.storage)
+        return device
 
 
 def tensor_types() -> frozenset[type]:
@@ -81,7 +104,9 @@ def _storages_in(tensor: Any, seen: set[int]) -> Iterator[Storage]:
     if id(tensor) in seen:
         return
     seen.add(id(tensor))
-    if _is_wrapped(tensor):
+    if type(tensor) is Bare:
+        yield from _known(tensor.storage, tensor)
+    elif _is_wrapped(tensor):
         yield from _storages_in(torch._C._functorch.get_unwrapped(tensor), seen)
     elif type(tensor) in PLAIN and tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
         # Its memory is oneDNN's, without a storage; padding of its blocked layout is not counted.
@@ -113,14 +138,19 @@ def _own(tensor: torch.Tensor) -> Iterator[Storage]:
         storage = _untyped_storage(tensor)
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
         return
+    yield from _known(storage, tensor)
+
+
+def _known(storage: torch.UntypedStorage, tensor: Any) -> Iterator[Storage]:
     # A fake tensor says the device that it stands for; its storage tells. A wrapper's may have a size and no memory.
-    if storage.device.type != "meta" and _has_memory(storage):
-        yield storage._cdata, storage.nbytes(), storage.device, tensor
+    device = _device_of(storage)
+    if device.type != "meta" and _has_memory(storage):
+        yield _address_of(storage), _nbytes(storage), device, tensor
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
     try:
-        storage.data_ptr()
+        _pointer_of(storage)
     except RuntimeError:
         return False
     return True

@@ -1,70 +1,68 @@
 """The way from what a user can name to the tensors that hang on it, breadth first: the shortest path is the one given.
 
-Nothing of the user's is run: containers are read by the methods of their builtin base, objects by their ``__dict__``
-and slots. Large containers are looked over in bulk first, and those that can hold no tensor are passed over.
+Large containers are looked into last, and in bulk first: those that can hold no tensor are passed over, and of those
+that hold very many the tensors are told together.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
-from types import CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
+from itertools import chain, compress, islice, repeat
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
 
-from oomdoctor.evidence.frames import leads_nowhere, locals_of
-from oomdoctor.evidence.paths import ARROW, Found, Path, Root, is_attribute, member
-from oomdoctor.model.kinds import (
-    Kind,
-    held_by,
-    is_plain_key,
-    items_of,
-    kind_of,
-    members_of,
-    module_of,
-    mro_of,
-    name_of,
-    plain_dict,
-    registered,
+from oomdoctor.evidence.held import (
+    CONTAINERS,
+    Apart,
+    Sort,
+    base_of,
+    class_members,
+    hangs_on,
+    held_in,
+    is_users_class,
+    items_in,
+    keys_in,
+    objects_of,
+    sort_of,
 )
+from oomdoctor.evidence.lines import Holder, Ways
+from oomdoctor.evidence.paths import ARROW, Found, Path, Root
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.kinds import Kind, mro_of
 
-__all__ = ["CACHE_NAMES", "Walk", "attributes", "tensors_in"]
+__all__ = ["CACHE_NAMES", "Walk", "tensors_in"]
 
 _MOST_OBJECTS: Final = 100_000
-"""From one set of roots."""
+"""From one set of roots; from large containers so many times as much, shared among them."""
+_SHARES: Final = 5
 _FEW: Final = 3
 """Up to so many tensors of one container are named one by one."""
 _LARGE: Final = 200
 """Containers of more items are looked into last, and in bulk first: so many items at a time, so deep."""
 _BULK: Final = 1000
-_BARREN_DEPTH: Final = 12
+_BULK_DEPTH: Final = 12
 _MOST_BELOW: Final = 16
 """They are told in bulk unless they lead to more than so many objects each."""
+_MOST_NAMED: Final = 1000
+"""Of a large container that leads to more tensors, the tensors are told together."""
 CACHE_NAMES: Final = frozenset(
     {"past_key_values", "past_key_value", "kv_cache", "k_cache", "v_cache", "cache_k", "cache_v"}
 )
 """Names that hold keys and values of a decoder. Source: transformers, gpt-fast, llama (``cache_k``)."""
+_HANGING: Final = {".main_grad": Role.GRADIENT, ".grad_sample": Role.GRADIENT}
+"""What libraries set on a parameter. Source: Megatron-LM (``main_grad``), opacus (``grad_sample``)."""
 
-_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.OBJECT})
-_PLAIN_CONTAINERS: Final = _CONTAINERS | {Kind.TUPLE, Kind.ARRAY, Kind.ATOM}
-_SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
-_REGISTERS: Final = frozenset({dict, OrderedDict, list, set, tuple})
-"""A module has a dozen of them, and most are empty."""
-_CLAIMED_APART: Final = {
-    Kind.MODULE: frozenset({"_parameters", "_buffers", "_modules"}),
-    Kind.OPTIMIZER: frozenset({"state", "param_groups"}),
-}
-"""Attributes that the census claims by itself."""
+_OWNING: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.OBJECT})
+_PLAIN: Final = CONTAINERS | {Kind.OBJECT, Kind.ARRAY, Kind.ATOM, Kind.TENSOR}
 
 
 class _Todo(NamedTuple):
     value: Any
     path: Path
     contained: bool
-    is_cache: bool
+    role: Role | None
 
 
 @dataclass(slots=True)
@@ -76,213 +74,275 @@ class Walk:
 
     Attributes:
         modules: every ``nn.Module`` once, with its path, until it is taken from here; likewise ``optimizers``.
-        stopped: whether there were more objects than are looked at.
-        later: large containers that were not looked into yet.
-        shared: modules met again from another root, with the path from there.
-        aliases: names of an object beside the first, by its ``id``.
+        stopped: names below which there were more objects than are looked at.
+        ways: the other paths by which objects were met again.
+        opaque: what C++ alone can look into, with its path.
     """
 
     passed_over: frozenset[int] = frozenset()
     modules: deque[tuple[Path, Any]] = field(default_factory=deque)
     optimizers: deque[tuple[Path, Any]] = field(default_factory=deque)
-    stopped: bool = False
-    later: list[_Todo] = field(default_factory=list)
-    shared: list[tuple[Path, Any]] = field(default_factory=list)
-    aliases: dict[int, list[str]] = field(default_factory=dict)
-    _seen: set[int] = field(default_factory=set)
+    stopped: dict[str, None] = field(default_factory=dict)
+    ways: Ways = field(default_factory=Ways)
+    opaque: list[tuple[Path, Any]] = field(default_factory=list)
+    _later: deque[_Todo | list[_Todo]] = field(default_factory=deque)
+    """Large containers, and what hangs on a root of which there was too much."""
+    _unwound: list[_Todo] = field(default_factory=list)
+    _seen: dict[int, Path | None] = field(default_factory=dict)
+    _asked: set[int] = field(default_factory=set)
+    _looked: int = 0
 
     def __post_init__(self) -> None:
-        self._seen |= self.passed_over
+        self._seen.update(dict.fromkeys(self.passed_over))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether large containers were met that were not looked into yet."""
+        return bool(self._later)
+
+    @property
+    def has_unwound(self) -> bool:
+        """Whether tracebacks were met that were not looked into yet."""
+        return bool(self._unwound)
 
     def run(self, roots: Iterable[tuple[Root, Any]]) -> list[Found]:
         """Return the tensors that hang on ``roots``, as far as large containers of other things are not on the way."""
-        return self._down(
-            _Todo(value, Path(root, None, root.name), False, root.name in CACHE_NAMES) for root, value in roots
-        )
+        found: list[Found] = []
+        todos = (_Todo(value, Path(root, None, root.name), False, _cached(root.name)) for root, value in roots)
+        by_root: dict[int, list[_Todo]] = {}
+        for todo in self._down(todos, _MOST_OBJECTS, found):
+            by_root.setdefault(id(todo.path.root), []).append(todo)
+        self._later += by_root.values()
+        return found
+
+    def unwind(self) -> list[Found]:
+        """Return the tensors that tracebacks hold, of exceptions that the program kept."""
+        found: list[Found] = []
+        while self._unwound:
+            todo = self._unwound.pop()
+            self._note_stop(self._down(self._below(todo, sort_of(type(todo.value))), _MOST_OBJECTS, found))
+        return found
+
+    def beside(self, known: Sequence[Found]) -> list[Found]:
+        """Return the tensors that hang on those in ``known``: as attributes, or in their hooks."""
+        found: list[Found] = []
+        self._note_stop(self._down(self._beside(known), _MOST_OBJECTS, found))
+        return found
 
     def resume(self) -> list[Found]:
         """Return the tensors that hang on the large containers that were left for later."""
         found: list[Found] = []
-        while self.later and not self.stopped:
-            todo = self.later.pop()
-            items = items_of(todo.value, kind_of(type(todo.value)))
-            found += self._down(self._below(todo, _fruitful(items)))
+        left = _SHARES * _MOST_OBJECTS
+        while self._later:
+            share, before = left // len(self._later), self._looked
+            later = self._later.popleft()
+            todos = self._large(later, found) if isinstance(later, _Todo) else iter(later)
+            self._note_stop(self._down(todos, share, found))
+            left = max(left - (self._looked - before), 0)
         return found
 
-    def _down(self, todos: Iterable[_Todo]) -> list[Found]:
-        found: list[Found] = []
-        level, most = list(todos), len(self._seen) + _MOST_OBJECTS
-        while level and len(self._seen) < most:
+    def _note_stop(self, rest: Iterator[_Todo]) -> None:
+        self.stopped |= dict.fromkeys(todo.path.root.name for todo in islice(rest, 1))
+
+    def _down(self, todos: Iterable[_Todo], budget: int, found: list[Found]) -> Iterator[_Todo]:
+        """Add to ``found`` what ``todos`` lead to, as far as ``budget`` objects go; return what remains to be done."""
+        most, waiting = self._looked + budget, iter(todos)
+        while True:
             below: list[_Todo] = []
-            for todo in level:
-                kind = kind_of(type(todo.value))
-                if kind is Kind.ATOM:
+            for todo in waiting:
+                sort = sort_of(type(todo.value))
+                if sort.kind is Kind.ATOM:
                     continue
                 if id(todo.value) in self._seen:
-                    self._met_again(todo, kind, found)
+                    self._met_again(todo, sort.kind, found)
                     continue
-                self._seen.add(id(todo.value))
-                if kind is Kind.TENSOR:
-                    found.append(Found((todo.value,), todo.path, contained=todo.contained, is_cache=todo.is_cache))
+                self._looked += 1
+                if self._looked > most:
+                    return chain((todo,), waiting, below)
+                self._seen[id(todo.value)] = todo.path
+                if sort.kind is Kind.TENSOR:
+                    found.append(Found((todo.value,), todo.path, contained=todo.contained, role=todo.role))
                 else:
-                    self._look_into(todo, kind, found, below)
-            level = below
-        self.stopped = self.stopped or bool(level)
-        return found
+                    self._look_into(todo, sort, found, below)
+            if not below:
+                return iter(())
+            waiting = iter(below)
 
     def _met_again(self, todo: _Todo, kind: Kind, found: list[Found]) -> None:
-        """Note that another root leads to what one before it led to: to let go of it, both must go."""
+        """Note that another path leads to what one before it led to: to let go of it, both must be cut."""
+        first = self._seen[id(todo.value)]
         if kind is Kind.TENSOR:
-            found.append(Found((todo.value,), todo.path, contained=todo.contained, is_cache=todo.is_cache))
-        elif kind is Kind.MODULE and todo.path.root.name:
-            self.shared.append((todo.path, todo.value))
-        elif todo.path.parent is None and not todo.path.root.place:
-            self.aliases.setdefault(id(todo.value), []).append(todo.path.root.name)
+            found.append(Found((todo.value,), todo.path, contained=todo.contained, role=todo.role))
+        elif first is not None:
+            self.ways.add(Holder(first), Holder(todo.path))
 
-    def _look_into(self, todo: _Todo, kind: Kind, found: list[Found], below: list[_Todo]) -> None:
-        value, path = todo.value, todo.path
+    def _look_into(self, todo: _Todo, sort: Sort, found: list[Found], below: list[_Todo]) -> None:
+        value, path, kind = todo.value, todo.path, sort.kind
         if kind is Kind.MODULE:
             self.modules.append((path, value))
         elif kind is Kind.OPTIMIZER:
             self.optimizers.append((path, value))
-        if kind in (Kind.SEQUENCE, Kind.TUPLE, Kind.SET, Kind.MAPPING):
-            items = items_of(value, kind)
-            kinds = set(map(kind_of, set(map(type, items))))
-            if kinds <= {Kind.ATOM}:
+        elif sort.apart is Apart.UNWOUND:
+            self._unwound.append(todo)  # what the program holds by other names is theirs
+            return
+        elif sort.apart is Apart.NODE:
+            found.append(Found((), path, contained=todo.contained, role=todo.role, node=value))
+        elif sort.apart is Apart.STORAGE:
+            found.append(Found((), path, contained=todo.contained, role=todo.role, storage=value))
+        elif sort.apart is Apart.OPAQUE:
+            self.opaque.append((path, value))
+        which: Iterable[bool] | None = None
+        if kind in CONTAINERS:
+            items = items_in(value, kind)
+            if self._are_done(items, todo, kind, found):
+                has_keys = kind is Kind.MAPPING and keys_in(value)
+                which = chain(repeat(False, len(items)), repeat(True)) if has_keys else ()
+            elif len(items) > _LARGE:
+                self._later.append(todo)
                 return
-            if len(items) > _FEW and kinds == {Kind.TENSOR} and self._are_fresh(items):
-                found.append(_found_together(items, todo, kind))
-                return
-            if len(items) > _LARGE:
-                self.later.append(todo)
-                return
-        below += self._below(todo)
+        below += self._below(todo, sort, which)
 
-    def _below(self, todo: _Todo, which: Iterable[bool] = repeat(True)) -> Iterator[_Todo]:
+    def _are_done(self, items: Sequence[Any], todo: _Todo, kind: Kind, found: list[Found]) -> bool:
+        """Return whether the items of a container need not be looked into one by one."""
+        kind_of_all = _kind_of_all(items)
+        if kind_of_all is Kind.ATOM:
+            return True
+        if len(items) > _FEW and kind_of_all is Kind.TENSOR and self._are_fresh(items):
+            found.append(_found_together(items, todo, kind))
+            return True
+        return False
+
+    def _below(self, todo: _Todo, sort: Sort, which: Iterable[bool] | None = None) -> Iterator[_Todo]:
         """Yield what a value holds, of a container the items that ``which`` says."""
-        value, path, kind = todo.value, todo.path, kind_of(type(todo.value))
-        inside = todo.contained or kind in _CONTAINERS
-        is_cache = todo.is_cache or (kind is Kind.OBJECT and _is_cache(type(value)))
-        for suffix, child in compress(_children(value, kind), which):
-            if kind_of(type(child)) is not Kind.ATOM:
-                yield _Todo(child, path.child(suffix), inside, is_cache or suffix.strip(".['\"]") in CACHE_NAMES)
+        path, role = todo.path, todo.role or sort.role
+        inside = todo.contained or sort.kind in _OWNING
+        for suffix, child in held_in(todo.value, sort, which):
+            if sort_of(type(child)).kind is not Kind.ATOM:
+                yield _Todo(child, path.child(suffix), inside, role or _cached(suffix.strip(".['\"]")))
+        if sort.is_users:
+            yield from self._of_class(type(todo.value), path)
+
+    def _of_class(self, cls: type, path: Path) -> Iterator[_Todo]:
+        """Yield what classes of the program hold that what stands at ``path`` is an instance of, each class once."""
+        for at, base in enumerate(mro_of(cls)):
+            if id(base) not in self._seen and is_users_class(base):
+                self._seen[id(base)] = None
+                here = path.child(f".__class__.__mro__[{at}]" if at else ".__class__")
+                of = here.exact()
+                for suffix, item in class_members(base):
+                    if sort_of(type(item)).kind is not Kind.ATOM:
+                        own = Path(Root(of + suffix), None, of + suffix) if of else here.child(suffix)
+                        yield _Todo(item, own, True, None)
+
+    def _beside(self, known: Sequence[Found]) -> Iterator[_Todo]:
+        """Yield what hangs on tensors; most have nothing, which is told in bulk."""
+        if _are_atoms(gc.get_referents(*chain.from_iterable(one.tensors for one in known))):
+            return
+        for one in known:
+            for at, tensor in enumerate(one.tensors):
+                if id(tensor) not in self._asked and not _are_atoms(gc.get_referents(tensor)):
+                    self._asked.add(id(tensor))
+                    path = one.path_of(at)
+                    for suffix, item in hangs_on(tensor):
+                        if sort_of(type(item)).kind is not Kind.ATOM:
+                            role = one.role or _HANGING.get(suffix)
+                            yield _Todo(item, path.child(suffix), one.contained, role)
+
+    def _large(self, todo: _Todo, found: list[Found]) -> Iterator[_Todo]:
+        """Return what of a large container is to be looked into one by one; add what is told in bulk to ``found``."""
+        sort = sort_of(type(todo.value))
+        items = items_in(todo.value, sort.kind)
+        if sort.kind is Kind.MAPPING and (keys := keys_in(todo.value)):
+            items = [*items, *keys]
+        chunks = [items[first : first + _BULK] for first in range(0, len(items), _BULK)]
+        classes: dict[int, type] = {}
+        below = [_tensors_below(chunk, classes) for chunk in chunks]
+        told = {id(tensor): tensor for tensors in below if tensors for tensor in tensors}
+        is_one = len(told) > _MOST_NAMED
+        if is_one:
+            self._seen.update(dict.fromkeys(told))
+            path = todo.path.child(f"{ARROW}items")
+            found.append(Found([*told.values()], path, contained=True, role=todo.role or sort.role))
+        which = [tensors is None or (bool(tensors) and not is_one) for tensors in below]
+        each = chain.from_iterable(repeat(one, len(chunk)) for one, chunk in zip(which, chunks, strict=True))
+        of_classes = (self._of_class(cls, todo.path.child(f"{ARROW}item")) for cls in classes.values())
+        return chain(self._below(todo, sort, each if any(which) else ()), chain.from_iterable(of_classes))
 
     def _are_fresh(self, items: Sequence[Any]) -> bool:
         """Return whether none of ``items`` was met before, and note them."""
         known = set(map(id, items))
-        if len(known) < len(items) or not known.isdisjoint(self._seen):
+        if len(known) < len(items) or not self._seen.keys().isdisjoint(known):
             return False
-        self._seen |= known
+        self._seen.update(dict.fromkeys(known))
         return True
+
+
+def _cached(name: str) -> Role | None:
+    return Role.KV_CACHE if name in CACHE_NAMES else None
 
 
 def _found_together(tensors: Sequence[Any], todo: _Todo, kind: Kind) -> Found:
     if kind is Kind.MAPPING:
-        return Found(tensors, todo.path.child(".values()"), contained=True, is_cache=todo.is_cache)
+        return Found(tensors, todo.path.child(".values()"), contained=True, role=todo.role)
     sliceable = kind is Kind.TUPLE or issubclass(type(todo.value), list)
-    return Found(tensors, todo.path, 0, sliceable, todo.contained or kind is not Kind.TUPLE, todo.is_cache)
+    return Found(tensors, todo.path, 0, sliceable, todo.contained or kind is not Kind.TUPLE, todo.role)
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the tensors in a value, through a few levels of containers and plain objects."""
-    kind = kind_of(type(value))
-    if kind is Kind.TENSOR:
+    sort = sort_of(type(value))
+    if sort.kind is Kind.TENSOR:
         yield value
-    elif depth and kind in _CONTAINERS | {Kind.TUPLE}:
-        for _, child in _children(value, kind):
+    elif depth and sort.kind in _OWNING | {Kind.TUPLE}:
+        for _, child in held_in(value, sort):
             yield from tensors_in(child, depth - 1)
 
 
-def _children(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
-    """Yield what ``value`` holds with the part of a path for each."""
-    if kind is Kind.MAPPING:
-        for key, item in list(dict.items(value)):
-            yield f"[{key!r}]" if is_plain_key(key) else f"{ARROW}value", item
-    elif kind is Kind.SET:
-        yield from ((f"{ARROW}element", item) for item in items_of(value, kind))
-    elif kind in (Kind.SEQUENCE, Kind.TUPLE):
-        yield from ((f"[{index}]", item) for index, item in enumerate(items_of(value, kind)))
-    elif kind is Kind.CALLABLE:
-        yield from held_by(value)
-        if type(value) is FunctionType:
-            yield from attributes(value)
-    elif type(value) in (GeneratorType, CoroutineType):
-        yield from _suspended(value)
-    elif kind is Kind.MODULE:
-        modules = enumerate(registered(value, "_modules"))
-        yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
-        yield from attributes(value)
-    elif kind is not Kind.GENERATOR_STATE and not leads_nowhere(type(value)):
-        yield from attributes(value)
+def _sorts(items: Sequence[Any]) -> dict[int, Sort]:
+    """Return how objects of each type among ``items`` are looked into, by the ``id`` of the type; told in bulk."""
+    keys = set(map(id, map(type, items)))
+    if not sort_of.known.keys() >= keys:
+        deque(map(sort_of, map(type, items)), maxlen=0)
+    return {key: sort_of.known[key] for key in keys}
 
 
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object's ``__dict__`` and slots hold, with the part of a path for each."""
-    held, slots = plain_dict(value), _slots(type(value))
-    if (held is None and not slots) or name_of(type(value)) == "_lru_cache_wrapper":
-        # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
-        yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
-    apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
-    for name, item in list((held or {}).items()):
-        if type(item) in _SIMPLE or (type(item) in _REGISTERS and not item):
-            continue
-        if type(name) is not str:
-            yield f"{ARROW}attribute", item
-        elif name not in apart:
-            yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
-    for name, slot in slots:
-        try:
-            yield f".{name}", slot.__get__(value)
-        except AttributeError:  # never set
-            continue
-
-
-_slots_of: WeakKeyDictionary[type, tuple[tuple[str, MemberDescriptorType], ...]] = WeakKeyDictionary()
-
-
-def _slots(cls: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
-    """Return the ``__slots__`` of a class and its bases: descriptors made in C, which run nothing of the user's."""
-    if cls not in _slots_of:
-        mro = mro_of(cls)
-        _slots_of[cls] = tuple(
-            (name, slot)
-            for base in mro
-            for name, slot in members_of(base).items()
-            if type(slot) is MemberDescriptorType and name[:2] + name[-2:] != "____"
-        )
-    return _slots_of[cls]
-
-
-def _suspended(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the locals of a generator or a coroutine that waits."""
-    prefix = "gi" if type(value) is GeneratorType else "cr"
-    frame = value.gi_frame if prefix == "gi" else value.cr_frame
-    if frame is not None:
-        yield from ((f".{prefix}_frame.f_locals[{name!r}]", item) for name, item in locals_of(frame).items())
-
-
-def _is_cache(cls: type) -> bool:
-    """Return whether a class is a decoder's cache. Source: transformers.cache_utils (``DynamicCache`` and its like)."""
-    mro = mro_of(cls)
-    return any(module_of(base) == "transformers.cache_utils" for base in mro)
-
-
-def _fruitful(items: Sequence[Any]) -> Iterator[bool]:
-    """Yield for each item whether it may lead to a tensor, told in bulk."""
+def _kind_of_all(items: Sequence[Any]) -> Kind | None:
+    """Return the kind of all of ``items``, None where they differ; none at all are atoms."""
+    kinds = {Kind.ATOM} if not items else set[Kind]()
     for first in range(0, len(items), _BULK):
-        some = items[first : first + _BULK]
-        yield from repeat(not _is_barren(some), len(some))
+        kinds |= {sort.kind for sort in _sorts(items[first : first + _BULK]).values()}
+        if len(kinds) > 1 or not kinds <= {Kind.ATOM, Kind.TENSOR}:
+            return None
+    return next(iter(kinds))
 
 
-def _is_barren(items: Sequence[Any]) -> bool:
-    """Return whether many items can be told to lead to no tensor."""
+def _are_atoms(held: Sequence[Any]) -> bool:
+    """Return whether what tensors refer to is nothing but their type and dicts in which nothing is."""
+    some = {key for key, sort in _sorts(held).items() if sort.kind is not Kind.ATOM}
+    return not some or not any(id(type(one)) in some and (type(one) is not dict or one) for one in held)
+
+
+def _tensors_below(items: Sequence[Any], classes: dict[int, type]) -> list[Any] | None:
+    """Return the tensors that many items lead to, None where that cannot be told in bulk; add the program's classes."""
     level, most = items, _MOST_BELOW * len(items)
-    for _ in range(_BARREN_DEPTH):
-        kinds = {cls: kind_of(cls) for cls in set(map(type, level))}
-        holders = {cls for cls, kind in kinds.items() if kind is not Kind.ATOM}
+    found: list[Any] = []
+    for _ in range(_BULK_DEPTH):
+        sorts = _sorts(level)
+        kinds = {sort.kind for sort in sorts.values()}
+        if not kinds <= _PLAIN or any(sort.apart for sort in sorts.values()) or len(level) > most:
+            return None
+        for key in (key for key, sort in sorts.items() if sort.is_users and key not in classes):
+            classes[key] = next(cls for cls in map(type, level) if id(cls) == key)
+        keys = list(map(id, map(type, level)))
+        if Kind.TENSOR in kinds:
+            found += compress(
+                level, map({key for key, sort in sorts.items() if sort.kind is Kind.TENSOR}.__contains__, keys)
+            )
+        holders = {key for key, sort in sorts.items() if sort.kind not in (Kind.ATOM, Kind.TENSOR)}
         if not holders:
-            return True
-        if not _PLAIN_CONTAINERS.issuperset(kinds.values()) or len(level) > most:
-            return False
-        level = gc.get_referents(*compress(level, map(holders.__contains__, map(type, level))))
-    return False
+            return found
+        arrays = {key for key, sort in sorts.items() if sort.kind is Kind.ARRAY}
+        views = list(compress(level, map(arrays.__contains__, keys))) if arrays else []
+        level = gc.get_referents(*compress(level, map(holders.__contains__, keys)))
+        level += chain(map(base_of, views), chain.from_iterable(map(objects_of, views)))
+    return None

@@ -157,11 +157,13 @@ class DeviceMemory:
         processes: who uses the device, the largest first.
         card: what the device calls itself, with the version of its driver.
         basis: which limit ``total`` is, in words.
+        switched_on: of a simulated device: the number of the one that it is among those of this process, from 1.
     """
 
     name: str
     tensor_device: str
     simulated: bool = False
+    switched_on: int = 0
     total: Measured
     free: Measured
     allocated: Measured
@@ -208,6 +210,23 @@ class Pressure:
 
     some: float
     full: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostHolding:
+    """What one name leads to of this process's memory that is no tensor's, in bytes.
+
+    Attributes:
+        path: the name.
+        bytes: of arrays and of Python objects; ``array_bytes``: of arrays alone.
+        arrays: how many arrays; ``objects``: how many Python objects of builtin types.
+    """
+
+    path: str
+    bytes: int
+    array_bytes: int
+    arrays: int
+    objects: int
 
 
 _UNREAD: Final = Unavailable("it was not read")
@@ -271,9 +290,11 @@ class TrainingLoop:
     """One loop that trains, as the AST of the cells shows it.
 
     Attributes:
-        cell: number of the cell that it stands in; ``line``: of the ``for`` or ``while`` within it.
+        cell: number of the cell that it stands in; ``line``: of the ``for`` or ``while`` within it; ``end_line``: of
+            the last line of its body.
         function: the function that it stands in, None at the top level.
-        in_failing_run: whether the failing cell runs it (stands in it, or calls its function).
+        in_failing_run: whether the failing cell runs it (stands in it, or calls its function); ``was_running``: whether
+            it was under way when memory ran out, True as well where the lines that ran are not known.
         loader: source text of what is iterated over, without ``enumerate`` and ``tqdm``.
         batch: names bound by the loop target that hold the batch.
         models, optimizers: source text of what is called and stepped.
@@ -283,6 +304,7 @@ class TrainingLoop:
         accumulates: steps are taken on some iterations only.
         draws: calls in the step that draw random numbers, as source text.
         stands_for: ``(name, path)`` of parameters of the function and the names of the namespace passed for them.
+        batch_shape: of the first tensor of the batch that was there, None where no name of the namespace holds it.
     """
 
     cell: int
@@ -299,6 +321,9 @@ class TrainingLoop:
     accumulates: bool = False
     draws: tuple[str, ...] = ()
     stands_for: tuple[tuple[str, str], ...] = ()
+    end_line: int | None = None
+    was_running: bool = True
+    batch_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -561,12 +586,14 @@ class Evidence:
     Attributes:
         devices: every device in use, and the host's memory as a device where tensors live on it.
         censuses: who holds what, one for each of ``devices``, in their order.
+        beside_tensors: the names that lead to most of this process's memory that is no tensor's, the largest first.
     """
 
     devices: tuple[DeviceMemory, ...]
     host: HostMemory
     censuses: tuple[Census, ...]
     code: CodeFacts
+    beside_tensors: tuple[HostHolding, ...] = ()
 
     @property
     def device(self) -> DeviceMemory:

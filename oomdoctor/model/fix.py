@@ -95,14 +95,13 @@ class Patch:
 
     edits: tuple[Edit, ...]
 
-    def diff(self) -> str:
-        """Return the change as one unified diff, a file per cell."""
-        return "".join(line for edit in self.edits for line in _unified(edit))
+    def diff(self, name: str | None = None) -> str:
+        """Return the change as one unified diff, a file per cell; of a script, ``name`` is the file."""
+        return "".join(line for edit in self.edits for line in _unified(edit, name or f"In[{edit.cell}]"))
 
 
-def _unified(edit: Edit) -> list[str]:
+def _unified(edit: Edit, name: str) -> list[str]:
     before, after = (text.removesuffix("\n").splitlines() for text in (edit.before, edit.after))
-    name = f"In[{edit.cell}]"
     return [line + "\n" for line in difflib.unified_diff(before, after, name, f"{name} fixed", lineterm="")]
 
 

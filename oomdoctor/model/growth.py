@@ -24,13 +24,13 @@ class Mark:
         cell: number of the cell that was about to run.
         rss: resident set of this process, in bytes.
         allocated: bytes in live blocks by the device's name, for each device in use.
-        simulated: name and capacity of the simulated device, where one is on.
+        simulated: name, capacity and number of the simulated device, where one is on.
     """
 
     cell: int
     rss: Measured
     allocated: tuple[tuple[str, int], ...] = ()
-    simulated: tuple[str, int] | None = None
+    simulated: tuple[str, int, int] | None = None
 
     def switch_to(self, now: Mark) -> Switch | None:
         """Return what became of the simulated device by ``now``, None where nothing did."""
@@ -39,10 +39,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """The simulated device switched on, off, or given another capacity, between two moments.
+    """The simulated device switched on, off, off and on again, or given another capacity, between two moments.
 
     The tensors of the host are those of the simulated device while it is on, so that neither can be compared with
-    before. One switched off and on again at the same capacity is not noticed.
+    before. One that is switched on counts anew, and not what graphs alone hold.
 
     Attributes:
         device: its name now; that which it had, where it is off.
@@ -98,7 +98,7 @@ def compare(before: Evidence, after: Evidence) -> Growth:
     """
     was, now = _simulated(before.devices), _simulated(after.devices)
     switch = _switch(was, now)
-    other = () if switch is None else {_HOST, *(name for name, _ in filter(None, (was, now)))}
+    other = () if switch is None else {_HOST, *(name for name, *_ in filter(None, (was, now)))}
     return Growth(
         devices=tuple(_on(device, before, after) for device in after.devices if device.name not in other),
         rss=difference(before.host.rss, after.host.rss),
@@ -106,12 +106,15 @@ def compare(before: Evidence, after: Evidence) -> Growth:
     )
 
 
-def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, int] | None:
-    """Return name and capacity of the simulated device; there is one at most."""
-    return next(((one.name, one.total) for one in devices if one.simulated and isinstance(one.total, int)), None)
+def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, int, int] | None:
+    """Return name, capacity and number of the simulated device; there is one at most."""
+    for one in devices:
+        if one.simulated and isinstance(one.total, int):
+            return one.name, one.total, one.switched_on
+    return None
 
 
-def _switch(was: tuple[str, int] | None, now: tuple[str, int] | None) -> Switch | None:
+def _switch(was: tuple[str, int, int] | None, now: tuple[str, int, int] | None) -> Switch | None:
     named = now or was
     if named is None or was == now:
         return None

@@ -1,29 +1,32 @@
 """What kind of object a type makes, told from the names in its MRO: nothing is imported and no user code is run.
 
-With one exception: types are keys of dictionaries here, so a metaclass's own ``__hash__`` and ``__eq__`` are asked.
+Types are told apart by their ``id``: as keys of a dictionary they would ask a metaclass for ``__hash__``, ``__eq__``,
+and so does ``type(x) in (int, str)``. Names that are no plain ``str`` are copied into one before they are compared.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from itertools import islice
 from math import isfinite
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
-from typing import Any, Final
-from weakref import WeakKeyDictionary
+from typing import Any, Final, Generic, TypeVar
+from weakref import ref
 
 __all__ = [
     "Kind",
+    "PerType",
     "child_path",
     "held_by",
     "is_plain_key",
     "items_of",
     "kind_of",
+    "kinds_of",
     "members_of",
     "module_of",
     "mro_of",
@@ -32,20 +35,69 @@ __all__ = [
     "plain_dict",
     "qualname_of",
     "registered",
+    "spelled",
     "submodules",
 ]
 
 _KEY_BITS: Final = 256
+_STR: Final = frozenset({id(str)})
 _of_types: Final = vars(type)
 # What a class is, asked past its metaclass.
 mro_of: Final[Callable[[type], tuple[type, ...]]] = _of_types["__mro__"].__get__
-name_of: Final[Callable[[type], str]] = _of_types["__name__"].__get__
-qualname_of: Final[Callable[[type], str]] = _of_types["__qualname__"].__get__
-module_of: Final[Callable[[type], str]] = _of_types["__module__"].__get__
-flags_of: Final[Callable[[type], int]] = _of_types["__flags__"].__get__
+members_of: Final[Callable[[type], Mapping[str, Any]]] = _of_types["__dict__"].__get__
+_name: Final[Callable[[type], Any]] = _of_types["__name__"].__get__
+_qualname: Final[Callable[[type], Any]] = _of_types["__qualname__"].__get__
+_module: Final[Callable[[type], Any]] = _of_types["__module__"].__get__
+_flags_of: Final[Callable[[type], int]] = _of_types["__flags__"].__get__
 _MADE_AT_RUN_TIME: Final = 1 << 9
 """Source: ``Py_TPFLAGS_HEAPTYPE`` in CPython's Include/object.h."""
-members_of: Final[Callable[[type], Mapping[str, Any]]] = _of_types["__dict__"].__get__
+
+T = TypeVar("T")
+
+
+def name_of(cls: type) -> str:
+    """Return the ``__name__`` of a class."""
+    return _plain(_name(cls))
+
+
+def qualname_of(cls: type) -> str:
+    """Return the ``__qualname__`` of a class."""
+    return _plain(_qualname(cls))
+
+
+def module_of(cls: type) -> str:
+    """Return the ``__module__`` of a class, nothing where that is no name or was deleted."""
+    try:
+        return _plain(_module(cls))
+    except AttributeError:
+        return ""
+
+
+def _plain(name: Any) -> str:
+    """Return ``name`` as a ``str`` that answers for itself, nothing where it is no text."""
+    if type(name) is str:
+        return name
+    return str.__str__(name) if issubclass(type(name), str) else ""
+
+
+class PerType(Generic[T]):
+    """What ``make`` tells of each type, told once: by identity, and forgotten when a re-run cell defines it anew."""
+
+    def __init__(self, make: Callable[[type], T]) -> None:
+        self._make = make
+        self.known: dict[int, T] = {}
+        self._alive: dict[int, ref[type]] = {}
+
+    def __call__(self, cls: type) -> T:
+        """Return what is known of ``cls``."""
+        key = id(cls)
+        if key not in self.known:
+            self._alive[key] = ref(cls, lambda _: self._forget(key))
+            self.known[key] = self._make(cls)
+        return self.known[key]
+
+    def _forget(self, key: int) -> None:
+        del self.known[key], self._alive[key]
 
 
 class Kind(Enum):
@@ -108,40 +160,76 @@ _BY_NAME: Final = {
 }
 
 
-# Weak, so that a class which a re-run cell has defined anew is not kept.
-_known: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
-
-
-def kind_of(cls: type) -> Kind:
-    """Return what kind of object ``cls`` makes."""
-    known = _known.get(cls)
-    if known is None:
-        known = _known[cls] = _classify(cls)
-    return known
-
-
 def _classify(cls: type) -> Kind:
     mro = mro_of(cls)
     for base in mro:
-        names = module_of(base), name_of(base)
-        # A class of the program's may call itself what it likes, but what is built in is made in C.
-        if type(names[0]) is str and not (names[0] == "builtins" and flags_of(base) & _MADE_AT_RUN_TIME):
-            kind = _BY_NAME.get(names)
-            if kind is not None:
-                return kind
-    advances = any("__next__" in members_of(base) for base in mro)
+        home, name = module_of(base), name_of(base)
+        kind = _BY_NAME.get((home, name))
+        if kind is not None and _is_what_it_says(base, home, name):
+            return kind
+    advances = any(name == "__next__" for base in mro for name, _ in _members(base))
     return Kind.ITERATOR if advances else Kind.OBJECT
 
 
-def plain_dict(value: object) -> dict[str, Any] | None:
-    """Return the instance ``__dict__`` of ``value`` without running a property, None where it has none."""
-    for base in mro_of(type(value)):
-        slot: Any = members_of(base).get("__dict__")
-        # Made in C; a class of the user's may have a property of this name.
-        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
-            found = slot.__get__(value)
-            return found if type(found) is dict else None
+def _is_what_it_says(cls: type, home: str, name: str) -> bool:
+    """Return whether a class is the one of its name: a class of the program's may call itself what it likes."""
+    if home == "builtins":  # not all of them are there by name, but they are made in C
+        return not _flags_of(cls) & _MADE_AT_RUN_TIME
+    module = sys.modules.get(home)
+    return module is not None and object.__getattribute__(module, "__dict__").get(name) is cls
+
+
+kind_of: Final = PerType(_classify)
+"""Return what kind of object a class makes."""
+
+
+def kinds_of(items: Collection[Any]) -> set[Kind]:
+    """Return the kinds that objects are of, told in bulk."""
+    keys = set(map(id, map(type, items)))
+    if not kind_of.known.keys() >= keys:
+        deque(map(kind_of, map(type, items)), maxlen=0)
+    return {kind_of.known[key] for key in keys}
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield what a class itself defines. A key that is no plain ``str`` would be asked by a lookup, and is left out."""
+    return ((name, value) for name, value in members_of(cls).items() if type(name) is str)
+
+
+def _reader(cls: type) -> Callable[[Any], Any] | None:
+    for base in mro_of(cls):
+        for name, slot in _members(base):
+            # Made in C; a class of the user's may have a property of this name.
+            if name == "__dict__" and (type(slot) is GetSetDescriptorType or type(slot) is MemberDescriptorType):
+                reads: Callable[[Any], Any] = slot.__get__
+                return reads
     return None
+
+
+_reader_of: Final = PerType(_reader)
+
+
+def plain_dict(value: object) -> dict[str, Any] | None:
+    """Return the instance ``__dict__`` of ``value`` without running a property, None where it has none.
+
+    It is the one that the object has, unless names in it are no plain ``str``: then see ``spelled``.
+    """
+    read = _reader_of(type(value))
+    found = None if read is None else read(value)
+    return spelled(found) if type(found) is dict else None
+
+
+def spelled(namespace: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a dict that a lookup by name asks nobody: the one given, or a copy with names that answer for themselves.
+
+    A key that is no text is named by its place. The namespace is a dict or of a class derived from it.
+    """
+    names: dict[Any, Any] = namespace  # type: ignore[assignment]
+    if type(names) is dict and _STR.issuperset(map(id, map(type, names))):  # in C, as other threads may add to it
+        return names
+    pairs = list(dict.items(names))
+    copied = {_plain(name) or f"attribute {at}": value for at, (name, value) in enumerate(pairs)}
+    return copied | {name: value for name, value in pairs if type(name) is str}
 
 
 def pairs_of(container: Any, kind: Kind, most: int | None = None) -> list[tuple[Any, Any]]:
@@ -176,8 +264,10 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             with suppress(ValueError):  # an empty cell
                 yield f" → {name}", cell.cell_contents
-        yield from ((".__defaults__", value) for value in function.__defaults__ or ())
-        yield from ((".__kwdefaults__", value) for value in (function.__kwdefaults__ or {}).values())
+        # Both may be of classes derived from these.
+        defaults, by_name = function.__defaults__, function.__kwdefaults__
+        yield from ((".__defaults__", value) for value in (() if defaults is None else tuple.__iter__(defaults)))
+        yield from ((".__kwdefaults__", value) for value in (() if by_name is None else dict.values(by_name)))
     elif type(function) is partial:
         yield ".func", function.func
         yield from ((".args", value) for value in function.args)
@@ -201,8 +291,8 @@ def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         todo += [(child_path(path, name), child) for name, child in children if child is not None]
 
 
-def registered(module: Any, register: str) -> list[tuple[str, Any]]:
-    """Return what a module holds in ``_parameters``, ``_buffers`` or ``_modules``, by name.
+def registered(module: Any, register: str) -> list[tuple[Any, Any]]:
+    """Return what a module holds in ``_parameters``, ``_buffers`` or ``_modules``, by name (None for odd ones).
 
     A scripted module holds them in C++. Source: ``OrderedDictWrapper``, ``OrderedModuleDict`` in torch/jit/_script.py.
     """
@@ -214,8 +304,8 @@ def registered(module: Any, register: str) -> list[tuple[str, Any]]:
         in_c = sys.modules.get("torch._C")
         held = wrapped.get("_c")
         of_scripts = (getattr(in_c, name, None) for name in ("ParameterDict", "BufferDict", "ModuleDict"))
-        return list(held.items()) if held is not None and type(held) in of_scripts else []
-    return list(dict.items(table))
+        return list(held.items()) if held is not None and any(type(held) is one for one in of_scripts) else []
+    return [(_plain(name) or (name if is_plain_key(name) else None), value) for name, value in list(dict.items(table))]
 
 
 def child_path(path: str, name: str) -> str:
@@ -229,4 +319,4 @@ def is_plain_key(key: object) -> bool:
     """Return whether ``repr`` of a key is short, is what stands for it in code, and runs no code of the user's."""
     if type(key) is int:
         return key.bit_length() <= _KEY_BITS
-    return type(key) in (str, bool) or (type(key) is float and isfinite(key))
+    return type(key) is str or type(key) is bool or (type(key) is float and isfinite(key))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from oomdoctor.model.kinds import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from oomdoctor.model.evidence import DeviceMemory
 
-__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Session"]
+__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Named", "Session"]
+
+Named: TypeAlias = "tuple[tuple[str, Any], ...]"
+"""Objects of one kind, each with the path that leads to it from a name of the namespace."""
 
 
 class Accelerator(Protocol):
@@ -67,25 +72,52 @@ class Cells:
         raise KeyError(number)
 
 
+def _nothing(namespace: Mapping[str, Any]) -> Mapping[Kind, Named]:
+    del namespace
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """The user's program, live.
 
+    It holds the namespace alone. Its objects are found anew whenever they are asked for: what the failed run has made
+    must be freed when the state is restored, and a change must meet what is bound then.
+
     Attributes:
         namespace: the globals that the cells run in; never copied.
-        modules: ``(path, nn.Module)`` for every root module found in the namespace; likewise ``optimizers``,
-            ``schedulers`` and ``loaders``.
+        find: finds the objects of a namespace by their kind.
         shell: the IPython shell, None in a script.
     """
 
     namespace: dict[str, Any]
     cells: Cells
     accelerator: Accelerator
-    modules: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
-    optimizers: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
-    schedulers: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
-    loaders: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    find: Callable[[Mapping[str, Any]], Mapping[Kind, Named]] = field(default=_nothing, repr=False)
     shell: Any = None
+
+    @property
+    def modules(self) -> Named:
+        """Every root ``nn.Module`` of the namespace."""
+        return self._of(Kind.MODULE)
+
+    @property
+    def optimizers(self) -> Named:
+        """Every ``torch.optim.Optimizer`` of the namespace."""
+        return self._of(Kind.OPTIMIZER)
+
+    @property
+    def schedulers(self) -> Named:
+        """Every learning rate scheduler of the namespace."""
+        return self._of(Kind.SCHEDULER)
+
+    @property
+    def loaders(self) -> Named:
+        """Every ``DataLoader`` of the namespace."""
+        return self._of(Kind.LOADER)
+
+    def _of(self, kind: Kind) -> Named:
+        return self.find(self.namespace).get(kind, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

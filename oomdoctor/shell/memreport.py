@@ -30,7 +30,7 @@ USAGE: Final = """Show what holds memory now, on each device and in the host's m
     --device D       one device alone, and the host's summary: cuda, cuda:1, cpu
     --top N          the N largest holders; above 10 also single weights, every limit and the page cache
     --diff           what grew since the last report, by role and by holder
-    --json [PATH]    the evidence as JSON, printed where no path is given
+    --json [PATH]    the evidence as JSON, printed where no path is given, and for -
     --html PATH      a page that opens offline
     --help           this text
     --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
@@ -46,6 +46,9 @@ _TAKES: Final = {
 }
 _FLAGS: Final = frozenset({"diff"})
 _FILES: Final = frozenset({"json", "html", "snapshot"})
+_OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
+"""To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
+_DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 _MOST_DIGITS: Final = 9
 _HELP: Final = frozenset({"--help", "-h"})
 
@@ -74,8 +77,8 @@ class Options:
             device=given.get("device"),
             top=_number(given.get("top")),
             diff="diff" in given,
-            prints_json="json" in given and given["json"] is None,
-            json=_path(given.get("json")),
+            prints_json="json" in given and given["json"] in (None, *_OUTPUT),
+            json=None if given.get("json") in _OUTPUT else _path(given.get("json")),
             html=_path(given.get("html")),
             snapshot=_path(given.get("snapshot")),
         )
@@ -115,39 +118,44 @@ class MemReport:
         Raises:
             UsageError: they ask for what is not there; nothing is written then.
         """
-        from oomdoctor import pipeline
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or _HELP.intersection(words):
             print(USAGE, end="")
             return
         options = Options.read(words)
-        if options.snapshot is not None:
-            pipeline.check_snapshot()
         number = self._number
         marks = None if self._mark is None else (self._mark, counters(number))  # before this work takes memory itself
-        whole = pipeline.report(self._shell.user_ns, cells_until(self._shell, number, ""))
+        whole = self._collect(number, options)
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
-        only = None if report is whole else report.evidence.device.name
-        growth = self._growth(earlier, whole, options.top or TOP, only) if options.diff else None
+        growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
         if not options.paths and not options.prints_json:
             self._display(report.survey(top=options.top or TOP, growth=growth, marks=marks))
             return
         page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
         found = report.to_dict()
         if earlier is not None and options.diff:
-            found["growth"] = grown = whole.diff(earlier[1]).to_dict()
-            grown["devices"] = [one for one in grown["devices"] if only in (None, one["device"])]
+            found["growth"] = report.diff(earlier[1]).to_dict()
         _write(options, page, json.dumps(found, indent=1))
 
-    def _growth(self, earlier: tuple[int, Report] | None, whole: Report, top: int, only: str | None) -> GrowthRows:
+    def _collect(self, number: int, options: Options) -> Report:
+        """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
+        from oomdoctor import pipeline
+        from oomdoctor.evidence.census import unobserved
+
+        with unobserved():
+            if options.snapshot is not None:
+                pipeline.check_snapshot()
+            return pipeline.report(self._shell.user_ns, cells_until(self._shell, number, ""))
+
+    def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
         from oomdoctor.views.growth import NOTHING_YET, growth_rows
 
         if earlier is None:
             return NOTHING_YET
         number, before = earlier
-        return growth_rows(before.evidence, whole.evidence, f"the report of In[{number}]", top=top, only=only)
+        return growth_rows(before.whole, report.whole, f"the report of In[{number}]", top=top, only=report.only)
 
     def _display(self, survey: Survey) -> None:
         from IPython.display import display
@@ -197,7 +205,7 @@ def counters(cell: int) -> Mark:
         cell=cell,
         rss=_resident(),
         allocated=tuple(allocated.items()),
-        simulated=None if simulated is None else (simulated.name, simulated.capacity_bytes),
+        simulated=None if simulated is None else (simulated.name, simulated.capacity_bytes, simulated.number),
     )
 
 
@@ -229,6 +237,8 @@ def _pairs(words: list[str]) -> dict[str, str | None]:
             raise UsageError(f"--{name} takes no value")
         if not value and (_TAKES[name] is not None or value is not None):
             raise UsageError(f"--{name} needs {_TAKES[name] or ('a path after =' if equals else 'a path')}")
+        if name in given:
+            raise UsageError(f"--{name} is given twice")
         given[name] = value
     return given
 
@@ -245,10 +255,17 @@ def _number(text: str | None) -> int | None:
 
 
 def _path(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    if text in _OUTPUT or text.startswith(_DESCRIPTORS):
+        raise UsageError(f"{_shown(text)} is no file: only --json is printed, where it has no path")
     try:
-        return None if text is None else Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError:
         raise UsageError(f"{_shown(text)} cannot be written: there is no home folder of that name") from None
+    if text.endswith(os.sep) and not path.is_dir():
+        raise UsageError(f"{_shown(text)} cannot be written: it ends like a folder, and there is none")
+    return path
 
 
 def _check_writable(path: Path) -> None:

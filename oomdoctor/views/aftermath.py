@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["Aftermath", "aftermath"]
+__all__ = ["COMMANDS", "Aftermath", "aftermath"]
+
+_KEEP, _BACK, _OFFERED, _ANYWAY = COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
+"""Names of the facts that are commands to type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +149,15 @@ def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
     """Return how to keep a change or take it back; where there was none, what can still be done."""
     if case.outcome.kind is OutcomeKind.HEALED:
         kept = [
-            ("Keep it", _keep(one, one.candidate))
+            (_KEEP, _keep(one, one.candidate))
             for one in used
             if one.candidate is not None and not isinstance(one.candidate.patch, Refused)
         ]
-        return [*kept, ("Take it back", "`%oomdoctor undo`")]
+        return [*kept, (_BACK, "`%oomdoctor undo`")]
     offered = _untried(case)
-    commands = [("Offered", f"`{offered.apply}` {offered.title}")] if offered else []
+    commands = [(_OFFERED, f"`{offered.apply}` {offered.title}")] if offered else []
     if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts and offered:
-        commands.append(("Anyway", f"`{offered.apply} --anyway` retries all the same; what is named stays as it is"))
+        commands.append((_ANYWAY, f"`{offered.apply} --anyway` retries all the same; what is named stays as it is"))
     return commands
 
 

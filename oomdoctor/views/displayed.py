@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.errors import UsageError
 from oomdoctor.model import jsonable
 from oomdoctor.model.growth import compare
 from oomdoctor.model.sizes import format_size
@@ -27,6 +32,7 @@ __all__ = ["Grown", "Report", "width"]
 
 _NARROWEST, _WIDEST, _LOG = 20, 120, 100
 _TITLE: Final = "Memory report"
+_numbers: Final = count()
 
 
 def width() -> int:
@@ -48,11 +54,18 @@ class Report:
 
     Args:
         absent: what this machine lacks, by name.
+
+    Attributes:
+        whole: the evidence of all devices, of which ``evidence`` has one where that was asked for: ``only``.
+        number: of two reports of one process, the later has the larger one.
+        process: the id of the process that it is of.
     """
 
     def __init__(self, evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ()) -> None:
-        self.evidence = evidence
+        self.evidence = self.whole = evidence
         self.absent = tuple(absent)
+        self.only: str | None = None
+        self.number, self.process = next(_numbers), os.getpid()
 
     def of(self, device: str) -> Report:
         """Return the report of one device and the host.
@@ -63,7 +76,10 @@ class Report:
         Raises:
             UsageError: no device in use is called so.
         """
-        return Report(focus(self.evidence, device), self.absent)
+        found = copy(self)
+        found.evidence = focus(self.evidence, device)
+        found.only = found.evidence.device.name
+        return found
 
     def survey(
         self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
@@ -72,8 +88,19 @@ class Report:
         return survey(self.evidence, top=top, growth=growth, marks=marks, absent=self.absent)
 
     def diff(self, other: Report) -> Grown:
-        """Return what grew since ``other``, an earlier report."""
-        return Grown(other, self)
+        """Return what grew between this report and ``other``, from the earlier to the later.
+
+        Raises:
+            UsageError: ``other`` is no report, or one of another process or of another device.
+        """
+        given: object = other  # callers without a type checker give anything
+        if not isinstance(given, Report):
+            raise UsageError(f"diff takes an earlier report, and was given {type(given).__name__}")
+        if self.process != other.process:
+            raise UsageError(f"reports of two processes, {self.process} and {other.process}, cannot be compared")
+        if self.only and other.only and self.only != other.only:
+            raise UsageError(f"a report of {self.only} cannot be compared with one of {other.only}")
+        return Grown(*sorted((other, self), key=lambda report: report.number))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ``evidence`` part of the JSON shape."""
@@ -103,7 +130,7 @@ class Report:
 
 
 class Grown:
-    """What grew between two reports."""
+    """What grew between two reports, on the one device that either is of."""
 
     def __init__(self, before: Report, after: Report) -> None:
         self.before, self.after = before, after
@@ -111,7 +138,8 @@ class Grown:
     @property
     def growth(self) -> Growth:
         """The growth as values."""
-        return compare(self.before.evidence, self.after.evidence)
+        found, only = compare(self.before.whole, self.after.whole), self._only
+        return replace(found, devices=tuple(one for one in found.devices if only in (None, one.device)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the growth as plain values: bytes, below zero for what shrank."""
@@ -130,4 +158,8 @@ class Grown:
         return {"text/plain": str(self), "text/html": html.growth(self._rows())}
 
     def _rows(self) -> GrowthRows:
-        return growth_rows(self.before.evidence, self.after.evidence, "the earlier report")
+        return growth_rows(self.before.whole, self.after.whole, "the earlier report", only=self._only)
+
+    @property
+    def _only(self) -> str | None:
+        return self.after.only or self.before.only

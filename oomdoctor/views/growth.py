@@ -72,6 +72,8 @@ def _switched(switch: Switch) -> str:
         return f"{name} was switched on"
     if switch.after is None:
         return f"{name} was switched off"
+    if switch.before == switch.after:
+        return f"{name} was switched off and on again"
     return f"{name} went from {format_size(switch.before)} to {format_size(switch.after)}"
 
 

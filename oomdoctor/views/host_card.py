@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, DeviceMemory, HostMemory, HostProcess, Measured, ModelFacts
+from oomdoctor.model.evidence import Census, DeviceMemory, HostHolding, HostMemory, HostProcess, Measured, ModelFacts
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.bar import ceiling, host_bar, process_bar
@@ -19,12 +20,13 @@ __all__ = ["host_card"]
 
 _NEAR: Final = 0.8
 _CHILDREN: Final = 5
+_WORTH_A_LINE: Final = 0.05
+_WORKER: Final = re.compile(r"DataLoader worker \d+(?P<loader>( of \w+)?)")
 _TENSORS_BESIDE_A_DEVICE: Final = 3
-_NO_TENSOR: Final = (
-    "only tensors are named here; the rest is NumPy arrays, Python objects and libraries, 0.2 to 0.3 GiB of it torch"
-)
+_NO_TENSOR: Final = "NumPy arrays, Python objects and libraries, 0.2 to 0.3 GiB of it torch"
 """Source: growth of RSS by `import torch` and a first training step, torch 2.13 for CPU: 0.2 GiB; more with CUDA."""
 
+_SHARED: Final = "with all that it shares (RSS)"
 _STRICT: Final = 2
 """``vm.overcommit_memory``. Source: Documentation/mm/overcommit-accounting.rst."""
 
@@ -38,6 +40,7 @@ def host_card(
     top: int = TOP,
     is_alone: bool = True,
     simulated: int = 0,
+    held: Sequence[HostHolding] = (),
 ) -> Card:
     """Return what to show of the host.
 
@@ -46,19 +49,21 @@ def host_card(
         top: holders to list; above ``TOP`` all limits and all children.
         is_alone: whether no device is shown above, so that the tensors of the host are what the report is about.
         simulated: bytes of tensors that count for a simulated device and lie in this process.
+        held: names that lead to memory that is no tensor's.
     """
+    held = _worth_telling(host, held)
     is_full = top > TOP
     listed = top if is_alone or is_full else min(top, _TENSORS_BESIDE_A_DEVICE)
     is_nearer = tensors is not None and tensors.total != host.total
     basis = words.clean(tensors.basis) if tensors is not None and is_nearer else ""
     return Card(
-        headline=_headline(host, census, models, simulated),
+        headline=_headline(host, census, models, simulated, held),
         title="host memory",
         aside=f"strictest limit: {basis}" if basis else "",
         bars=tuple(bar for bar in (host_bar(host), process_bar(host, census, simulated)) if bar is not None),
         holders=holders(census, models, top=listed),
         facts=(
-            *_processes(host, None if is_full else _CHILDREN, _unseen(host, census, simulated)),
+            *_processes(host, None if is_full else _CHILDREN, _unseen(host, census, simulated), held),
             *(_page_cache(host) if is_full or is_in_question(host) else ()),
             *_troubles(host),
             *(fact for fact, ratio in _limits(host) if is_full or ratio >= _NEAR),
@@ -66,7 +71,13 @@ def host_card(
     )
 
 
-def _headline(host: HostMemory, census: Census | None, models: Sequence[ModelFacts], simulated: int) -> str:
+def _headline(
+    host: HostMemory,
+    census: Census | None,
+    models: Sequence[ModelFacts],
+    simulated: int,
+    held: Sequence[HostHolding],
+) -> str:
     whole = ceiling(host)
     if whole is None:
         return "host memory: how much is in use is not known."
@@ -74,7 +85,11 @@ def _headline(host: HostMemory, census: Census | None, models: Sequence[ModelFac
     rss, children = words.known(host.rss), host.children if isinstance(host.children, tuple) else ()
     own = f", {format_size(rss)} of it by this process" if rss is not None else ""
     if (unseen := _unseen(host, census, simulated)) is not None:
-        own += f" ({format_size(unseen)} of that is no tensor)"
+        tensors = unseen < (rss or 0)
+        what = f"{format_size(unseen)} of that is no tensor" if tensors else "none of that in tensors"
+        if held:
+            what += f"; {format_size(held[0].bytes)} is {_consists_of(held[0])} in {words.code(held[0].path)}"
+        own += f" ({what})"
     theirs = sum(words.known(child.uss, child.rss) or 0 for child in children)
     if theirs:
         own += f" and {format_size(theirs)} by {words.count(len(children), 'process', 'processes')} that it started"
@@ -102,30 +117,87 @@ def _unseen(host: HostMemory, census: Census | None, simulated: int) -> int | No
     return rest if rest > rss / 2 else None
 
 
-def _processes(host: HostMemory, most: int | None, unseen: int | None) -> Iterator[Fact]:
-    own = HostProcess(pid=0, label="this process", rss=host.rss, uss=host.uss, pss=host.pss)
-    children = host.children if isinstance(host.children, tuple) else ()
-    shown = children if most is None else children[:most]
+def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Sequence[HostHolding]) -> Iterator[Fact]:
     if isinstance(host.rss, int):
-        yield _process(own)
+        parts = [(host.uss, "USS", " is its alone"), (host.pss, "PSS", " with shared pages shared out")]
+        why = ", ".join(f"{name} {format_size(size)}{what}" for size, name, what in parts if isinstance(size, int))
+        yield Fact(figure=format_size(host.rss), name="this process", why=why or "resident")
     if unseen is not None:
         yield Fact(figure=format_size(unseen), name="of it no tensor", why=_NO_TENSOR)
-    yield from map(_process, shown)
-    if rest := children[len(shown) :]:
-        size = sum(words.known(child.uss, child.rss) or 0 for child in rest)
-        yield Fact(figure=format_size(size), name=f"{len(rest)} more processes that it started", why="")
+    yield from map(_holding, held)
+    children = host.children if isinstance(host.children, tuple) else ()
+    rows = [(child,) for child in children] if most is None else _by_loader(children)
+    shown = rows if most is None else rows[:most]
+    for row in shown:
+        yield _process(row[0]) if len(row) == 1 else _workers(row)
+    if rest := [child for row in rows[len(shown) :] for child in row]:
+        name = f"{words.count(len(rest), 'more process', 'more processes')} that it started"
+        yield Fact(figure=format_size(sum(map(_own_bytes, rest))), name=name, why="")
+
+
+def _worth_telling(host: HostMemory, held: Sequence[HostHolding]) -> list[HostHolding]:
+    """Return the names that lead to a part of this process that is worth a line."""
+    rss = words.known(host.rss)
+    return [one for one in held if rss is not None and one.bytes >= _WORTH_A_LINE * rss]
+
+
+def _holding(held: HostHolding) -> Fact:
+    return Fact(figure=format_size(held.bytes), name=f"of it in {words.code(held.path)}", why=_consists_of(held))
+
+
+def _consists_of(held: HostHolding) -> str:
+    """Return what most of a holding is."""
+    if held.array_bytes > held.bytes / 2:
+        return words.count(held.arrays, "NumPy array")
+    return "text, bytes and other Python objects" if held.objects > 1 else "one Python object"
+
+
+def _by_loader(children: Sequence[HostProcess]) -> list[tuple[HostProcess, ...]]:
+    """Return the workers of each loader together, and every other process by itself, the largest first."""
+    rows: dict[object, tuple[HostProcess, ...]] = {}
+    for child in children:
+        worker = _WORKER.fullmatch(child.label)
+        key = child.pid if worker is None else worker["loader"]
+        rows[key] = (*rows.get(key, ()), child)
+    return sorted(rows.values(), key=lambda row: -sum(map(_own_bytes, row)))
+
+
+def _own_bytes(process: HostProcess) -> int:
+    return words.known(process.uss, process.rss) or 0
+
+
+def _workers(row: Sequence[HostProcess]) -> Fact:
+    """Return the workers of one loader as one fact."""
+    loader = words.clean(row[0].label, 60).partition(" of ")
+    alone, resident = _between([one.uss for one in row]), _between([one.rss for one in row])
+    why = [f"{alone} each, its alone (USS)"] if alone else []
+    why += [f"{resident} each {_SHARED}"] if resident else []
+    name = f"{len(row)} DataLoader workers{''.join(loader[1:])}"
+    return Fact(figure=format_size(sum(map(_own_bytes, row))), name=name, why="; ".join(why))
+
+
+def _between(sizes: Sequence[Measured]) -> str:
+    """Return ``12.0 to 14.0 MiB``, nothing where a size is not known."""
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(known) < len(sizes):
+        return ""
+    least, most = format_size(min(known)), format_size(max(known))
+    number, unit = least.rsplit(" ", 1)
+    return most if least == most else f"{number if most.endswith(f' {unit}') else least} to {most}"
 
 
 def _process(process: HostProcess) -> Fact:
-    uss, pss = ("", "") if process.pid else (" is its alone", " with shared pages shared out")
-    parts = [("USS", process.uss, uss), ("PSS", process.pss, pss)]
-    why = ", ".join(f"{name} {format_size(size)}{what}" for name, size, what in parts if isinstance(size, int))
-    pid = f" (pid {process.pid})" if process.pid else ""
-    return Fact(figure=_size(process.rss), name=f"{words.clean(process.label, 60)}{pid}", why=why or "resident")
-
-
-def _size(value: Measured) -> str:
-    return format_size(value) if isinstance(value, int) else "?"
+    """Return a process that this one started by what would be freed if it ended, or by what is known of it."""
+    rss, uss, pss = (words.known(size) for size in (process.rss, process.uss, process.pss))
+    shared = f"{format_size(rss)} {_SHARED}" if rss is not None else ""
+    if uss is not None:
+        part = f"{format_size(pss)} with its part of it (PSS)" if pss is not None else ""
+        why = "; ".join(filter(None, ("its alone (USS)", ", ".join(filter(None, (shared, part))))))
+    else:
+        why = _SHARED if rss is not None else words.clean(getattr(process.rss, "reason", ""))
+    size = words.known(process.uss, process.rss)
+    name = f"{words.clean(process.label, 60)} (pid {process.pid})"
+    return Fact(figure="?" if size is None else format_size(size), name=name, why=why)
 
 
 def _page_cache(host: HostMemory) -> Iterator[Fact]:

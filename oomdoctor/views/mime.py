@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["bundle", "explanation_bundle", "notice_bundle", "plan_bundle", "report_bundle"]
 
 
-def bundle(case: Case) -> dict[str, str]:
-    """Return the diagnosis of ``case`` by MIME type."""
-    return {"text/plain": text.case(case), "text/html": html.case(case)}
+def bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[str, str]:
+    """Return the diagnosis of ``case`` by MIME type.
+
+    Args:
+        names: what the cells are called in a program that is no notebook, which has text alone.
+    """
+    shown = {"text/plain": text.case(case, names=names)}
+    return shown if names is not None else {**shown, "text/html": html.case(case)}
 
 
 def report_bundle(survey: Survey, *, width: int = 100) -> dict[str, str]:
@@ -42,6 +47,7 @@ def plan_bundle(plan: Plan) -> dict[str, str]:
     return {"text/plain": text.plan(plan), "text/html": html.plan(plan)}
 
 
-def notice_bundle(case: Case) -> dict[str, str]:
-    """Return how ``case`` ended by MIME type."""
-    return {"text/plain": text.notice(case), "text/html": html.notice(case)}
+def notice_bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[str, str]:
+    """Return how ``case`` ended by MIME type. For ``names`` see ``bundle``."""
+    shown = {"text/plain": text.notice(case, names=names)}
+    return shown if names is not None else {**shown, "text/html": html.notice(case)}

@@ -6,7 +6,7 @@ backticks. What comes from the user's program has gone through ``words.clean``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.case import OutcomeKind
@@ -103,6 +103,12 @@ def tell(case: Case) -> Story:
         ),
         next=_next(case),
     )
+
+
+def without_commands(story: Story) -> Story:
+    """Return the story for readers who cannot type what it says, as those of a script's output."""
+    rows = tuple(replace(row, apply=None, diff=None) for row in story.prices.fixes)
+    return replace(story, prices=replace(story.prices, fixes=rows), next=())
 
 
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:

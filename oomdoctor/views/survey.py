@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from oomdoctor.errors import UsageError
@@ -61,7 +61,16 @@ def survey(
     cards = [device_card(device, evidence.census_of(device.name), models, top=top) for device in devices]
     census = evidence.census_of(_HOST)
     simulated = sum(words.known(device.allocated) or 0 for device in devices if device.simulated)
-    host = host_card(evidence.host, tensors, census, models, top=top, is_alone=not devices, simulated=simulated)
+    host = host_card(
+        evidence.host,
+        tensors,
+        census,
+        models,
+        top=top,
+        is_alone=not devices,
+        simulated=simulated,
+        held=evidence.beside_tensors,
+    )
     return Survey(
         since_cell=since_cell(*marks, evidence.devices) if marks is not None else "",
         growth=growth,
@@ -84,9 +93,8 @@ def focus(evidence: Evidence, device: str) -> Evidence:
     chosen = chosen or next((name for name in names if device and name.startswith(device)), None)
     if chosen is None:
         raise UsageError(f"no device {device!r} is in use: there is {' and '.join(names)}")
-    return Evidence(
+    return replace(
+        evidence,
         devices=tuple(found for found in evidence.devices if found.name == chosen),
-        host=evidence.host,
         censuses=tuple(census for census in evidence.censuses if census.device == chosen),
-        code=evidence.code,
     )

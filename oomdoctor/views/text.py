@@ -18,10 +18,10 @@ from rich.text import Text
 
 from oomdoctor.model.plan import Verdict
 from oomdoctor.views import textbar
-from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.aftermath import COMMANDS, aftermath
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
-from oomdoctor.views.story import FailingLine, FindingRow, tell
+from oomdoctor.views.story import FailingLine, FindingRow, tell, without_commands
 from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose
 from oomdoctor.views.textreport import growth_parts, survey_parts
 
@@ -62,9 +62,13 @@ def _without_draws(render: Callable[P, str]) -> Callable[P, str]:
 
 
 @_without_draws
-def case(case: Case, *, width: int = 100, colour: bool = False) -> str:
-    """Return the diagnosis of ``case``."""
-    story = tell(case)
+def case(case: Case, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None) -> str:
+    """Return the diagnosis of ``case``.
+
+    Args:
+        names: what the cells are called in a program that is no notebook, where nobody can type commands.
+    """
+    story = tell(case) if names is None else without_commands(tell(case))
     parts: list[RenderableType] = [Text(story.title, "bold red"), prose(story.headline)]
     if story.lines:
         parts += ["", *map(_line, story.lines)]
@@ -79,7 +83,7 @@ def case(case: Case, *, width: int = 100, colour: bool = False) -> str:
         parts += ["", *(Text(sentence, "dim") for sentence in story.missing)]
     if story.next:
         parts += ["", *(prose(sentence) for sentence in story.next)]
-    return _print(parts, width=width, colour=colour)
+    return _named(_print(parts, width=width, colour=colour), names)
 
 
 @_without_draws
@@ -95,16 +99,17 @@ def growth(rows: GrowthRows, *, width: int = 100, colour: bool = False) -> str:
 
 
 @_without_draws
-def notice(case: Case, *, width: int = 100, colour: bool = False) -> str:
-    """Return how ``case`` ended: what was changed, at what price, and how to keep it."""
+def notice(case: Case, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None) -> str:
+    """Return how ``case`` ended: what was changed, at what price, and how to keep it. For ``names`` see ``case``."""
     facts = aftermath(case)
     table = grid()
     table.add_column(style="dim")
     table.add_column(ratio=1)
     for name, text in facts.facts:
-        table.add_row(name, prose(text))
+        if names is None or name not in COMMANDS:
+            table.add_row(name, prose(text))
     title = Text(f"{facts.mark} {facts.title}", "bold green" if facts.mark == "✓" else "bold yellow")
-    return _print([title, indented(table)], width=width, colour=colour)
+    return _named(_print([title, indented(table)], width=width, colour=colour), names)
 
 
 @_without_draws
@@ -127,6 +132,12 @@ def explanation(
     if facts.others:
         parts += ["", heading("Also in this text"), *(indented(prose(sentence)) for sentence in facts.others)]
     return _print(parts, width=width, colour=colour)
+
+
+def _named(text: str, names: Mapping[int, str] | None) -> str:
+    for number, name in (names or {}).items():
+        text = text.replace(f"In[{number}]", name)
+    return text
 
 
 def _print(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:

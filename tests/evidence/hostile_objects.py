@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -282,20 +283,166 @@ def a_deque() -> Any:
     return made
 
 
-def keys() -> Any:
+def _texts() -> Any:
+    """Return a class of texts that may be made until ``_arm`` is called with it."""
+
     class Text(str):
         __slots__ = ()
 
+    return Text
+
+
+def _numbers() -> Any:
     class Number(int):
         pass
 
+    return Number
+
+
+def _refuse(*classes: type) -> None:
+    for cls in classes:
+        hostile(cls, *SPECIAL)
+        if issubclass(cls, str):
+            hostile(cls, "startswith", "isidentifier", "partition", "replace", "isdigit", "split", "removeprefix")
+        elif issubclass(cls, int):
+            hostile(cls, "bit_length", "__gt__", "__add__")
+
+
+def keys() -> Any:
     class Key:
         pass
 
-    made = {Text("a"): torch.ones(8), Number(1): torch.ones(8), Key(): torch.ones(8), (Text("b"), 1): torch.ones(8)}
-    for cls in (Text, Number, Key):
-        hostile(cls, *SPECIAL)
-    hostile(Text, "startswith", "isidentifier", "partition", "replace", "isdigit")
+    text, number = _texts(), _numbers()
+    made = {text("a"): torch.ones(8), number(1): torch.ones(8), Key(): torch.ones(8), (text("b"), 1): torch.ones(8)}
+    _refuse(text, number, Key)
+    return made
+
+
+def names_of_a_class() -> Any:
+    class Named:
+        def __init__(self) -> None:
+            self.inner = torch.ones(8)
+
+    text = _texts()
+    Named.__name__, Named.__qualname__, Named.__module__ = text("Tensor"), text("Tensor"), text("torch")
+    made = object.__new__(type(text("Other"), (Named,), {text("__next__"): None, text("held"): torch.ones(8)}))
+    made.inner = torch.ones(8)
+    _refuse(text)
+    return made
+
+
+def names_of_attributes() -> Any:
+    class Owner:
+        pass
+
+    made, text, number = Owner(), _texts(), _numbers()
+    for name in ("_parameters", "param_groups", "state", "dataset", "other", "f_locals"):
+        made.__dict__[text(name)] = torch.ones(8)
+    made.__dict__[number(7)] = torch.ones(8)
+    _refuse(text, number, Owner)
+    return made
+
+
+def state_of_an_optimizer() -> Any:
+    text, number, parameter = _texts(), _numbers(), nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    made = torch.optim.Adam([parameter])
+    made.step()
+    made.param_groups[0][text("other")] = 1
+    made.state[parameter][text("extra")] = torch.ones(8)
+    made.state[text("all")] = torch.ones(8)
+    made.state[number(3)] = {number(4): torch.ones(8)}
+    _refuse(text, number)
+    return made
+
+
+def a_module_object() -> Any:
+    class Module(ModuleType):
+        pass
+
+    made = Module("made")
+    made.inner = torch.ones(8)
+    hostile(Module, *SPECIAL)
+    return made
+
+
+def an_exception() -> Any:
+    class Error(Exception):
+        __class__ = property(answer("Error.__class__"))  # type: ignore[assignment]
+
+    made = Error("held")
+    hostile(Error, *SPECIAL, "with_traceback")
+    hostile_properties(Error, "__traceback__", "__cause__", "__context__", "args")
+    return made
+
+
+def defaults_of_a_function() -> Any:
+    class Tuple(tuple[Any, ...]):
+        pass
+
+    class Dict(dict[str, Any]):
+        pass
+
+    def made(one: Any = None, *, two: Any = None) -> Any:
+        asked.append("function")
+
+    made.__defaults__, made.__kwdefaults__ = Tuple([torch.ones(8)]), Dict(two=torch.ones(8))
+    _refuse(Tuple)
+    hostile(Dict, *DICT)
+    return made
+
+
+def a_module_with_odd_names() -> Any:
+    made, text = a_module(), _texts()
+    made._modules[text("part")] = nn.Linear(2, 2)
+    made._parameters[text("weights")] = nn.Parameter(torch.ones(8))
+    made._buffers[text("k_cache")] = torch.ones(8)
+    _refuse(text)
+    return made
+
+
+def a_file_of_odd_names() -> Any:
+    made, text = ModuleType("made"), _texts()
+    made.__dict__[text("__file__")] = text("/somewhere/made.py")
+    made.__dict__["__getattr__"] = answer("__getattr__ of a module")
+    made.__dict__["inner"] = torch.ones(8)
+    _refuse(text)
+    return made
+
+
+def a_loader_of_odd_numbers() -> Any:
+    class Strategy:
+        pass
+
+    made, number = DataLoader([1, 2]), _numbers()
+    for name in ("num_workers", "prefetch_factor", "batch_size", "pin_memory"):
+        made.__dict__[name] = number(1)
+    for name in ("sampler", "batch_sampler", "generator", "collate_fn"):
+        made.__dict__[name] = Strategy()
+    _refuse(number, Strategy)
+    return made
+
+
+def weak_references() -> Any:
+    class Target:
+        pass
+
+    target = Target()
+    _kept.append(target)
+    table = weakref.WeakKeyDictionary({target: torch.ones(8)})
+    made = [weakref.ref(target, answer("callback")), weakref.WeakValueDictionary(target=target), table]
+    hostile(Target, *SPECIAL)
+    return made
+
+
+def a_tensor_that_trains() -> Any:
+    class Trained(torch.Tensor):
+        pass
+
+    made = torch.ones(8).as_subclass(Trained).requires_grad_()
+    made.sum().backward()
+    Trained.__torch_function__ = classmethod(answer("Trained.__torch_function__"))
+    hostile(Trained, *SPECIAL)
     return made
 
 
@@ -341,5 +488,7 @@ OBJECTS = (
     *(an_object, with_a_class_of_its_own, with_a_dict_of_its_own, with_descriptors, of_a_metaclass),
     *(a_class_of_a_metaclass, a_tensor, a_tensor_with_operations_of_its_own, a_module, an_optimizer, a_loader),
     *(a_dict, an_ordered_dict, a_user_dict, a_list, a_tuple, a_set, a_deque, keys, a_dead_proxy, a_living_proxy),
-    *(a_generator, a_property_of_a_function),
+    *(of_a_metaclass_that_compares, a_module_with_odd_names, a_file_of_odd_names, a_loader_of_odd_numbers),
+    *(a_generator, a_property_of_a_function, names_of_a_class, names_of_attributes, state_of_an_optimizer),
+    *(a_module_object, an_exception, defaults_of_a_function, weak_references, a_tensor_that_trains),
 )

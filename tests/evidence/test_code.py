@@ -64,6 +64,7 @@ def test_plain_loop() -> None:
         loss="loss",
         loss_call="criterion(logits, y)",
         order=("zero_grad", "forward", "backward", "step"),
+        end_line=7,
     )
 
 
@@ -153,6 +154,73 @@ def test_loop_reached_through_another_function() -> None:
 
 def test_loop_that_does_not_run_is_said_so() -> None:
     assert not only_loop(FUNCTION, "print(1)").in_failing_run
+
+
+EPOCHS = """\
+for epoch in range(3):
+    for x, y in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    for x, y in held_out:
+        model(x)
+"""
+
+
+@pytest.mark.parametrize(("line", "was_running"), [(None, True), (1, False), (2, True), (4, True), (5, False)])
+def test_whether_the_loop_was_under_way(line: int | None, was_running: bool) -> None:
+    (loop,) = read(EPOCHS, line=line, running=() if line is None else ((1, line),)).loops
+    assert (loop.line, loop.end_line, loop.in_failing_run, loop.was_running) == (2, 4, True, was_running)
+
+
+@pytest.mark.parametrize(
+    ("running", "was_running"), [((), True), (((2, 1),), False), (((2, 1), (1, 4)), True), (((2, 1), (1, 9)), False)]
+)
+def test_whether_the_loop_of_a_function_was_under_way(running: tuple[tuple[int, int], ...], was_running: bool) -> None:
+    (loop,) = read(FUNCTION, "train(model, loader, c)", line=1, running=running).loops
+    assert loop.was_running is was_running
+
+
+def test_draws_of_the_functions_that_the_step_calls_and_not_those_of_the_batch() -> None:
+    loop = only_loop(
+        "def noised(x):\n    return x + torch.randn_like(x)\n",
+        "def loss_of(x):\n    return model(noised(x)).mean()\n",
+        "for i in range(3):\n    x = torch.rand(B, 3)\n    loss = loss_of(x)\n    loss.backward()\n    opt.step()\n",
+    )
+    assert (loop.batch, loop.draws, loop.models) == (("x",), ("torch.randn_like(x)",), ("model",))
+
+
+def test_a_bar_around_the_loader_is_looked_through() -> None:
+    loop = only_loop(
+        "pbar = tqdm(enumerate(loader), total=9)\n"
+        "for i, (x, y) in pbar:\n    loss = model(x)\n    loss.backward()\n    opt.step()\n"
+    )
+    assert (loop.loader, loop.batch) == ("loader", ("x", "y"))
+
+
+def test_a_function_of_the_cells_is_no_model_whatever_its_name() -> None:
+    loop = only_loop(
+        "def optimize_model():\n    loss = policy_net(1)\n    loss.backward()\n    opt.step()\n",
+        "for t in range(3):\n    optimize_model()\n",
+    )
+    assert (loop.line, loop.models) == (1, ("policy_net",))
+
+
+def test_what_a_class_is_given_stands_for_its_attributes() -> None:
+    made = """
+        class Trainer:
+            def __init__(self, net, rate):
+                self.net, self.rate = net, rate
+                self.model = net.to("cpu")
+            def fit(self):
+                for x in loader:
+                    self.model(x).sum().backward()
+                    self.opt.step()
+    """
+    (loop,) = read(made, "Trainer(model, 0.1).fit()", **live()).loops
+    assert ("self.model", "model") in loop.stands_for
+    assert "self.model" not in dict(
+        read(made, "Trainer(model, 1)\nTrainer(other, 1).fit()", **live()).loops[0].stands_for
+    )
 
 
 def test_last_definition_wins() -> None:

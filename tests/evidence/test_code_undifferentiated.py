@@ -205,6 +205,51 @@ def test_gradients_that_flow_past_the_names_are_seen(sources: tuple[str, ...]) -
     assert found(*sources) == []
 
 
+FITS = """    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "out = model(x)\nloss = criterion(out.float(), y)",
+        "out = model(x)\nloss = criterion(out.type(torch.float32), y)",
+        "loss = torch.zeros(())\nloss.add_(criterion(model(x), y))",
+        "out = torch.zeros(4, 2)\nout[:2].copy_(model(x))\nloss = criterion(out, y)",
+        "memory.store(model(x))\nloss = criterion(memory.values, y)",
+        "value = model(x)\nmemory.store(value)\nloss = criterion(memory.get(), y)",
+        "setattr(kept, 'value', model(x))\nloss = criterion(kept.value, y)",
+        "heapq.heappush(best, model(x))\nloss = criterion(best[0], y)",
+        "metric(model(x), y)\nloss = metric.compute()",
+        "out = model(x)\ndef compare():\n    return criterion(out, y)\nloss = compare()",
+        "out = model(x)\ncompare = lambda: criterion(out, y)\nloss = compare()",
+        "out = model(x)\nmatch out:\n    case (first, *_):\n        loss = criterion(first, y)",
+    ],
+)
+def test_gradients_that_flow_through_calls_are_seen(body: str) -> None:
+    assert found(f"for x, y in train_loader:\n{textwrap.indent(body, '    ')}\n{FITS}") == []
+
+
+def test_gradients_that_flow_through_globals_are_seen() -> None:
+    look = "def look(x):\n    global out\n    out = model(x)\n"
+    assert found(look, f"for x, y in train_loader:\n    look(x)\n    loss = criterion(out, y)\n{FITS}") == []
+
+
+@pytest.mark.parametrize("keep", ["states[0] = out", "kept.state = out", "states.append(out)"])
+def test_gradients_of_what_is_kept_in_the_next_line_are_seen(keep: str) -> None:
+    function = f"def read(x):\n    out = model(x)\n    {keep}\n"
+    assert found(function, "read(x)\nloss = criterion(states[0], y)\nloss.backward()") == []
+    assert found("states = {}", f"out = model(x)\n{keep}", "criterion(states[0], y).backward()\n") == []
+
+
+def test_what_only_shows_a_result_does_not_take_its_gradient() -> None:
+    shows = "    pbar.set_postfix(loss=criterion(model(x), y))\n    print(float(criterion(model(x), y)))\n"
+    places = found(f"pbar = tqdm(train_loader)\nfor x, y in pbar:\n    loss = criterion(model(x), y)\n{FITS}{shows}")
+    assert [line for _, line, _ in places] == [7, 8]
+
+
 def test_a_function_that_is_handed_on_keeps_its_gradients() -> None:
     sources = (
         "def loss_of(x, y):\n    return criterion(model(x), y)\n",
@@ -223,3 +268,64 @@ def test_modules_with_a_kernel_of_their_own_for_inference() -> None:
     (known,) = facts(cells, {"model": layer}, [("model", layer)], []).models
     assert known.fused_without_grad == ("", "self_attn")
     assert torch.is_tensor(layer(torch.zeros(1, 2, 8)))
+
+
+EPOCHS = """\
+for epoch in range(3):
+    for x, y in train_loader:
+        out = model(x)
+        loss = criterion(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "out = model(x_val)\nval_loss = criterion(out, y_val)\nprint(val_loss.item())",
+        "out = model(x_val)\nval_loss = criterion(out, y_val)\nif val_loss < best:\n    best = val_loss",
+        "out = model(x_val)\nif criterion(out, y_val) < best:\n    break",
+        "for x, y in val_loader:\n    out = model(x)\n    loss = criterion(out, y)\n    total += loss.item()",
+    ],
+)
+def test_a_name_that_training_binds_anew_before_it_is_read_carries_nothing_there(check: str) -> None:
+    assert [line for _, line, _ in found(EPOCHS + textwrap.indent(check, "    "))][:1] == [8]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "out = model(x)\nloss = criterion(out, y) + 0.1 * old\nold = model(x_val).mean()",
+        "if sometimes:\n    prior = model(x)\nloss = criterion(prior, y)\nprior = model(x_val)",
+        "try:\n    prior = read(x)\nexcept ValueError:\n    pass\nloss = criterion(prior, y)\nprior = model(x_val)",
+        "for x in few:\n    prior = x\nloss = criterion(prior, y)\nprior = model(x_val)",
+        "loss = criterion(prior, y)\nprior = model(x_val)",
+        "with suppress(ValueError):\n    prior = read(x)\nloss = criterion(prior, y)\nprior = model(x_val)",
+    ],
+)
+def test_a_name_that_the_next_step_may_still_read_keeps_its_gradients(steps: str) -> None:
+    source = f"for x, y in train_loader:\n{textwrap.indent(steps, '    ')}\n{FITS}"
+    assert not [text for _, _, text in found(source) if "x_val" in text]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for x in xs:\n    out = model(x)\n    if out.mean() > 1:\n        break\n    out = None\nout.sum().backward()",
+        "while True:\n    out = model(x)\n    if done:\n        break\n    out = 0\nout.sum().backward()",
+        "try:\n    out = model(x)\nexcept ValueError:\n    out = None\nelse:\n    out.sum().backward()",
+        "try:\n    out = model(x)\nfinally:\n    out.sum().backward()",
+        "try:\n    out = model(x)\n    check(x)\n    out = None\nexcept ValueError:\n    out.sum().backward()",
+        "out = model(x)\nkept = out\nout = None\nkept.sum().backward()",
+        "kept = outs = []\nfor x in xs:\n    outs.append(model(x))\nsum(kept).backward()",
+        "outs = []\nkept = outs\nfor x in xs:\n    outs.append(model(x))\nouts = None\nsum(kept).backward()",
+        "out = model(x)\nout, last = None, out\nlast.sum().backward()",
+        "out = model(x)\ndef loss_of():\n    return out.sum()\nloss_of().backward()",
+        "def loss_of():\n    return out.sum()\nout = model(x)\nloss_of().backward()",
+        "def loss_of():\n    return out.sum()\nout = model(x)\nloss = loss_of()\nloss.backward()",
+    ],
+)
+def test_gradients_are_seen_on_every_way_through(source: str) -> None:
+    assert not [line for _, line, text in found(source) if "model(x)" in text or "for x" in text]

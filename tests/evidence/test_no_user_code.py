@@ -7,6 +7,8 @@ containers, as an attribute, in a closure, and in the locals of frames that fail
 from __future__ import annotations
 
 import gc
+import multiprocessing.process
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -18,9 +20,11 @@ from hostile_objects import OBJECTS, Ran, armed, asked
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import oomdoctor
 from oomdoctor import pipeline
+from oomdoctor.evidence import _process_names
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.session import Cell, Cells
 
@@ -100,9 +104,50 @@ def test_a_failure_is_observed_without_asking_them(make: Callable[[], Any]) -> N
     assert calls == []
 
 
+def _derived(names: dict[str, Any]) -> dict[str, Any]:
+    class Namespace(dict[str, Any]):
+        pass
+
+    made = Namespace(names)
+    objects.hostile(Namespace, *objects.DICT)
+    return made
+
+
+def _of_odd_names(names: dict[str, Any]) -> dict[str, Any]:
+    class Text(str):
+        __slots__ = ()
+
+    made: dict[str, Any] = {Text(name): value for name, value in names.items()}
+    made |= {Text(name): torch.ones(8) for name in ("loader", "batch", "_oh", "__file__")}
+    objects.hostile(Text, *objects.SPECIAL, "partition", "startswith", "isidentifier")
+    return made
+
+
+def _of_an_odd_home(names: dict[str, Any]) -> dict[str, Any]:
+    class Text(str):
+        __slots__ = ()
+
+    made = {**names, "__name__": Text("__main__"), "__file__": Text("a.py"), "Owner": type("Owner", (), {"held": 1})}
+    objects.hostile(Text, *objects.SPECIAL, "partition", "startswith")
+    return made
+
+
+@pytest.mark.parametrize("make", [_derived, _of_odd_names, _of_an_odd_home])
+def test_a_namespace_is_asked_nothing(make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    plain = {"__name__": "__main__", "model": nn.Linear(2, 2), "kept": [torch.ones(8)]}
+    namespace = make(plain)
+    # A dict of another class is no globals of a frame.
+    exc = None if type(namespace) is not dict else failing(lambda: torch.ones(8), namespace)
+    with armed() as calls:
+        oomdoctor.report(namespace)
+        if exc is not None:
+            observe(exc, namespace)
+    assert calls == []
+
+
 HOLDERS = (
     *(objects.an_object, objects.with_descriptors, objects.a_dict, objects.an_ordered_dict, objects.a_list),
-    *(objects.a_tuple, objects.a_deque, objects.keys),
+    *(objects.a_tuple, objects.a_deque, objects.keys, objects.names_of_attributes, objects.defaults_of_a_function),
 )
 
 
@@ -146,6 +191,32 @@ def test_nothing_dies_and_nothing_is_kept() -> None:
     finally:
         gc.enable()
     assert all(evidence)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_workers_are_named_without_asking_their_loader(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Number(int):
+        pass
+
+    class Text(str):
+        __slots__ = ()
+
+    loader = DataLoader([1, 2])
+    loader.__dict__["num_workers"] = 1 if plain else Number(1)
+    process = Holder(None)
+    vars(process).update(_name=Text("Process-1"), _popen=Holder(None))
+    vars(vars(process)["_popen"])["pid"] = 4_000_000
+    iterator = Holder(None)
+    vars(iterator).update(_workers=[process], _index_queues=[], _dataset=loader.dataset)
+    vars(iterator)["_num_workers"] = 1 if plain else Number(1)
+    for cls in (Number, Text):
+        objects.hostile(cls, *objects.SPECIAL)
+    monkeypatch.setattr(multiprocessing.process, "_children", {process})
+    monkeypatch.setattr(sys.modules["__main__"], "a_loader", loader, raising=False)
+    with armed() as calls:
+        found = _process_names.names()
+    assert calls == []
+    assert found == {4_000_000: "DataLoader worker 0" + (" of a_loader" if plain else "")}
 
 
 class Modes:

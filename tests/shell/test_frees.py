@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,9 @@ def made(mib=8):
 
 def fails():
     kept = made()
+    raise ValueError("an earlier failure")
+
+def fails_with(tensor):
     raise ValueError("an earlier failure")
 """
 CASES = "len(__import__('oomdoctor.pipeline').pipeline.cases())"
@@ -72,6 +76,56 @@ def test_each_line_for_a_result_that_ipython_keeps(loaded: Kernel, shown: str) -
     assert _lines(loaded, "output_cache") == {}
     loaded.run("20 + 1", ok=True)
     assert loaded.run("_ * 2", ok=True).data("text/plain") == ["42"]
+
+
+HELD = {
+    "by a name that was shown": (["x = made()", "x"], "x", "%xdel x"),
+    "by two names, one shown": (["x = made(); y = x", "y"], "x", "%xdel y"),
+    "shown twice": (["x = made()", "x", "x"], "x", "%xdel x"),
+    "in a list beside what was shown": (
+        ["x = made(); xs = [x]", "x"],
+        "x",
+        "get_ipython().del_var('x'); del xs",
+    ),
+    "by a view that was shown": (["x = made()", "x[:3]"], "x", "get_ipython().del_var('_'); del x"),
+    "by a model that was shown": (
+        [
+            "model = torch.nn.Module(); model.w = torch.nn.Parameter(made().detach())",
+            "opt = torch.optim.SGD(model.parameters())",
+            "model",
+        ],
+        "model.w",
+        "get_ipython().del_var('model'); del opt",
+    ),
+    "by a failed call": (
+        ["x = made()", "fails_with(x)"],
+        "x",
+        "get_ipython().run_line_magic('oomdoctor', 'fix release_traceback'); del x",
+    ),
+    "by an error that is kept": (
+        ["try:\n    fails_with(made())\nexcept ValueError as error:\n    kept = error"],
+        "kept.__traceback__.tb_next.tb_frame.f_locals['tensor']",
+        "del kept",
+    ),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_what_the_shell_holds_too_is_in_the_line(loaded: Kernel, held: str) -> None:
+    cells, path, told = HELD[held]
+    before = set(loaded.value("list(globals())"))
+    for cell in cells:
+        loaded.run(cell)
+    found = json.loads(loaded.run("%memreport --json", ok=True).stdout)["evidence"]["census"]["holdings"]
+    lines = {one["path"]: one["frees"] for one in found}
+    assert path in lines, lines
+    assert loaded.value(ALIVE) == [True]
+    assert re.sub(r"'_\d*'", "'_'", lines[path]) == told
+    loaded.run(lines[path], ok=True)
+    assert loaded.value("__import__('gc').collect() >= 0")
+    assert loaded.value(ALIVE) == [False]
+    for name in set(loaded.value("list(globals())")) - before:
+        loaded.run(f"globals().pop({name!r}, None);", ok=True)
 
 
 def test_one_of_several_results_is_freed_by_its_line_alone(loaded: Kernel) -> None:

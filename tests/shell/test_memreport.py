@@ -134,6 +134,32 @@ def test_files_are_written_and_nothing_is_displayed(ready: Kernel) -> None:
     assert "optimizer.state" in page
 
 
+MODES = """\
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+asked = []
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        asked.append(str(func))
+        return func(*args, **(kwargs or {}))
+class Function(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        asked.append(str(func))
+        return func(*args, **(kwargs or {}))
+"""
+
+
+@pytest.mark.parametrize("line", ["", "--diff --html page.html", "--snapshot here.pickle"])
+def test_the_first_report_of_a_process_asks_no_mode_of_the_users(kernel: Kernel, line: str) -> None:
+    kernel.run("%load_ext oomdoctor", ok=True)
+    kernel.run(MODES, ok=True)
+    kernel.run(f"with Dispatch(), Function():\n    get_ipython().run_line_magic('memreport', '{line}')", ok=True)
+    assert kernel.value("asked") == []
+    kernel.run("with Dispatch(), Function():\n    torch.ones(2)", ok=True)
+    assert kernel.value("asked") != []
+
+
 BAD = {
     "%memreport --device tpu": "no device 'tpu' is in use: there is cuda:0 and cpu",
     "%memreport --device": "--device needs a name",

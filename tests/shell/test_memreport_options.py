@@ -45,6 +45,18 @@ REFUSED = {
     "--html ''": "--html needs a path",
     "--json ''": "--json needs a path",
     "--json=": "--json needs a path after =",
+    "--json new/": "new/ cannot be written: it ends like a folder, and there is none",
+    "--json folder/": "folder cannot be written: Is a directory",
+    "--html -": "- is no file: only --json is printed, where it has no path",
+    "--snapshot -": "- is no file: only --json is printed",
+    "--html /dev/stdout": "/dev/stdout is no file: only --json is printed",
+    "--json /dev/stderr": "/dev/stderr is no file: only --json is printed",
+    "--json /proc/self/fd/2": "/proc/self/fd/2 is no file: only --json is printed",
+    "--json one --json two": "--json is given twice",
+    "--json one --json": "--json is given twice",
+    "--top 3 --top=4": "--top is given twice",
+    "--device cpu --device cuda": "--device is given twice",
+    "--diff --diff": "--diff is given twice",
     "--device ''": "--device needs a name",
     "--device": "--device needs a name",
     f"--{LONG}": "%memreport does not take '--nnn",
@@ -128,6 +140,22 @@ def test_what_can_be_used_is_read_and_leaves_no_trace(folder: Path) -> None:
     assert _tree(folder) == before, "a link that leads to nothing stays, and so does the nothing"
     assert Options.read(["--top", "999999999"]).top == 999999999
     assert Options.read(["--json"]).prints_json
+
+
+@pytest.mark.parametrize("output", ["-", "/dev/stdout", "/dev/fd/1"])
+def test_json_for_the_output_is_printed_and_opens_no_file(folder: Path, output: str) -> None:
+    before = _tree(folder)
+    found = Options.read(["--json", output, "--html", "page.html"])
+    assert found.prints_json
+    assert list(map(str, found.paths)) == ["page.html"]
+    assert _tree(folder) == before
+
+
+def test_names_as_people_type_them_are_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    words = shlex.split('--json "folder/it\'s a name.json" --html ~/page.html --snapshot ./-')
+    found = Options.read(words)
+    assert list(map(str, found.paths)) == ["folder/it's a name.json", str(folder / "page.html"), "-"]
 
 
 # In a kernel ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ def test_a_switch_between_two_reports_is_no_growth(kernel: Kernel) -> None:
     kernel.run("%oomdoctor simulate 1GiB", ok=True)
     assert "as cuda:0 (simulated) went from 512 MiB to 1.00 GiB: " in _shown(kernel, "%memreport --diff")
     kernel.run("%oomdoctor simulate off", ok=True)
+    kernel.run("%oomdoctor simulate 1GiB", ok=True)
+    assert "as cuda:0 (simulated) was switched off and on again: " in _shown(kernel, "%memreport --diff")
+    assert "the device changed" not in _shown(kernel, "%memreport --diff")
+    kernel.run("%oomdoctor simulate off", ok=True)
     off = _shown(kernel, "%memreport --diff")
     assert "the device changed, as cuda:0 (simulated) was switched off: its tensors and those of the host are" in off
     for wrong in ("+60.0 MiB", "-60.0 MiB", "`held`, new", "`held`, gone"):

@@ -17,10 +17,10 @@ from oomdoctor.views.growth import growth_rows, since_cell
 UNCOMPARED = "its tensors and those of the host are not compared"
 
 
-def _evidence(capacity: int | None, held: int = 100 * MIB, rss: int = GIB) -> Evidence:
+def _evidence(capacity: int | None, held: int = 100 * MIB, rss: int = GIB, number: int = 1) -> Evidence:
     """What is collected with a simulated device of that capacity, or without one: the tensors are the host's then."""
     host: DeviceMemory = cases.device(name="cpu", tensor_device="cpu", allocated=0 if capacity else held)
-    simulated = cases.device(simulated=True, tensor_device="cpu", total=capacity, allocated=held)
+    simulated = cases.device(simulated=True, tensor_device="cpu", total=capacity, allocated=held, switched_on=number)
     where = "cuda:0" if capacity else "cpu"
     holding = Holding(bytes=held, device=where, role=Role.USER_TENSOR, path="kept")
     full = Census(device=where, found=held, allocated=held, roles=((Role.USER_TENSOR, held),), holdings=(holding,))
@@ -35,6 +35,7 @@ def _evidence(capacity: int | None, held: int = 100 * MIB, rss: int = GIB) -> Ev
 SWITCHES = {
     "on": (None, GIB, "cuda:0 (simulated) was switched on"),
     "off": (GIB, None, "cuda:0 (simulated) was switched off"),
+    "anew": (GIB, GIB, "cuda:0 (simulated) was switched off and on again"),
     "larger": (512 * MIB, GIB, "cuda:0 (simulated) went from 512 MiB to 1.00 GiB"),
 }
 
@@ -42,7 +43,7 @@ SWITCHES = {
 @pytest.mark.parametrize("kind", SWITCHES)
 def test_a_switch_is_told_in_the_place_of_growth(kind: str) -> None:
     was, now, told = SWITCHES[kind]
-    before, after = _evidence(was), _evidence(now, held=130 * MIB, rss=GIB + 30 * MIB)
+    before, after = _evidence(was), _evidence(now, held=130 * MIB, rss=GIB + 30 * MIB, number=2)
     assert compare(before, after).switch == Switch(device="cuda:0", before=was, after=now)
     rows = growth_rows(before, after, "the report of In[2]")
     assert rows.sentence == (
@@ -50,7 +51,8 @@ def test_a_switch_is_told_in_the_place_of_growth(kind: str) -> None:
         "this process +30.0 MiB resident in host memory."
     )
     assert (rows.rows, rows.more) == ((), None)
-    shape = Report(after).diff(Report(before)).to_dict()
+    earlier, later = Report(before), Report(after)
+    shape = later.diff(earlier).to_dict()
     assert shape["devices"] == []
     assert shape["switch"] == {"device": "cuda:0", "before": was, "after": now}
 
@@ -93,7 +95,7 @@ def test_a_switch_since_the_last_cell_is_no_growth(kind: str) -> None:
     was, now, told = SWITCHES[kind]
 
     def mark(cell: int, capacity: int | None, held: int) -> Mark:
-        simulated = None if capacity is None else ("cuda:0", capacity)
+        simulated = None if capacity is None else ("cuda:0", capacity, cell)
         return Mark(cell=cell, rss=GIB, allocated=(("cuda:0", held),) if capacity else (), simulated=simulated)
 
     devices = _evidence(now).devices

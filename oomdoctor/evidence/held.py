@@ -1,0 +1,336 @@
+"""What an object holds, with the part of a path that leads to each; how it is looked up is told once for each type.
+
+Nothing of the user's is run: containers are read by the methods of their builtin base, objects by their ``__dict__``
+and slots, and what is made in C by descriptors made in C or by what it tells the garbage collector.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from itertools import chain, compress
+from types import (
+    AsyncGeneratorType,
+    BuiltinFunctionType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    ModuleType,
+    TracebackType,
+)
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from oomdoctor.evidence.frames import holds_the_users, leads_nowhere, locals_of
+from oomdoctor.evidence.objects import is_home_of_users
+from oomdoctor.evidence.paths import ARROW, is_attribute, member
+from oomdoctor.model.chain import traceback_of
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.kinds import (
+    Kind,
+    PerType,
+    held_by,
+    is_plain_key,
+    items_of,
+    kind_of,
+    kinds_of,
+    members_of,
+    module_of,
+    mro_of,
+    name_of,
+    plain_dict,
+    registered,
+)
+
+__all__ = [
+    "CONTAINERS",
+    "Apart",
+    "Sort",
+    "attributes",
+    "base_of",
+    "class_members",
+    "hangs_on",
+    "held_in",
+    "is_users_class",
+    "items_in",
+    "keys_in",
+    "objects_of",
+    "sort_of",
+]
+
+CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
+_SIMPLE: Final = frozenset(map(id, (bool, int, float, str, type(None))))
+_REGISTERS: Final = frozenset(map(id, (dict, OrderedDict, list, set, tuple)))
+"""A module has a dozen of them, and most are empty."""
+_BARE: Final = frozenset(map(id, (dict, list, set, frozenset, tuple, deque)))
+"""Containers that hold their items alone: they have no attributes."""
+_CLAIMED_APART: Final = {
+    Kind.MODULE: frozenset({"_parameters", "_buffers", "_modules"}),
+    Kind.OPTIMIZER: frozenset({"state", "param_groups"}),
+}
+"""Attributes that the census claims by itself."""
+_SUSPENDED: Final = {
+    id(GeneratorType): ("gi_frame", "gi_yieldfrom"),
+    id(CoroutineType): ("cr_frame", "cr_await"),
+    id(AsyncGeneratorType): ("ag_frame", "ag_await"),
+}
+_HOOKS: Final = tuple(
+    (f".{name}", vars(torch._C.TensorBase)[name].__get__) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+)
+
+
+class Apart(Enum):
+    """Objects that are more than what they hold."""
+
+    STORAGE = auto()
+    NODE = auto()
+    """One of the autograd graph."""
+    UNWOUND = auto()
+    """A frame, or the traceback that leads through some: their locals."""
+    SCRIPT = auto()
+    """What TorchScript compiled: constants of its code are tensors."""
+    OPAQUE = auto()
+    """An object of TorchScript that is made in C++, as packed weights of quantized layers are."""
+
+
+class Sort(NamedTuple):
+    """How objects of a type are looked into.
+
+    Attributes:
+        kind: as the census takes it: what cannot be changed may hold memory all the same.
+        role: what tensors are there for that one of them holds, where its type tells.
+        is_users: the program defines the class, or one of its bases.
+        is_bare: it can have no attributes beside its items.
+    """
+
+    kind: Kind
+    apart: Apart | None
+    role: Role | None
+    is_users: bool
+    is_bare: bool
+
+
+def _sort(cls: type) -> Sort:
+    kind = kind_of(cls)
+    if issubclass(cls, frozenset):
+        kind = Kind.SET
+    elif cls is BuiltinFunctionType:
+        kind = Kind.CALLABLE
+    elif kind is Kind.OBJECT and leads_nowhere(cls):
+        kind = Kind.ATOM
+    apart = _apart(cls) if kind is Kind.OBJECT else None
+    is_users = kind is not Kind.ATOM and any(map(is_users_class, mro_of(cls)))
+    return Sort(kind, apart, _role(cls, apart), is_users, id(cls) in _BARE)
+
+
+def _role(cls: type, apart: Apart | None) -> Role | None:
+    """Return the role that follows from a type. Source: transformers.cache_utils (``DynamicCache`` and its like)."""
+    if any(module_of(base) == "transformers.cache_utils" for base in mro_of(cls)):
+        return Role.KV_CACHE
+    return {Apart.UNWOUND: Role.TRACEBACK, Apart.SCRIPT: Role.PARAMETER}.get(apart) if apart else None
+
+
+def _apart(cls: type) -> Apart | None:
+    names = {(module_of(base), name_of(base)) for base in mro_of(cls)}
+    if ("torch.storage", "UntypedStorage") in names:
+        return Apart.STORAGE
+    if cls is FrameType or cls is TracebackType:
+        return Apart.UNWOUND
+    if not names.isdisjoint({("torch", "ScriptModule"), ("torch.jit", "ScriptFunction")}):
+        return Apart.SCRIPT
+    if ("torch", "ScriptObject") in names:
+        return Apart.OPAQUE
+    # Nodes that are made in C++ have no base in common.
+    is_node = any(name == "next_functions" for base in mro_of(cls) for name in members_of(base) if type(name) is str)
+    return Apart.NODE if is_node and not is_users_class(cls) else None
+
+
+def is_users_class(cls: type) -> bool:
+    """Return whether the program defines a class."""
+    return not leads_nowhere(cls) and is_home_of_users(module_of(cls))
+
+
+sort_of: Final = PerType(_sort)
+"""Return how objects of a class are looked into."""
+
+
+def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield what ``value`` holds with the part of a path for each.
+
+    Args:
+        which: of the items of a container, as ``items_in`` and then ``keys_in`` have them; None for all, () for none.
+    """
+    kind, cls = sort.kind, type(value)
+    if kind in CONTAINERS:
+        if which != ():
+            yield from _items(value, kind) if which is None else compress(_items(value, kind), which)
+        if not sort.is_bare:
+            yield from _attributes(value)
+    elif kind is Kind.CALLABLE:
+        yield from held_by(value)
+        if cls is FunctionType:
+            yield from _attributes(value)
+        elif cls is BuiltinFunctionType and type(value.__self__) is not ModuleType:
+            yield ".__self__", value.__self__
+    elif kind is Kind.ARRAY:
+        yield ".base", base_of(value)
+        yield from ((f".flat[{at}]", item) for at, item in enumerate(objects_of(value)))
+    elif id(cls) in _SUSPENDED:
+        yield from _suspended(value)
+    elif sort.apart is Apart.UNWOUND:
+        yield from _unwound(value)
+    elif sort.apart is Apart.SCRIPT:
+        yield from ((f"{ARROW}constant", tensor) for tensor in _constants(value))
+    elif kind is Kind.MODULE:
+        modules = enumerate(registered(value, "_modules"))
+        yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
+        yield from _attributes(value)
+    elif kind is not Kind.GENERATOR_STATE:
+        yield from attributes(value)
+        if issubclass(cls, BaseException):
+            yield from _of_exception(value)
+
+
+def items_in(value: Any, kind: Kind) -> Sequence[Any]:
+    """Return the items of a container, of a mapping its values."""
+    if kind is Kind.SET and issubclass(type(value), frozenset):
+        return list(frozenset.__iter__(value))
+    return items_of(value, kind)
+
+
+def keys_in(mapping: Any) -> list[Any]:
+    """Return the keys of a mapping that may hold something."""
+    if _SIMPLE.issuperset(map(id, map(type, dict.keys(mapping)))):
+        return []
+    return [key for key in dict.keys(mapping) if id(type(key)) not in _SIMPLE and not _is_atom(key)]
+
+
+def _is_atom(key: Any) -> bool:
+    kind = sort_of(type(key)).kind
+    return kind is Kind.ATOM or (kind is Kind.TUPLE and all(map(_is_atom, tuple.__iter__(key))))
+
+
+def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a container, and then the keys of a mapping."""
+    if kind is Kind.MAPPING:
+        for key, item in list(dict.items(value)):
+            yield f"[{key!r}]" if is_plain_key(key) else f"{ARROW}value", item
+        yield from ((f"{ARROW}key", key) for key in keys_in(value))
+    elif kind is Kind.SET:
+        yield from ((f"{ARROW}element", item) for item in items_in(value, kind))
+    else:
+        yield from ((f"[{index}]", item) for index, item in enumerate(items_in(value, kind)))
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the ``__dict__`` and slots of an object hold, or an object made in C, with the part of a path."""
+    if (plain_dict(value) is None and not _slots_of(type(value))) or name_of(type(value)) == "_lru_cache_wrapper":
+        # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
+        yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
+    yield from _attributes(value)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
+    for name, item in list((plain_dict(value) or {}).items()):
+        if id(type(item)) in _SIMPLE or (id(type(item)) in _REGISTERS and not item):
+            continue
+        if name not in apart:
+            yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
+    for name, slot in _slots_of(type(value)):
+        try:
+            yield f".{name}", slot.__get__(value)
+        except AttributeError:  # never set
+            continue
+
+
+def _slots(cls: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
+    """Return the ``__slots__`` of a class and its bases: descriptors made in C, which run nothing of the user's."""
+    return tuple(
+        (name, slot)
+        for base in mro_of(cls)
+        for name, slot in members_of(base).items()
+        if type(slot) is MemberDescriptorType and type(name) is str and name[:2] + name[-2:] != "____"
+    )
+
+
+_slots_of: Final = PerType(_slots)
+
+
+def class_members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield what a class itself holds, with the part of a path from the class; what only Python reads is left out."""
+    for name, item in list(members_of(cls).items()):
+        if type(name) is str and name[:2] + name[-2:] != "____" and type(item) is not MemberDescriptorType:
+            yield f".{name}", item
+
+
+def hangs_on(tensor: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what was set on a tensor, and what its hooks hold; what torch's own stand-ins hold is no memory."""
+    if module_of(type(tensor)).startswith("torch._subclasses."):
+        return
+    yield from _attributes(tensor)
+    for suffix, read in _HOOKS:
+        hooks = read(tensor)
+        if hooks is not None:
+            yield suffix, hooks
+
+
+def _suspended(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the locals of a generator or a coroutine that waits, and what it waits for."""
+    frame_name, awaited_name = _SUSPENDED[id(type(value))]
+    frame, awaited = getattr(value, frame_name), getattr(value, awaited_name)
+    if frame is not None:
+        yield from ((f".{frame_name}.f_locals[{name!r}]", item) for name, item in locals_of(frame).items())
+    if awaited is not None:
+        yield f".{awaited_name}", awaited
+
+
+def _of_exception(value: BaseException) -> Iterator[tuple[str, Any]]:
+    for name in ("__traceback__", "__cause__", "__context__", "args"):
+        yield f".{name}", traceback_of(value) if name == "__traceback__" else vars(BaseException)[name].__get__(value)
+
+
+def _unwound(value: TracebackType | FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the locals of a frame, or of the first one of a traceback and its rest."""
+    way, frame = ("", value) if isinstance(value, FrameType) else (".tb_frame", value.tb_frame)
+    if holds_the_users(frame):
+        yield from ((f"{way}.f_locals[{name!r}]", item) for name, item in locals_of(frame).items())
+    if isinstance(value, TracebackType):
+        yield ".tb_next", value.tb_next
+
+
+def _array(cls: type) -> Mapping[str, Any]:
+    return next(members_of(base) for base in mro_of(cls) if (module_of(base), name_of(base)) == ("numpy", "ndarray"))
+
+
+_array_of: Final = PerType(_array)
+
+
+def base_of(array: Any) -> Any:
+    """Return what the memory of a NumPy array belongs to, None where that is the array itself."""
+    return _array_of(type(array))["base"].__get__(array)
+
+
+def objects_of(array: Any) -> Sequence[Any]:
+    """Return the objects that a NumPy array holds, if some of them may hold memory."""
+    getters = _array_of(type(array))
+    if getters["dtype"].__get__(array).kind != "O":
+        return ()
+    items = list(getters["flat"].__get__(array))
+    return items if not kinds_of(items) <= {Kind.ATOM} else ()
+
+
+def _constants(script: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that TorchScript code holds as constants; ``freeze`` makes all weights such."""
+    if issubclass(type(script), torch.jit.ScriptFunction):
+        graphs = [script.graph]
+    else:
+        graphs = [script._get_method(name).graph for name in script._method_names()]
+    for node in chain.from_iterable(graph.findAllNodes("prim::Constant") for graph in graphs):
+        if node.hasAttribute("value") and node.kindOf("value") == "t":
+            yield node.t("value")
