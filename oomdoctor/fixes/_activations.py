@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
 
-__all__ = ["HELD", "NUMBER_BYTES", "why_not_short"]
+__all__ = ["HELD", "NUMBER_BYTES", "why_not_short", "why_not_training"]
 
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
@@ -35,3 +35,14 @@ def why_not_short(incident: Incident, evidence: Evidence) -> str | None:
     if held > _LEAST_RATIO * found:
         return None
     return f"memory ran out in the optimizer's step, when activations held {format_size(held)} of {format_size(found)}"
+
+
+def why_not_training(evidence: Evidence) -> str | None:
+    """Return why a change of the training loops of the failing run would not have helped, None where it may.
+
+    Evaluation after an epoch runs when the last training step has freed what it took.
+    """
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops or any(loop.was_running for loop in loops):
+        return None
+    return f"memory ran out when the training loop of line {loops[0].line} of cell {loops[0].cell} was not running"

@@ -10,17 +10,36 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final
 
+from oomdoctor.fixes._batch_bindings import (
+    FUNCTIONS,
+    SETTINGS,
+    Function,
+    argument_defaults,
+    argument_for,
+    assigned,
+    binds,
+    call_name,
+    calls,
+    default_of,
+    is_given,
+    key_of,
+    literal,
+    looked_up,
+    of_class,
+    own_statements,
+    parameters,
+    root_of,
+    sets_entry,
+)
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, parsed
 from oomdoctor.model.evidence import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["Book", "Function", "Number", "Page", "Place", "call_name", "calls", "literal"]
+__all__ = ["SETTINGS", "Book", "Function", "Number", "Page", "Place", "call_name", "calls", "key_of", "literal"]
 
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEEPEST: Final = 8
 _EMPTY: Final = ast.Module(body=[], type_ignores=[])
 
@@ -44,11 +63,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Number:
-    """A whole number that is written down in a cell, and the name that it is bound to, if any."""
+    """A whole number that is written down in a cell.
+
+    Attributes:
+        name: what it is bound to, if it is bound to a name.
+        entry: what the cells read it by where it is part of some settings: ``args.batch_size``.
+        is_choice: a condition decides whether it or another one counts.
+    """
 
     page: Page
     node: ast.Constant
     name: str | None = None
+    entry: str | None = None
+    is_choice: bool = False
 
     @property
     def value(self) -> int:
@@ -83,11 +110,11 @@ class Book:
     def functions(self) -> Iterator[tuple[Page, Function]]:
         """Yield every function and method of the cells."""
         for page in self.pages:
-            yield from ((page, node) for node in ast.walk(page.tree) if isinstance(node, _FUNCTIONS))
+            yield from ((page, node) for node in ast.walk(page.tree) if isinstance(node, FUNCTIONS))
 
     def function(self, name: str) -> tuple[Page, Function] | None:
         """Return the last function of the top level called ``name``."""
-        found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, _FUNCTIONS)]
+        found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, FUNCTIONS)]
         return next((one for one in reversed(found) if one[1].name == name), None)
 
     def loop(self, facts: TrainingLoop) -> tuple[Place, Loop] | None:
@@ -99,7 +126,7 @@ class Book:
     def place(self, page: Page, node: ast.AST) -> Place:
         """Return where ``node`` of ``page`` stands."""
         path = ancestors(page.tree, node)
-        function = next((one for one in reversed(path) if isinstance(one, _FUNCTIONS)), None)
+        function = next((one for one in reversed(path) if isinstance(one, FUNCTIONS)), None)
         return Place(page=page, function=function, line=getattr(node, "lineno", 1))
 
     def binding(self, name: str, at: Place) -> tuple[ast.stmt, Place] | None:
@@ -108,7 +135,7 @@ class Book:
             for node in reversed(page.tree.body):
                 if page is at.page and at.function is None and node.lineno >= at.line:
                     continue
-                if _binds(node, name):
+                if binds(node, name):
                     return node, Place(page=page, line=node.lineno)
         return None
 
@@ -119,48 +146,72 @@ class Book:
 
     def values(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return the expressions that ``name`` may stand for at ``at``: several where calls differ."""
-        if at.function is not None and name in _parameters(at.function) | bound(at.function):
+        if at.function is not None and name in parameters(at.function) | bound(at.function):
             return self._local(name, at, at.function)
         found = self.binding(name, at)
         if found is None:
             return []
-        value = _assigned(found[0], name)
+        value = assigned(found[0], name)
         return [(value, found[1])] if value is not None else []
 
+    def of_self(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return what methods of the class that ``at`` stands in assign to ``self.name``."""
+        path = ancestors(at.page.tree, at.function) if at.function is not None else ()
+        owner = next((node for node in reversed(path) if isinstance(node, ast.ClassDef)), None)
+        methods = [node for node in owner.body if isinstance(node, FUNCTIONS)] if owner is not None else []
+        return [
+            (node.value, Place(page=at.page, function=method))
+            for method in methods
+            for node in own_statements(method)
+            if isinstance(node, ast.Assign) and any(ast.unparse(one) == f"self.{name}" for one in node.targets)
+        ]
+
     def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
-        made = [node for node in own_statements(function) if _binds(node, name)]
+        made = [node for node in own_statements(function) if binds(node, name)]
         if made:
-            value = _assigned(made[-1], name) if len(made) == 1 else None
+            value = assigned(made[-1], name) if len(made) == 1 else None
             return [(value, at)] if value is not None else []
         return list(self._passed(name, at.page, function))
 
     def _passed(self, name: str, page: Page, function: Function) -> Iterator[tuple[ast.expr, Place]]:
-        default = _default(function, name)
+        default = default_of(function, name)
+        called = function.name
+        if called == "__init__":
+            called = next(
+                (n.name for n in ast.walk(page.tree) if isinstance(n, ast.ClassDef) and function in n.body), ""
+            )
         uses = [
             (call, self.place(where, call))
             for where in self.pages
             for call in calls(where.tree)
-            if call_name(call).rpartition(".")[2] == function.name
+            if call_name(call).rpartition(".")[2] == called
         ]
         omitted = not uses
         for call, place in uses:
-            given = _argument(call, function, name)
+            given = argument_for(call, function, name)
             omitted = omitted or given is None
             if given is not None:
                 yield given, place
         if omitted and default is not None:
             yield default, Place(page=page, line=function.lineno)
 
-    def numbers(self, expr: ast.expr, at: Place, depth: int = _DEEPEST, name: str | None = None) -> list[Number]:
+    def numbers(
+        self, expr: ast.expr, at: Place, depth: int = _DEEPEST, name: str | None = None, entry: str | None = None
+    ) -> list[Number]:
         """Return the literals that ``expr`` stands for at ``at``; empty if one of its values is not written down."""
         if isinstance(expr, ast.Constant):
-            return [Number(page=at.page, node=expr, name=name)] if type(expr.value) is int else []
+            return [Number(page=at.page, node=expr, name=name, entry=entry)] if type(expr.value) is int else []
         if depth == 0:
             return []
-        if isinstance(expr, ast.Name):
+        expr = looked_up(expr)
+        if isinstance(expr, ast.IfExp):
+            known = [self.numbers(branch, at, depth - 1, name, entry) for branch in (expr.body, expr.orelse)]
+            known = [[replace(one, is_choice=True) for one in found] for found in known]
+        elif isinstance(expr, ast.Name):
             known = [self.numbers(value, place, depth - 1, expr.id) for value, place in self.values(expr.id, at)]
         elif isinstance(expr, ast.Attribute | ast.Subscript):
-            known = [self.numbers(value, place, depth - 1) for value, place in self._member(expr, at)]
+            text = ast.unparse(expr)
+            known = [self.numbers(value, place, depth - 1, entry=text) for value, place in self._member(expr, at)]
         else:
             return []
         return [one for found in known for one in found] if all(known) else []
@@ -178,23 +229,48 @@ class Book:
 
     def _bindings(self, name: str, at: Place) -> Sequence[tuple[ast.expr | None, Place]]:
         """Return what each statement binds ``name`` to, None where that is no expression; unlike ``values``, of all."""
-        if at.function is not None and name in _parameters(at.function) | bound(at.function):
+        if at.function is not None and name in parameters(at.function) | bound(at.function):
             return self._local(name, at, at.function)
-        found = [(page, node) for page in self.pages for node in page.tree.body if _binds(node, name)]
-        return [(_assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
+        found = [(page, node) for page in self.pages for node in page.tree.body if binds(node, name)]
+        return [(assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
 
     def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return what an attribute of a settings object or an item of a settings dictionary was given."""
-        key = expr.attr if isinstance(expr, ast.Attribute) else getattr(expr.slice, "value", None)
-        if not isinstance(key, str) or not isinstance(expr.value, ast.Name):
+        key = key_of(expr)
+        if key is None:
             return []
-        found = self.binding(expr.value.id, at)
-        if found is not None and isinstance(found[0], ast.ClassDef):
-            return _of_class(found[0], key, found[1])
-        out: list[tuple[ast.expr, Place]] = []
-        for value, place in self.values(expr.value.id, at):
-            out += self._of_object(value, key, place)
-        return out
+        whole = expr.value
+        if (given := self._set(whole, key, at)) is not None:
+            return [given]
+        if isinstance(whole, ast.Name):
+            found = self.binding(whole.id, at)
+            if found is not None and isinstance(found[0], ast.ClassDef):
+                return [(value, found[1]) for value in of_class(found[0], key)]
+        return [one for value, place in self._wholes(whole, at) for one in self._of_object(value, key, place)]
+
+    def _wholes(self, whole: ast.expr, at: Place) -> list[tuple[ast.expr, Place]]:
+        if isinstance(whole, ast.Name):
+            return self.values(whole.id, at)
+        return self._member(whole, at) if isinstance(whole, ast.Attribute | ast.Subscript) else [(whole, at)]
+
+    def _set(self, whole: ast.expr, key: str, at: Place) -> tuple[ast.expr, Place] | None:
+        """Return what ``whole[key]`` was last set to by a statement of the top level, None where none sets it.
+
+        One that sets it in another way gives something that is no number.
+        """
+        root, text = root_of(whole), ast.unparse(whole)
+        if at.function is not None and root in parameters(at.function) | bound(at.function):
+            return None
+        for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
+            for node in reversed(page.tree.body):
+                if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
+                    continue
+                if any(sets_entry(part, text, key) for part in own(node)):
+                    value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+                    return value or ast.Constant(None), Place(page=page, line=node.lineno)
+                if binds(node, root):
+                    return None
+        return None
 
     def _of_object(self, value: ast.expr, key: str, at: Place) -> list[tuple[ast.expr, Place]]:
         if isinstance(value, ast.Dict):
@@ -207,105 +283,21 @@ class Book:
             return []
         if given := [keyword.value for keyword in value.keywords if keyword.arg == key]:
             return [(given[0], at)]
-        if call_name(value).endswith("parse_args"):
-            return [(one, self.place(page, one)) for page in self.pages for one in _argument_defaults(page.tree, key)]
+        if call_name(value).endswith(("parse_args", "parse_known_args")):
+            option = f"--{key}".replace("_", "-"), f"--{key}"
+            trees = [page.tree for page in self.pages]
+            if any(is_given(tree, option) for tree in trees):
+                return []
+            return [(one, self.place(page, one)) for page in self.pages for one in argument_defaults(page.tree, key)]
+        if SETTINGS.match(call_name(value)):
+            inner = [*value.args, *(keyword.value for keyword in value.keywords if keyword.arg is None)]
+            return [
+                found
+                for one in inner
+                for whole, there in self._wholes(one, at)
+                for found in self._of_object(whole, key, there)
+            ]
         made = self.binding(call_name(value), at)
-        return _of_class(made[0], key, made[1]) if made and isinstance(made[0], ast.ClassDef) else []
-
-
-def call_name(node: ast.AST) -> str:
-    """Return the dotted name of what is called, empty where it is not a plain name."""
-    if isinstance(node, ast.Call):
-        return call_name(node.func)
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = call_name(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
-
-
-def calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield every call within ``tree``."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-
-
-def literal(node: ast.AST | None) -> int | None:
-    """Return the whole number that ``node`` is, None if it is none."""
-    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
-
-
-def own_statements(function: Function) -> Iterator[ast.stmt]:
-    """Yield the statements of ``function``, those of functions in it left out."""
-    for statement in function.body:
-        yield from (node for node in own(statement) if isinstance(node, ast.stmt))
-
-
-def _binds(node: ast.stmt, name: str) -> bool:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return node.name == name
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return any((alias.asname or alias.name) == name for alias in node.names)
-    return any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store) for part in own(node))
-
-
-def _assigned(node: ast.stmt, name: str) -> ast.expr | None:
-    """Return the expression that ``node`` assigns to ``name``; the whole value where it is unpacked from one."""
-    if isinstance(node, ast.AnnAssign):
-        return node.value
-    if not isinstance(node, ast.Assign):
-        return None
-    for target in node.targets:
-        if isinstance(target, ast.Name) and target.id == name:
-            return node.value
-        if isinstance(target, ast.Tuple | ast.List):
-            names = [part.id if isinstance(part, ast.Name) else "" for part in target.elts]
-            if name in names and isinstance(node.value, ast.Tuple) and len(names) == len(node.value.elts):
-                return node.value.elts[names.index(name)]
-            if name in names:
-                return node.value
-    return None
-
-
-def _parameters(function: Function) -> set[str]:
-    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
-
-
-def _positional(function: Function) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args]
-
-
-def _default(function: Function, name: str) -> ast.expr | None:
-    names = [part.arg for part in _positional(function)]
-    given = dict(zip(names[::-1], function.args.defaults[::-1], strict=False))
-    for part, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        if value is not None:
-            given[part.arg] = value
-    return given.get(name)
-
-
-def _argument(call: ast.Call, function: Function, name: str) -> ast.expr | None:
-    names = [part.arg for part in _positional(function)]
-    if names[:1] == ["self"]:
-        names = names[1:]
-    passed: dict[str | None, ast.expr] = dict(zip(names, _unstarred(call.args), strict=False))
-    passed |= {keyword.arg: keyword.value for keyword in call.keywords}
-    return passed.get(name)
-
-
-def _unstarred(args: Sequence[ast.expr]) -> list[ast.expr]:
-    at = next((index for index, one in enumerate(args) if isinstance(one, ast.Starred)), len(args))
-    return list(args[:at])
-
-
-def _of_class(node: ast.ClassDef, key: str, at: Place) -> list[tuple[ast.expr, Place]]:
-    found = [_assigned(part, key) for part in node.body if _binds(part, key)]
-    return [(value, at) for value in found if value is not None]
-
-
-def _argument_defaults(tree: ast.Module, key: str) -> Iterator[ast.expr]:
-    """Yield the default of the command line's argument that is stored as ``key``."""
-    for call in calls(tree):
-        names = [str(arg.value).lstrip("-").replace("-", "_") for arg in call.args if isinstance(arg, ast.Constant)]
-        if call_name(call).endswith("add_argument") and key in names:
-            yield from (keyword.value for keyword in call.keywords if keyword.arg == "default")
+        if made is None or not isinstance(made[0], ast.ClassDef):
+            return []
+        return [(one, made[1]) for one in of_class(made[0], key)]

@@ -22,6 +22,7 @@ _OVERHEAD: Final = 0.02
 
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
+_DRAWS: Final = re.compile(r"^torch\.(rand|randn|randint)$")
 _SHAPES: Final = frozenset(
     {"view", "reshape", "expand", "repeat", "zeros", "ones", "rand", "randn", "full", "empty", "init_hidden", "randint"}
 )
@@ -46,7 +47,7 @@ def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...] | Refused:
             return _literal_slices(place, loop, step)
         named = book.numbers(step, place)
         return tuple(named) if named else Refused(f"`{ast.unparse(step)}` is not set by a number in the cells")
-    return _of_name(book, place, loop, facts.loader)
+    return _of_name(book, place, loop, facts)
 
 
 def loader_calls(book: Book, text: str, place: Place) -> list[tuple[ast.Call, Place]]:
@@ -79,8 +80,14 @@ def _loaders(
             inside = Place(page=made[0], function=made[1])
             for value in _returned(made[1], index):
                 yield from _loaders(book, value, inside, depth - 1)
+        elif call_name(node).endswith(".prepare") and index is not None and index < len(node.args):
+            yield from _loaders(book, node.args[index], place, depth - 1)
         elif node.args:
             yield from _loaders(book, node.args[0], place, depth - 1)
+        return
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        for value, there in book.of_self(node.attr, place):
+            yield from _loaders(book, value, there, depth - 1)
         return
     if isinstance(node, ast.Subscript | ast.Attribute):
         node = node.value
@@ -182,8 +189,10 @@ def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number
     return tuple(Number(page=place.page, node=node) for node in found)
 
 
-def _of_name(book: Book, place: Place, loop: Loop, loader: str) -> tuple[Number, ...] | Refused:
+def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple[Number, ...] | Refused:
     """Return the number behind the name of a batch size that the loop, or what it calls, cuts batches with."""
+    if (drawn := _drawn(book, place, loop, facts.batch)) is not None:
+        return drawn
     called = {call_name(call).rpartition(".")[2] for call in calls(loop)}
     parts: list[tuple[ast.AST, Place]] = [(loop, place)]
     parts += [(node, Place(page=page, function=node)) for page, node in book.functions() if node.name in called]
@@ -195,7 +204,29 @@ def _of_name(book: Book, place: Place, loop: Loop, loader: str) -> tuple[Number,
             found = book.numbers(ast.Name(id=name, ctx=ast.Load()), where)
             if found:
                 return tuple(found)
-    return Refused(f"what made the batches of `{loader}` was not found in the cells")
+    return Refused(f"what made the batches of `{facts.loader}` was not found in the cells")
+
+
+def _drawn(book: Book, place: Place, loop: Loop, batch: Sequence[str]) -> tuple[Number, ...] | None:
+    """Return the numbers that set the first dimension of what the loop draws as its batch, None where it draws none."""
+    found: list[Number] = []
+    for node in loop.body:
+        value = node.value if isinstance(node, ast.Assign) and bound(node) & set(batch) else None
+        for call in calls(value) if value is not None else ():
+            if (size := _first_extent(call)) is not None and not bound(loop) & reads(size):
+                found += book.numbers(size, place)
+    return tuple({id(number.node): number for number in found}.values()) or None
+
+
+def _first_extent(call: ast.Call) -> ast.expr | None:
+    """Return the first of the extents that random numbers are drawn in."""
+    if not _DRAWS.match(call_name(call)):
+        return None
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    sizes = [part for part in [given.get("size"), *call.args] if isinstance(part, ast.Tuple | ast.List) and part.elts]
+    if sizes:
+        return sizes[0].elts[0]
+    return call.args[0] if call.args and len(call.args) > 1 and not call_name(call).endswith("randint") else None
 
 
 def hard_coded(book: Book, facts: TrainingLoop, numbers: Sequence[Number]) -> str | None:

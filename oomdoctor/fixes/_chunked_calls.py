@@ -1,8 +1,9 @@
 """Calls of a model in the source rewritten to run over parts of the batch.
 
 ``logits = model(x)`` becomes ``logits = torch.cat([checkpoint(model, part, use_reentrant=False) for part in
-x.chunk(4)])``. Rewritten are the calls of the failing step that take tensors of the batch by position and whose output
-is used as a tensor; of any other call the reason is given.
+x.chunk(4)])``; where a step has several such calls, a small function does it for all. Rewritten are the calls of the
+failing step that take tensors of the batch by position and whose output is used as a tensor; of any other call the
+reason is given.
 """
 
 from __future__ import annotations
@@ -47,16 +48,31 @@ _OF_A_TENSOR: Final = frozenset(
     | {"permute", "relu", "reshape", "sigmoid", "shape", "size", "softmax", "squeeze", "std", "sum", "t", "tanh"}
     | {"topk", "transpose", "unsqueeze", "view", "requires_grad", "device", "dtype", "ndim", "T", "abs", "clamp", "pow"}
 )
+_HELPER: Final = """
+
+def {helper}(model, *tensors):
+    \"\"\"Run a model over {chunks} parts of the batch, each recomputed in the backward pass.\"\"\"
+    parts = zip(*(tensor.chunk({chunks}) for tensor in tensors), strict=True)
+    return torch.cat([{checkpoint}(model, *part, use_reentrant=False) for part in parts])
+"""
+_HELPS: Final = re.compile(r"\bdef (in_parts\w*)\(model, \*tensors\)")
+_SPLIT: Final = re.compile(r"\btorch\.cat\(\[.*\bfor \w+ in .*\.chunk\(\d+\)")
 _PARTS: Final = re.compile(r"\.(chunk|split|tensor_split)\(")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """What the new code calls things by. ``checkpoint`` is None where gradients are off."""
+    """What the new code calls things by.
+
+    Attributes:
+        checkpoint: None where gradients are off.
+        helper: the function that runs a model in parts, None where the only such call does so where it stands.
+    """
 
     checkpoint: str | None
     part: str
     chunks: int
+    helper: str | None = None
 
 
 def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
@@ -73,15 +89,21 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
     models = set(loop.models) if loop else {model.path for model in code.models if model.parameter_bytes}
     within = _cst.statement_at(parsed, loop.line) if loop else None
     around: cst.CSTNode = within if within is not None else parsed.module
+    if (there := next(filter(None, (_HELPS.search(one.source) for one in cells.history)), None)) is not None:
+        return Refused(f"`{there[1]}` gives a model parts of the batch already")
+    if _SPLIT.search(parsed.code(around)):
+        return Refused("a model is given parts of the batch already")
     calls = _calls(parsed, around, models)
     if not calls:
         return Refused("the code calls no model that could be given parts of the batch")
+    whole = sum(one.field is None for one in calls)
     names = _Names(
         checkpoint=None
         if code.grad_disabled
         else _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute"),
         part=_cst.fresh_name("part", cells),
         chunks=chunks,
+        helper=_cst.fresh_name("in_parts", cells) if not code.grad_disabled and whole > 1 else None,
     )
     changed = _rewritten(parsed, around, calls, names, _batch_names(parsed, around, loop))
     return changed if isinstance(changed, Refused) else _edited(cells, cell, parsed, changed, names)
@@ -92,6 +114,8 @@ def _edited(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Modul
     imports = [] if _imports.knows_torch(cells) else ["import torch"]
     if names.checkpoint is not None:
         imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
+    if names.helper is not None:
+        imports.append(_HELPER.format(helper=names.helper, checkpoint=names.checkpoint, chunks=names.chunks))
     return _cst.join(cells, [_cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, module, imports))])
 
 
@@ -220,6 +244,8 @@ def _refusal(parsed: _cst.ParsedCell, one: _ModelCall, batch: set[str]) -> str |
 
 def _split_call(parsed: _cst.ParsedCell, call: cst.Call, names: _Names, field: str | None) -> str:
     model, arguments = parsed.code(call.func), [argument.value for argument in call.args]
+    if names.helper is not None and field is None:
+        return f"{names.helper}({', '.join(map(parsed.code, (call.func, *arguments)))})"
     pieces = [f"{_bracketed(parsed, argument)}.chunk({names.chunks})" for argument in arguments]
     several = len(pieces) > 1
     part = f"*{names.part}" if several else names.part

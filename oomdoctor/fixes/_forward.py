@@ -2,13 +2,12 @@
 
 What the fixes share that run a module's ``forward`` in another way. The replacement is an instance attribute, a bound
 method as the original is, so that ``copy.deepcopy`` and ``pickle`` of a model in its scope give a model of its own.
-Limits: a state that a forward keeps outside of its module (a global list, a file) is not seen, and running statistics
-are told by the class of the module that keeps them: those that a user's own module updates through the functional
-``batch_norm`` are counted twice.
+Limits: a state that a forward keeps outside of its module (a global list, a file) is not seen.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +30,14 @@ __all__ = [
     "active_dropout",
     "compiled",
     "drops",
+    "host_marks",
     "is_shadow_run",
     "recomputed",
     "refuse_inner_hooks",
     "refuse_unless_plain",
     "replaced",
     "rng_marks",
+    "running_statistics",
     "splittable",
 ]
 
@@ -61,10 +62,10 @@ _REPEATABLE_HOOKS: Final = frozenset({"WeightNorm"})
 def replaced(modules: Iterable[Any], run: Run) -> Iterator[None]:
     """Have every one of ``modules`` run its forward through ``run``; put back what was there on exit.
 
-    A copy of a module made meanwhile goes on through ``run`` as well, with itself in the module's place, and through
-    its class's own forward once the context is left.
+    A copy of a module made meanwhile goes on through ``run`` as well, with itself in the module's place, and has its
+    class's own forward once the context is left.
     """
-    done: list[tuple[dict[str, Any], Any, Any]] = []
+    done: list[tuple[dict[str, Any], Any, MethodType]] = []
     in_place = [True]
     try:
         for module in modules:
@@ -82,6 +83,16 @@ def replaced(modules: Iterable[Any], run: Run) -> Iterator[None]:
                     del held["forward"]
                 else:
                     held["forward"] = before
+        _forget_copies([mine.__func__ for _, _, mine in done])
+
+
+def _forget_copies(functions: list[Any]) -> None:
+    """Take from copies of modules the forward that they were copied with."""
+    for method in gc.get_referrers(*functions) if functions else ():
+        if type(method) is MethodType and isinstance(method.__self__, torch.nn.Module):
+            held = vars(method.__self__)
+            if held.get("forward") is method:
+                del held["forward"]
 
 
 def _method(module: Any, run: Run, in_place: list[bool]) -> MethodType:
@@ -176,9 +187,9 @@ def is_shadow_run() -> bool:
 def rng_marks(devices: Iterable[torch.device] = ()) -> tuple[Any, ...]:
     """Return where the random number generators stand, for comparison: Python's, NumPy's and, by value, torch's."""
     if is_shadow_run():
-        return _host_marks()
+        return host_marks()
     states = [torch.get_rng_state(), *(_device_rng(one) for one in devices)]
-    return *_host_marks(), *(state.numpy().tobytes() for state in states)
+    return *host_marks(), *(state.numpy().tobytes() for state in states)
 
 
 def _device_rng(device: torch.device) -> Any:
@@ -193,13 +204,15 @@ class StateWatch:
     away, so that each batch counts once, and any other change is an error.
 
     Source: ``torch.nn.modules.batchnorm._NormBase`` keeps them in its buffers; a forward in training mode updates
-    them and does not read them.
+    them and does not read them. ``torch.native_batch_norm`` updates those that it is given without counting up their
+    version, which is how a module of the user's own may keep them.
     """
 
     def __init__(self, path: str, module: Any) -> None:
         self._path, self._module = path, module
         self._spared: list[tuple[dict[str, Any], str, Any]] = []
         self._before = self._marks()
+        self._parameters = self._parameter_marks()
 
     def changed(self) -> str | None:
         """Return the path of something that is not as it was when the watch began, None if all is."""
@@ -210,32 +223,55 @@ class StateWatch:
         return min(names)
 
     def __enter__(self) -> None:
+        if self._parameters != self._parameter_marks():
+            raise OomDoctorError(
+                f"{self._path} cannot be recomputed: its parameters are no longer those that its forward ran with"
+            )
         for part in self._module.modules():
-            if isinstance(part, _NormBase) and part.training and part.track_running_stats:
-                for name in _RUNNING_STATISTICS:
-                    if (buffer := part._buffers.get(name)) is not None:
-                        self._spared.append((part._buffers, name, buffer))
-                        part._buffers[name] = buffer.clone()
-        self._before = self._marks() | {"Python's or NumPy's random numbers": _host_marks()}
+            for name, buffer in running_statistics(part):
+                self._spared.append((part._buffers, name, buffer))
+                part._buffers[name] = buffer.clone()
+        self._before = self._marks() | {"Python's or NumPy's random numbers": host_marks()}
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        now_drawn = _host_marks()
+        drawn = self._before.pop("Python's or NumPy's random numbers")
+        what = "Python's or NumPy's random numbers" if drawn != host_marks() else self.changed()
         for buffers, name, buffer in reversed(self._spared):
             buffers[name] = buffer
         self._spared.clear()
-        if kind is None or kind.__name__ == "_StopRecomputationError":
-            drawn = self._before.pop("Python's or NumPy's random numbers")
-            what = "Python's or NumPy's random numbers" if drawn != now_drawn else self.changed()
-            if what is not None:
-                raise OomDoctorError(
-                    f"{self._path} cannot be recomputed: its forward changes {what}, which would then happen twice"
-                )
+        if what is not None and (kind is None or kind.__name__ == "_StopRecomputationError"):
+            raise OomDoctorError(
+                f"{self._path} cannot be recomputed: its forward changes {what}, which would then happen twice"
+            )
 
     def _marks(self) -> dict[str, Any]:
         return {name: mark for path, part in submodules(self._module, self._path) for name, mark in _marks(path, part)}
 
+    def _parameter_marks(self) -> list[tuple[int, int]]:
+        """Return which parameters there are, by identity: ``torch.func.functional_call`` exchanges them for a call."""
+        return [
+            (id(parameter), parameter._version)
+            for _, part in submodules(self._module, self._path)
+            for parameter in part._parameters.values()
+            if parameter is not None
+        ]
 
-def _host_marks() -> tuple[Any, ...]:
+
+def running_statistics(part: Any) -> list[tuple[str, Any]]:
+    """Return the buffers of ``part`` that its forward may update unseen, by name."""
+    if isinstance(part, _NormBase):
+        names = _RUNNING_STATISTICS if part.training and part.track_running_stats else ()
+    else:
+        names = tuple(name for name, held in part._buffers.items() if _is_vector(held))
+    return [(name, part._buffers[name]) for name in names if part._buffers.get(name) is not None]
+
+
+def _is_vector(buffer: Any) -> bool:
+    return buffer is not None and buffer.ndim == 1 and buffer.is_floating_point()
+
+
+def host_marks() -> tuple[Any, ...]:
+    """Return where the random number generators of Python and NumPy stand, for comparison."""
     if (numpy := sys.modules.get("numpy")) is None:
         return (random.getstate(),)
     _, keys, position, *_ = numpy.random.get_state()
@@ -277,6 +313,10 @@ def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], 
         return forward(*inner_args, **inner_kwargs)
 
     tensors = [leaves[at] for at in places]
-    return checkpoint(
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    out = checkpoint(
         run, *tensors, *anchors, use_reentrant=False, context_fn=lambda: (nullcontext(), StateWatch(path, module))
     )
+    if versions != [None if tensor.is_inference() else tensor._version for tensor in tensors]:
+        raise OomDoctorError(f"{path} cannot be recomputed: its forward changes its input in place")
+    return out

@@ -28,7 +28,9 @@ _TAKES: Final = frozenset(
     {"backward", "manual_backward", "grad", "vjp", "jvp", "jacobian", "hessian", "jacrev", "jacfwd", "minimize", "fit"}
 )
 _MODEL: Final = re.compile(r"^(self\.)?(\w*model|\w*net|\w*encoder|\w*decoder|generator|discriminator|vae|net[A-Z])$")
-_CUTS: Final = frozenset({"item", "detach", "numpy", "tolist", "argmax", "size", "float", "int", "len", "backward"})
+_CUTS: Final = frozenset({"item", "detach", "numpy", "tolist", "argmax", "size", "backward"})
+_NUMBERS: Final = frozenset({"float", "int", "len"})
+"""Functions whose results have no graph; the method ``float`` of a tensor keeps it."""
 _LEAVES: Final = re.compile(r"requires_grad|\bParameter\(")
 
 
@@ -159,7 +161,7 @@ class Graphs:
         """Whether ``value`` may have a graph behind it."""
         if isinstance(value, ast.Call):
             text, last = ast.unparse(value.func), _last(value)
-            if last in _CUTS:
+            if _cuts(value):
                 return False
             if text in self._models or _MODEL.match(text) or text.partition(".")[0] in self._models:
                 return True
@@ -227,11 +229,15 @@ def _parameters(unit: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 def _uncut(value: ast.AST) -> set[str]:
     """Return the names that ``value`` reads and does not turn into numbers or detach."""
-    if isinstance(value, ast.Call) and _last(value) in _CUTS:
+    if isinstance(value, ast.Call) and _cuts(value):
         return set()
     if isinstance(value, ast.Name):
         return {value.id}
     return {name for part in ast.iter_child_nodes(value) for name in _uncut(part)}
+
+
+def _cuts(call: ast.Call) -> bool:
+    return _last(call) in (_NUMBERS if isinstance(call.func, ast.Name) else _CUTS)
 
 
 def _fillings(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

@@ -69,7 +69,8 @@ def insert_at_top(parsed: _cst.ParsedCell, module: cst.Module, imports: Sequence
         header, above = _parted(header)
         body[0] = body[0].with_changes(leading_lines=[*above, *body[0].leading_lines])
     if at < len(body) and not _cst.is_import(body[at]) and not _begins_with_blank(body[at]):
-        blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(body[at], cst.FunctionDef | cst.ClassDef) else 1)
+        beside = any(isinstance(one, cst.FunctionDef | cst.ClassDef) for one in (new[-1], body[at]))
+        blank = [cst.EmptyLine(indent=False)] * (2 if beside else 1)
         body[at] = body[at].with_changes(leading_lines=[*blank, *body[at].leading_lines])
     return module.with_changes(header=header, body=[*body[:at], *new, *body[at:]])
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -173,9 +172,15 @@ class _Rows(torch.autograd.Function):
         return torch.cat([way.loss(rows, part, weight) for part, rows in way.parts(target, logits)], dim=way.dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> Any:
-        """Compute each chunk's log-probabilities anew for its part of the gradient."""
+        """Compute each chunk's log-probabilities anew for its part of the gradient.
+
+        Raises:
+            OomDoctorError: the gradient is to be differentiated itself.
+        """
+        # ``once_differentiable`` would tell only where the gradient that comes in requires one.
+        if torch.is_grad_enabled():
+            raise OomDoctorError("a gradient is taken of gradients, which a loss taken in chunks does not give")
         logits, target, weight = ctx.saved_tensors
         way: _Way = ctx.way
         whole = torch.empty_like(logits)

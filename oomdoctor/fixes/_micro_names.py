@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import reduce
 from types import MappingProxyType
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import Book, calls
+from oomdoctor.fixes._batch_notebook import Book, Place, calls
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound
-from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, loss_made_by
+from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, called, function_form, loss_made_by
 from oomdoctor.fixes._step import Split
 from oomdoctor.model.evidence import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.kinds import child_path
@@ -22,6 +22,11 @@ __all__ = ["known_names", "layer", "model_facts", "write_constants"]
 _COUPLES: Final = re.compile(
     r"BatchNorm|InstanceNorm|\bLSTM\b|\bGRU\b|\bRNN\b|Transformer|MultiheadAttention|torchvision|timm|smp\."
     r"|from_pretrained|resnet|efficientnet|weight_norm|hub\.load"
+)
+
+_DRAWS: Final = re.compile(
+    r"(torch|np\.random|random)\.(rand|randn|randint|randperm|rand_like|randn_like|randint_like|normal|bernoulli"
+    r"|multinomial|random|choice|uniform)$|.*\.(normal_|uniform_|bernoulli_|rsample|sample|exponential_)$"
 )
 
 
@@ -75,19 +80,37 @@ def known_names(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Modul
             raise NotProven(f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode")
         else:
             models[text] = model.type_name
+        if drawn := _drawn(models[text], trees):
+            raise NotProven(f"`{text}` draws random numbers itself (`{drawn}`), others for parts than for the whole")
     known = {name: form for name, form in _of_namespace(code, loop).items() if name not in local}
     attributes = {name: form for one in trees for name, form in _constructed(one, imported, attributes=True).items()}
     made = _constructed(scope, imported, known if scope is tree else {})
     # A name that the scope binds to something else again is no longer the loss that it was.
     known = {name: form for name, form in known.items() if name in made or name not in _others(scope)}
+    asked = {name for call in calls(scope) if (name := called(call.func)) and "." not in name} - {*known, *made}
+    passed = _passed(book, book.place(book.page(loop.cell), node), asked, imported)
     return Split(
         batch=loop.batch,
-        models=models,
-        losses={**attributes, **known, **made},
+        models={text: kind for text, kind in models.items() if text not in known},
+        losses={**attributes, **passed, **known, **made},
         optimizers=loop.optimizers,
         masks_targets=any("-100" in text for text in texts),
         imported=imported,
+        functions={
+            n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local
+        },
     )
+
+
+def _drawn(type_name: str, trees: Sequence[ast.Module]) -> str | None:
+    """Return the call by which a class of the cells, or one that it names, draws random numbers as it runs."""
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for source in _sources(type_name, classes, set()):
+        methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        for call in (one for method in methods if method.name != "__init__" for one in calls(method)):
+            if _DRAWS.match(ast.unparse(call.func)):
+                return ast.unparse(call)
+    return None
 
 
 def _imported(trees: Sequence[ast.AST]) -> frozenset[str]:
@@ -149,6 +172,23 @@ def _form(value: ast.expr, imported: frozenset[str], known: LossForm | None) -> 
         if known is None:
             raise
         return known
+
+
+def _passed(book: Book, place: Place, asked: Set[str], imported: frozenset[str]) -> dict[str, LossForm]:
+    """Return the losses that a call writes out, or that are functions of torch by another name: ``F.mse_loss``."""
+    found: dict[str, LossForm] = {}
+    for name in asked:
+        given = book.value(name, place)
+        if given is not None and isinstance(given[0], ast.Name):
+            given = book.value(given[0].id, given[1]) or given
+        if given is None:
+            continue
+        value = given[0]
+        alias = function_form(ast.Call(func=value, args=[], keywords=[]), called(value), imported)
+        form = alias or loss_made_by(value, imported)
+        if form is not None:
+            found[name] = form
+    return found
 
 
 def _others(scope: ast.AST) -> set[str]:

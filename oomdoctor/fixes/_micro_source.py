@@ -23,8 +23,6 @@ __all__ = ["rewrite", "why_not"]
 
 def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
     """Return why this loop's batch cannot be taken apart, as far as facts tell."""
-    if loop.accumulates:
-        return "the loop accumulates gradients already: raise its number of parts there"
     if len(loop.optimizers) > 1:
         return f"the loop steps {len(loop.optimizers)} optimizers ({', '.join(loop.optimizers)})"
     if not loop.models:

@@ -29,6 +29,8 @@ class Writer:
         self._cells = cells
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
+        self._each = ""
+        self._sums = {name: self._fresh(f"batch_{name}") for name, _ in step.summed}
         self._lists = {name: self._fresh(f"{name}_parts") for name in step.gathered}
 
     def _fresh(self, stem: str) -> str:
@@ -49,17 +51,22 @@ class Writer:
         lines = list(body.body)
         step = self._step
         start = [f"{self._sum} = 0.0"] if self._sum else []
+        start += [f"{total} = 0.0" for total in self._sums.values()]
         start += [f"{parts} = []" for parts in self._lists.values()]
         end = [f"{step.loss} = {self._sum}"] if self._sum else []
+        end += [f"{name} = {total}" for name, total in self._sums.items()]
         end += [f"{name} = torch.cat({parts})" for name, parts in self._lists.items()]
         if self._lists and not any(re.search(r"^\s*import torch\b(?!\.)", c.source, re.M) for c in self._cells.history):
             raise NotProven(
                 f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it"
             )
+        inner = [lines[place] for place in step.inner]
+        inner[0], gap = _without_gap(inner[0])
+        opened = [*self._statements(start), self._inner(inner)]
+        opened[0] = opened[0].with_changes(leading_lines=(*gap, *opened[0].leading_lines))
         new = [
             *(lines[place] for place in step.before),
-            *self._statements(start),
-            self._inner([lines[place] for place in step.inner]),
+            *opened,
             *self._statements(end),
             *(lines[place] for place in step.after),
             *lines[max(step.inner) + 1 :],
@@ -73,6 +80,9 @@ class Writer:
         body = [*self._statements(first), *forward, *self._weighted(backward)]
         if step.keeps_loss:
             body += self._statements([f"{self._sum} += {step.loss}.detach()"])
+        for name, is_mean in step.summed:
+            share = f" * ({self._share()})" if is_mean else ""
+            body += self._statements([f"{self._sums[name]} += {name}.detach(){share}"])
         body += self._statements([f"{parts}.append({name}.detach())" for name, parts in self._lists.items()])
         comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
         (loop,) = self._statements([f"{head}:", "    pass"])
@@ -91,7 +101,7 @@ class Writer:
         else:
             ((name, micro),) = self._micro.items()
             values = f"{name}.values()" if step.kind == "dict" else name
-            each = self._fresh("chunks") if step.kind == "dict" else micro
+            self._each = each = self._fresh("chunks") if step.kind == "dict" else micro
             head = f"for {each} in zip(*(value.chunk({parts}) for value in {values}), strict=True)"
             if step.kind == "dict":
                 first = [f"{micro} = dict(zip({name}, {each}, strict=True))"]
@@ -121,7 +131,7 @@ class Writer:
             return f"{self._kept} / {self._counts(micro=False)}"
         name, micro = next(iter(self._micro.items()))
         if step.kind == "dict":
-            return f"len(next(iter({micro}.values()))) / len(next(iter({name}.values())))"
+            return f"len({self._each}[0]) / len(next(iter({name}.values())))"
         item = "[0]" if step.kind == "list" else ""
         return f"len({micro}{item}) / len({name}{item})"
 
@@ -141,6 +151,13 @@ class Writer:
 
     def _statements(self, lines: Sequence[str]) -> tuple[_cst.Statement, ...]:
         return _cst.statements("\n".join(lines) + "\n", self._parsed) if lines else ()
+
+
+def _without_gap(line: cst.BaseStatement) -> tuple[cst.BaseStatement, Sequence[cst.EmptyLine]]:
+    """Return a statement without the blank lines above it and above its comments, and those lines."""
+    above = list(getattr(line, "leading_lines", ()))
+    blank = next((at for at, one in enumerate(above) if one.comment is not None), len(above))
+    return line.with_changes(leading_lines=above[blank:]), above[:blank]
 
 
 def _loss_node(call: cst.Call) -> cst.BaseExpression:

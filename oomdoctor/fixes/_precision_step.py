@@ -19,6 +19,8 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, reads
+from oomdoctor.fixes._dataflow import parsed as tree_of
+from oomdoctor.fixes._precision_device import device_text
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
 from oomdoctor.model.fix import Edit
@@ -65,13 +67,15 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     tree = ast.parse(parsed.masked.text)
     scaler = _cst.fresh_name("scaler", cells) if dtype == "float16" else ""
     scale = _cst.fresh_name("scale", cells)
+    read = {one.number: known for one in cells.history if (known := tree_of(one.source)) is not None}
     changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
     tops: list[cst.CSTNode] = []
     try:
         for facts in loops:
             old, node = _loops(parsed, tree, facts.line)
             step = _plan(tree, node, _helpers(cells, facts))
-            new = _wrapped(parsed, old, step, device, dtype)
+            there = device_text(node, ancestors(tree, node), read.values(), device)
+            new = _wrapped(parsed, old, step, there, dtype)
             if scaler:
                 _check_scaled(node, facts)
                 new = cst.ensure_type(new.visit(_Scale(parsed, facts, scaler, scale)), type(new))
@@ -83,7 +87,10 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     if isinstance(edit, Refused) or not scaler:
         return edit
     index = min(i for i, node in enumerate(parsed.module.body) if any(node is top for top in tops))
-    return _with_scaler(cells, edit, index, f'{scaler} = torch.amp.GradScaler("{device}")')
+    above = ast.Module(body=[], type_ignores=[])  # nothing of the function, whose parameters are not known there
+    before = [one for number, one in read.items() if number < cell.number]
+    there = device_text(above, (), [*before, ast.Module(body=tree.body[:index], type_ignores=[])], device)
+    return _with_scaler(cells, edit, index, f"{scaler} = torch.amp.GradScaler({there})")
 
 
 def _loops(parsed: _cst.ParsedCell, tree: ast.Module, line: int) -> tuple[cst.For | cst.While, Loop]:
@@ -162,7 +169,7 @@ def _wrapped(
 ) -> cst.For | cst.While:
     lines = list(old.body.body)
     inner = lines[step.start : step.end + 1]
-    (head,) = _cst.statements(f'with torch.autocast("{device}", dtype=torch.{dtype}):\n    pass\n', parsed)
+    (head,) = _cst.statements(f"with torch.autocast({device}, dtype=torch.{dtype}):\n    pass\n", parsed)
     first = inner[0]
     above = getattr(first, "leading_lines", ())
     inner[0] = first.with_changes(leading_lines=()) if hasattr(first, "leading_lines") else first

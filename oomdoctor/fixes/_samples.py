@@ -10,10 +10,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from oomdoctor.fixes._loss_forms import IGNORING, NAMESPACES, LossForm, NotProven, called, function_form, loss_made_by
+from oomdoctor.fixes._dataflow import bound, reads
+from oomdoctor.fixes._loss_forms import (
+    IGNORING,
+    NAMESPACES,
+    REDUCES_BY,
+    LossForm,
+    NotProven,
+    called,
+    function_form,
+    loss_made_by,
+)
 from oomdoctor.fixes._sample_values import COUNT, EXTENT, PLAIN, ROWS, Shape, Value
 
 __all__ = ["Samples"]
@@ -49,6 +59,7 @@ class Samples:
         models: class name of the model that each source text calls.
         losses: the loss that each source text calls.
         imported: names that the cells import from ``torch.nn`` and ``torch.nn.functional``.
+        functions: functions of the cells by their names, which are followed where they are called.
         masks_targets: whether -100 may stand in a target, which cross entropy passes over.
     """
 
@@ -57,6 +68,7 @@ class Samples:
     losses: Mapping[str, LossForm]
     masks_targets: bool = False
     imported: frozenset[str] = frozenset()
+    functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
 
     def follow(self, node: ast.stmt) -> None:
         """Take one statement of the step into account.
@@ -71,7 +83,7 @@ class Samples:
             self._assign(node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node.target, node.value)
-        elif isinstance(node, ast.Pass):
+        elif isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             return
         else:
             raise NotProven(f"line {node.lineno}, `{_brief(node)}`, is more than an assignment")
@@ -86,7 +98,14 @@ class Samples:
             for part, one in zip(target.elts, [COUNT, *[PLAIN] * len(target.elts)], strict=False):
                 self._bind(part, one)
             return
+        if isinstance(value, ast.Call) and called(value.func) in self.functions and isinstance(target, ast.Tuple):
+            self._assign_returned(target, value)
+            return
         made = self.value(value)
+        if made.shape is Shape.BATCH and isinstance(target, ast.Tuple) and isinstance(value, ast.Name):
+            for at, part in enumerate(target.elts):
+                self._bind(part, replace(ROWS, entries=made.entries and f"{made.entries}[{at}]"))
+            return
         parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
         if len(parts) > 1 and made.shape not in {Shape.ROWS, Shape.PLAIN}:
             raise NotProven(f"`{_brief(value)}` is taken apart into several names")
@@ -94,6 +113,51 @@ class Samples:
             raise NotProven(f"`{_brief(value)}` is taken apart along the batch")
         for part in parts:
             self._bind(part, made)
+
+    def _assign_returned(self, target: ast.Tuple, call: ast.Call) -> None:
+        returned = self._returned(call)
+        if len(returned) != len(target.elts):
+            raise NotProven(f"`{_brief(call)}` is taken apart into several names")
+        for part, one in zip(target.elts, returned, strict=True):
+            self._bind(part, one)
+
+    def _returned(self, call: ast.Call) -> list[Value]:
+        """Follow a function of the cells, and return what it returns."""
+        name = called(call.func)
+        inside, *body = self._entered(call, self.functions[name])
+        *statements, last = body
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise NotProven(f"`{name}` does not end with what it returns")
+        for node in statements:
+            inside.follow(node)
+        values = last.value.elts if isinstance(last.value, ast.Tuple) else [last.value]
+        return [replace(inside.value(value), entries=None) for value in values]
+
+    def _entered(self, call: ast.Call, function: ast.FunctionDef) -> tuple[Any, ...]:
+        """Return what is known within a function that is called, and its statements."""
+        name, arguments = function.name, function.args
+        parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+        known = {*parameters, *(one.arg for one in arguments.kwonlyargs)}
+        hidden = known | bound(function)
+        given = dict(zip(parameters, call.args, strict=False)) | {k.arg or "**": k.value for k in call.keywords}
+        stars = any(isinstance(one, ast.Starred) for one in call.args)
+        odd = arguments.vararg or arguments.kwarg or function.decorator_list
+        if odd or stars or len(call.args) > len(parameters) or not given.keys() <= known:
+            raise NotProven(f"how `{name}` takes its arguments is not followed")
+        free = reads(function) - hidden
+        if seen := free & {one for one, value in self.names.items() if value is not PLAIN}:
+            raise NotProven(f"`{name}` reads `{min(seen)}` of the batch, which it is not given")
+        texts = {one: called(value) for one, value in given.items()}
+        models = {one: self.models[text] for one, text in texts.items() if text in self.models}
+        losses = {one: self.losses[text] for one, text in texts.items() if text in self.losses}
+        inside = replace(
+            self,
+            names={one: self.value(value) for one, value in given.items()},
+            models={one: kind for one, kind in self.models.items() if one.partition(".")[0] not in hidden} | models,
+            losses={one: form for one, form in self.losses.items() if one.partition(".")[0] not in hidden} | losses,
+            functions={one: node for one, node in self.functions.items() if one not in {name, *hidden}},
+        )
+        return inside, *function.body
 
     def _is_size(self, node: ast.expr) -> bool:
         """Whether ``node`` is the shape of a value with a row for each sample."""
@@ -144,6 +208,13 @@ class Samples:
         name = called(node.func)
         if name in self.models:
             return self._model(node, name)
+        if name in self.functions and name not in self.losses:
+            returned = self._returned(node)
+            if len(returned) != 1:
+                raise NotProven(f"`{name}` returns several values")
+            return returned[0]
+        if name in self.losses and any(k.arg in REDUCES_BY or k.arg in {None, "weight"} for k in node.keywords):
+            raise NotProven(f"how `{_brief(node)}` reduces is not read from its arguments")
         form = self.losses.get(name) or function_form(node, name, self.imported)
         if form is None and isinstance(node.func, ast.Call):
             form = loss_made_by(node.func, self.imported)
@@ -221,6 +292,13 @@ class Samples:
         method = function.attr
         if method in _MOVES and of.shape in {Shape.ROWS, Shape.BATCH}:
             return of
+        if (
+            of.shape is Shape.BATCH
+            and method == "pop"
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            return replace(ROWS)
         if of.shape is Shape.ROWS:
             if method in {"view", "reshape"} and node.args and self._keeps_rows(node.args[0]):
                 return ROWS

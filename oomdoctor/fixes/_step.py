@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, exposed, own, reads
 from oomdoctor.fixes._loss_forms import LossForm, NotProven, called
 from oomdoctor.fixes._sample_values import Shape, Value
 from oomdoctor.fixes._samples import Samples
-from oomdoctor.fixes._step_results import Parts, gathered, to_hoist, unmoved, used_after
+from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
 
 __all__ = ["Split", "Step", "plan"]
 
@@ -35,6 +35,7 @@ class Split:
     optimizers: tuple[str, ...]
     masks_targets: bool = False
     imported: frozenset[str] = frozenset()
+    functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Step:
         form: its reduction: mean or sum, over all or over the counted entries of a target.
         keeps_loss: the loss is used after the step.
         gathered: names whose parts are joined again because they are used after the step.
+        summed: numbers that are used after the step, and whether each is a mean over the samples of its part.
     """
 
     names: tuple[str, ...]
@@ -60,6 +62,7 @@ class Step:
     form: Value
     keeps_loss: bool
     gathered: tuple[str, ...]
+    summed: tuple[tuple[str, bool], ...] = ()
 
 
 def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
@@ -89,14 +92,16 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
         losses=split.losses,
         masks_targets=split.masks_targets,
         imported=split.imported,
+        functions=split.functions,
     )
-    kind = _kind(loop.body, names, inner)
+    kind = _kind([loop.body[place] for place in inner], names, split.functions)
     shape = Shape.ROWS if kind == "tensors" else Shape.BATCH
     samples.names.update({name: Value(shape=shape, entries=name) for name in names})
     _check_carried(loop.body, inner, names)
     form = _follow(loop.body, inner, samples, loss)
     used = used_after(tree, loop, at, (before, after))
-    joined = gathered(loop.body, inner, used, names, loss, samples)
+    summed = numbers_used(loop.body, inner, used, loss, samples)
+    joined = gathered(loop.body, inner, used - dict(summed).keys(), names, loss, samples)
     name = loss.id if isinstance(loss, ast.Name) else None
     top_level = not any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ancestors(tree, loop))
     return Step(
@@ -109,6 +114,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
         form=form,
         keeps_loss=name is not None and (name in used or top_level),
         gathered=joined,
+        summed=summed,
     )
 
 
@@ -117,6 +123,8 @@ def _backward(loop: Loop) -> tuple[int, ast.expr]:
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _method(node) == "backward"]
     if any(isinstance(node, ast.FunctionDef) and any(c in ast.walk(node) for c in calls) for node in ast.walk(loop)):
         raise NotProven("the step is a closure that the optimizer calls")
+    if not calls:
+        raise NotProven("backward is called in a function that the loop calls, not by the loop itself")
     if len(calls) != 1:
         raise NotProven(f"the loop calls backward {len(calls)} times, not once")
     for at, node in enumerate(loop.body):
@@ -153,8 +161,8 @@ def _check_order(loop: Loop, at: int, split: Split) -> None:
         raise NotProven("no optimizer is stepped in the loop")
     if min(steps) < at:
         raise NotProven("the optimizer is stepped before backward")
-    if any(isinstance(loop.body[place], ast.If | ast.For | ast.While) for place in steps):
-        raise NotProven("the optimizer is stepped under a condition")
+    if any(isinstance(loop.body[place], ast.For | ast.While) for place in steps):
+        raise NotProven("the optimizer is stepped in a loop of its own")
 
 
 def _steps(call: ast.Call, optimizers: Sequence[str]) -> bool:
@@ -264,16 +272,27 @@ def _check_made_once(node: ast.stmt) -> None:
             raise NotProven(f"`{ast.unparse(node)}` makes a tensor for the whole batch")
 
 
-def _kind(body: list[ast.stmt], names: Sequence[str], inner: Sequence[int]) -> str:
+def _kind(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
     if len(names) != 1:
         return "tensors"
-    for part in (part for place in inner for part in ast.walk(body[place])):
-        if isinstance(part, ast.Subscript) and called(part.value) == names[0] and isinstance(part.slice, ast.Constant):
+    (name,) = names
+    for part in (part for node in block for part in ast.walk(node)):
+        if isinstance(part, ast.Subscript) and called(part.value) == name and isinstance(part.slice, ast.Constant):
             return "dict" if isinstance(part.slice.value, str) else "list"
-        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == names[0]:
+        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == name:
             return "dict"
-        if isinstance(part, ast.Call) and called(part.func) == f"{names[0]}.items":
+        if isinstance(part, ast.Call) and called(part.func) in {f"{name}.items", f"{name}.pop"}:
             return "dict"
+        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
+            return "list"
+        if isinstance(part, ast.Call) and (function := functions.get(called(part.func))) is not None:
+            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+            given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
+            given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
+            inner = {one: node for one, node in functions.items() if node is not function}
+            found = _kind(function.body, given, inner) if given else "tensors"
+            if found != "tensors":
+                return found
     return "tensors"
 
 

@@ -11,7 +11,7 @@ from oomdoctor.fixes._loss_forms import NotProven, called
 from oomdoctor.fixes._sample_values import Shape
 from oomdoctor.fixes._samples import Samples
 
-__all__ = ["Parts", "gathered", "to_hoist", "unmoved", "used_after"]
+__all__ = ["Parts", "gathered", "numbers_used", "to_hoist", "unmoved", "used_after"]
 
 _MOVES: Final = frozenset(
     {
@@ -102,6 +102,16 @@ def used_after(tree: ast.Module, loop: Loop, at: int, parts: tuple[Sequence[int]
                 if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
                     used |= exposed(block[:place])
     return used
+
+
+def numbers_used(
+    body: list[ast.stmt], inner: Sequence[int], used: set[str], loss: ast.expr, samples: Samples
+) -> tuple[tuple[str, bool], ...]:
+    """Return the terms of the loss that are used after the step, and whether each is a mean, over what the loss is."""
+    made = {name for place in inner[:-1] for name in bound(body[place])}
+    wanted = (made & used) - ({loss.id} if isinstance(loss, ast.Name) else set())
+    shapes = {name: samples.names[name].shape for name in sorted(wanted) if name in samples.names}
+    return tuple((name, shape is Shape.MEAN) for name, shape in shapes.items() if shape in {Shape.MEAN, Shape.SUM})
 
 
 def gathered(

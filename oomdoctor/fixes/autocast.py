@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
-_BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\s*\(")
+_BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")
 _NO_BCE: Final = (
     "torch refuses `BCELoss` under autocast: let the model return logits and take `BCEWithLogitsLoss` first"
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cell, Cells, Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIX", "apply", "guard", "patch", "propose"]
 
 _EVERY: Final = (2, 1)
 """Every other block, then all."""
@@ -72,11 +72,12 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
     if not activations:
         return Refused("no activations were found that recomputing could save")
+    # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
+    switched = any(model.switches for model in with_blocks) or _trainer_source.owner(code, "checkpoint_blocks")
     return tuple(
         Proposal(
             dose=Dose.of(every=every),
-            # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
-            effect=Effect.EQUIVALENT if any(model.switches for model in with_blocks) else Effect.EXACT,
+            effect=Effect.EQUIVALENT if switched else Effect.EXACT,
             saves=int(activations * (1 - _KEPT_RATIO) / every),
             slowdown=1 + _FORWARD_SHARE / every,
             basis=f"estimate: {'every block' if every == 1 else 'every other block'} keeps its inputs only, "
@@ -95,6 +96,8 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes import _forward
 
+    if any(_RECOMPUTES.search(cell.source) for cell in session.cells.history):
+        raise OomDoctorError("the code recomputes activations already")
     chosen: dict[int, tuple[str, Any]] = {}
     every = dose.number("every")
     with ExitStack() as stack:
@@ -307,6 +310,13 @@ def _written(
     return _cst.join(cells, [_cst.edit(cells, cell, parsed, module, live=[loop])])
 
 
+def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Watch the blocks that the changed source recomputes, as the live form does."""
+    from oomdoctor.fixes import _recompute_watch
+
+    return nullcontext() if "through" in dict(dose.values) else _recompute_watch.watched(session.modules)
+
+
 FIX: Final = Fix(
     id="checkpoint_blocks",
     title="Recompute repeated blocks in the backward pass instead of keeping their activations",
@@ -315,5 +325,6 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    guard=guard,
     tolerance=1e-4,
 )

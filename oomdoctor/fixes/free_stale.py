@@ -104,11 +104,6 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     # A snapshot cannot refer weakly to this mapping, so that the moments would outlive their optimizer.
     for state in [optimizer.state for path, optimizer in session.optimizers if path in names]:
         state.clear()
-    for field in ("modules", "optimizers", "schedulers"):
-        kept = tuple(item for item in getattr(session, field) if item[0] not in names)
-        # The session is frozen so that nothing changes by accident; a copy would leave the one that others hold.
-        object.__setattr__(session, field, kept)
-    del kept
     yield
 
 

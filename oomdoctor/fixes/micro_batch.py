@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
-from oomdoctor.fixes._activations import why_not_short
+from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.fixes._micro_names import layer, model_facts
 from oomdoctor.fixes._micro_source import rewrite, why_not
 from oomdoctor.model.absence import Refused
@@ -51,6 +51,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
         return Refused("no training loop was found in what the failing cell runs")
+    if (why := why_not_training(evidence)) is not None:
+        return Refused(why)
     for loop in loops:
         if (why := why_not(code, loop)) is not None:
             return Refused(why)

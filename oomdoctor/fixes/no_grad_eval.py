@@ -12,6 +12,7 @@ one that changes the result. There is no live form: what to run without gradient
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +20,7 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _frees_source, _imports
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 
@@ -33,6 +34,9 @@ _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
 )
 
+_OF_STEP: Final = re.compile(r"local `[^`]*` of (forward|backward) at ")
+"""A tensor that a layer or a backward pass is at work on."""
+
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where activations are kept and the failing cell runs a model for which nobody needs them."""
@@ -44,6 +48,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     kept = evidence.census.bytes_of(Role.ACTIVATION)
     if not kept:
         return Refused("the census found no activations that are kept for a backward pass")
+    if (loop := _only_trains(evidence)) is not None:
+        return Refused(f"the activations that were found are those of a step of the training loop of line {loop.line}")
     fused = next(
         (f"{model.path}.{name}".rstrip(".") for model in code.models for name in model.fused_without_grad), None
     )
@@ -60,6 +66,22 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             "whose results differ by rounding and are zero at padded positions",
         ),
     )
+
+
+def _only_trains(evidence: Evidence) -> TrainingLoop | None:
+    """Return the training loop that was running where it holds all activations, None where evaluation may hold some.
+
+    What an evaluation has bound to a name lives on with its graph while the next epoch trains.
+    """
+    places = evidence.code.undifferentiated
+    loop = next((one for one in evidence.code.loops if one.in_failing_run and one.was_running and one.end_line), None)
+    held = [one for one in evidence.census.holdings if one.role is Role.ACTIVATION]
+    if loop is None or loop.end_line is None or not held:
+        return None
+    lines = range(loop.line, loop.end_line + 1)
+    is_beside = all(cell == loop.cell and at not in lines and not text.startswith("def ") for cell, at, text in places)
+    is_of_step = all(_OF_STEP.match(one.path) or one.expression == loop.loss for one in held)
+    return loop if is_beside and is_of_step else None
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:

@@ -103,7 +103,8 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
 
     def one_by_one(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        for group in (optimizer.defaults, *optimizer.param_groups):
+        # Not in the defaults: a group that is added later would begin, and stay, with what is undone here.
+        for group in optimizer.param_groups:
             if group.get("foreach", False) is not False and not group.get("fused"):
                 changed.append((group, group["foreach"]))
                 group["foreach"] = False

@@ -22,6 +22,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._optimizer_between import looks_at_parameters
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -133,6 +134,7 @@ class _Early:
         held = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
         vars(self.alone).update(held)
         self._told = False
+        self._options: list[dict[str, Any]] = []
 
     def begin(self, undo: ExitStack) -> None:
         """Set the hooks and stand before ``step`` and ``zero_grad``."""
@@ -140,6 +142,7 @@ class _Early:
             if weight.requires_grad:
                 handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
                 undo.callback(_take_off, weight, handle)
+        undo.callback(_in_order, self.optimizer)
         _replace(undo, self.optimizer, "step", self._step(self.optimizer.step))
         _replace(undo, self.optimizer, "zero_grad", self._zero_grad(self.optimizer.zero_grad))
 
@@ -167,6 +170,9 @@ class _Early:
             raise OomDoctorError("the backward pass makes a graph of the gradients")
         if not self._told:
             self._tell()
+        if self.phase is _Phase.ZEROED:
+            self._options = _options(self.optimizer)
+        self.alone.state = self.optimizer.state  # another one where a checkpoint was loaded
         (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
         self.alone.param_groups = [{**group, "params": [weight]}]
         with torch.no_grad():
@@ -190,6 +196,8 @@ class _Early:
                 raise OomDoctorError("the optimizer calls a closure, or is told by arguments how to step")
             if self.phase is _Phase.DONE:
                 raise OomDoctorError("the optimizer steps twice with the same gradients")
+            if self.phase is _Phase.STEPPED and not _same_options(self._options, _options(self.optimizer)):
+                raise OomDoctorError(f"the settings of `{self.path}` change between the backward pass and the step")
             result = original()  # without gradients it steps nothing, and schedulers and hooks see their step
             if self.phase is _Phase.STEPPED:
                 self.phase = _Phase.DONE
@@ -240,6 +248,8 @@ def _check(session: Session) -> None:
     for cell in session.cells.history:
         if _USES_GRADIENTS.search(cell.source):
             raise OomDoctorError(f"cell {cell.number} uses gradients by itself, which would be gone")
+        if (text := looks_at_parameters(cell.source, session.namespace)) is not None:
+            raise OomDoctorError(f"`{text}` stands between the backward pass and the step, and may look at parameters")
 
 
 def _refuse_uses(undo: ExitStack, session: Session) -> None:
@@ -318,6 +328,34 @@ def _watch_modules(undo: ExitStack, early: list[_Early]) -> None:
 
 def _weights(optimizer: Any) -> list[Any]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    import torch
+
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _same_options(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Whether the groups that were there have the settings that they had; one that came since was not stepped."""
+    return all(
+        old.keys() == new.keys() and all(bool(old[name] == new[name]) for name in old)
+        for old, new in zip(before, now, strict=False)
+    )
+
+
+def _in_order(optimizer: Any) -> None:
+    """Put the states of the parameters in the order of these, in which a step makes them."""
+    for weight in _weights(optimizer):
+        if weight in optimizer.state:
+            optimizer.state[weight] = optimizer.state.pop(weight)
 
 
 def _take_off(weight: Any, handle: Any) -> None:

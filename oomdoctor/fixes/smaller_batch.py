@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
+from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller
@@ -37,6 +38,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if not loops:
         return Refused(_NO_LOOP)
+    if (why := why_not_training(evidence)) is not None:
+        return Refused(why)
     size = _size(evidence, loops)
     if size is None:
         return Refused("the census found no batch of the loop, so how many samples it has is not known")
@@ -56,6 +59,10 @@ def _size(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
     if named:
         return max(named)
     shapes = [held.shape for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
+    dim = 1 if any(_is_sequence_first(evidence.code, loop) for loop in loops) else 0
+    if not known:
+        there = [loop.batch_shape for loop in loops if loop.batch_shape is not None]
+        return max((shape[dim] for shape in there or shapes if len(shape) > dim), default=None)
     agreed = set(known.values()) & {length for shape in shapes for length in shape}
     return max(agreed, default=max((shape[0] for shape in shapes), default=None))
 
@@ -74,12 +81,16 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     numbers: dict[int, Number] = {}
     largest = 0
     for loop in loops:
+        if not dict(code.batch_sizes) and loop.loader.startswith("range(") and _is_sequence_first(code, loop):
+            return Refused("the loop goes along its sequences: how many there are was decided where they were made")
         found = sizes_of(book, loop)
         if isinstance(found, Refused):
             return found
         if (call := hard_coded(book, loop, found)) is not None:
             return Refused(f"`{call}` has the size of the batch written into it as well")
-        numbers |= {id(number.node): number for number in found if number.value > size}
+        numbers |= {
+            id(number.node): number for number in _chosen(found, _size(evidence, [loop])) if number.value > size
+        }
         largest = max([largest, *(number.value for number in found)])
     if not numbers:
         return Refused(f"the cells set batches of {largest} samples, which are not larger than {size}")
@@ -87,6 +98,17 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if odd is not None:
         return Refused(f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
     return exchange_numbers(cells, dict.fromkeys(numbers.values(), size))
+
+
+def _is_sequence_first(code: CodeFacts, loop: TrainingLoop) -> bool:
+    models = (model_facts(code, loop, text) for text in loop.models)
+    return any(model is not None and model.sequence_first for model in models)
+
+
+def _chosen(numbers: tuple[Number, ...], size: int | None) -> tuple[Number, ...]:
+    """Leave out the numbers of branches that were not taken, as the batch there was tells."""
+    taken = [number for number in numbers if number.is_choice and number.value == size]
+    return tuple(number for number in numbers if not number.is_choice or number in taken or not taken)
 
 
 def _normalised(code: CodeFacts, loops: list[TrainingLoop]) -> str | None:

@@ -13,6 +13,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number, call_name, calls
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
@@ -39,7 +40,7 @@ _SIZES: Final = frozenset({"Resize", "CenterCrop", "RandomCrop", "RandomResizedC
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose three quarters, a half and a quarter of the side of the images."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if (why := _why_not(evidence, loops)) is not None:
+    if (why := why_not_training(evidence) or _why_not(evidence, loops)) is not None:
         return Refused(why)
     side = _side(evidence)
     if isinstance(side, Refused):

@@ -14,6 +14,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number, calls
 from oomdoctor.fixes._batch_replay import LOADERS, exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
@@ -41,7 +42,7 @@ _MAKES: Final = re.compile(
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if (why := _why_not(evidence, loops)) is not None:
+    if (why := why_not_training(evidence) or _why_not(evidence, loops)) is not None:
         return Refused(why)
     length = _length(evidence)
     if length is None:

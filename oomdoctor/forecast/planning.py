@@ -107,7 +107,8 @@ def attempt_with(
         replays = tuple(edit.replay for edit in patch.edits if edit.cell != failing.number)
         guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
         return patch, Attempt(source=source, replays=replays, live=guards)
-    if fix.apply is None:
+    # What is told to the loop of a library by its settings is not done to its objects behind its back.
+    if fix.apply is None or "through" in dict(dose.values):
         return patch, Refused(patch.reason)
     return patch, Attempt(source=failing.source, live=(partial(fix.apply, session, dose),))
 

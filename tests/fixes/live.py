@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from oomdoctor.model.evidence import (
 )
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.kinds import Kind
+from oomdoctor.model.session import Cell, Cells, Named, Session
 
 NONE = Unavailable("not read in this test")
 INCIDENT = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=1 << 20)
@@ -58,9 +60,22 @@ def session(cells: Iterable[str] = ("pass",), shell: Any = None, namespace: Any 
         namespace=dict(modules) if namespace is None else namespace,
         cells=cells_of(*cells),
         accelerator=None,  # type: ignore[arg-type]
-        modules=tuple(modules.items()),
+        find=lambda _: {Kind.MODULE: tuple(modules.items())},
         shell=shell,
     )
+
+
+def having(
+    bound: Session, *, modules: Named = (), optimizers: Named = (), schedulers: Named = (), loaders: Named = ()
+) -> Session:
+    """Return the session with these objects found in its namespace."""
+    found = {
+        Kind.MODULE: modules,
+        Kind.OPTIMIZER: optimizers,
+        Kind.SCHEDULER: schedulers,
+        Kind.LOADER: loaders,
+    }
+    return replace(bound, find=lambda _: found)
 
 
 def cells_of(*sources: str) -> Cells:

@@ -119,7 +119,7 @@ def loaders_of(space: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def session(space: dict[str, Any], *sources: str) -> Session:
-    return replace(live.session(sources, namespace=space), loaders=loaders_of(space))
+    return live.having(live.session(sources, namespace=space), loaders=loaders_of(space))
 
 
 def settings(space: dict[str, Any]) -> list[Any]:

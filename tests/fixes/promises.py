@@ -29,8 +29,9 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.session import Cells
 
-__all__ = ["Outcome", "check"]
+__all__ = ["Outcome", "check", "check_edits"]
 
 _FAULTS: Final = ((0.27, torch.OutOfMemoryError), (0.55, KeyboardInterrupt))
 """Where in the last cell an operation fails, as a share of its operations, and with what."""
@@ -74,7 +75,9 @@ def check(fix: Fix, family: Family, settings: Settings) -> Outcome:
     assert patch == fix.patch(failure.cells, failure.evidence, first.dose), "it patches otherwise when asked again"
     if first.effect is Effect.ADVICE:
         assert fix.apply is None, "advice is never applied"
-        return Outcome(forms=(), refusals=())
+        if isinstance(patch, Patch):
+            check_edits(patch, failure.cells)
+        return Outcome(forms=(), refusals=() if isinstance(patch, Patch) else (patch.reason,))
     refusals["patch"] = (
         patch.reason if isinstance(patch, Refused) else _check_patch(fix, family, first, patch, settings)
     )
@@ -98,10 +101,7 @@ def _refused(reason: str) -> Outcome:
 def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, settings: Settings) -> str | None:
     """Check the patch; return why it found itself unfit when it ran, None if it did not."""
     failure = fail(family)
-    after = {edit.cell: edit.after for edit in patch.edits}
-    for edit in patch.edits:
-        assert edit.before == failure.cells.get(edit.cell).source, "the diff is of another text than the cell's"
-        assert edit.before != edit.after, f"cell {edit.cell} is said to change and does not"
+    after = check_edits(patch, failure.cells)
     cells = cells_with(failure.cells, after)
     sources = [cell.source for cell in cells.history]
 
@@ -125,6 +125,19 @@ def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, set
     again = fix.patch(cells, replace(failure.evidence, code=code), proposal.dose)
     assert isinstance(again, Refused), f"patching the patched cells again changes them again:\n{again.diff()}"
     return None
+
+
+def check_edits(patch: Patch, cells: Cells) -> dict[int, str]:
+    """Check that the edits are of these cells and are Python; return their texts."""
+    for edit in patch.edits:
+        assert edit.before == cells.get(edit.cell).source, "the diff is of another text than the cell's"
+        assert edit.before != edit.after, f"cell {edit.cell} is said to change and does not"
+        for text in (edit.after, edit.replay):
+            try:
+                compile(text, f"<cell {edit.cell}>", "exec")
+            except SyntaxError as error:
+                raise AssertionError(f"what it makes of cell {edit.cell} is not Python: {error}") from None
+    return {edit.cell: edit.after for edit in patch.edits}
 
 
 def _check_replay(family: Family, patch: Patch, fresh: Run) -> None:

@@ -7,8 +7,15 @@ from dataclasses import replace
 import live
 import pytest
 
-from oomdoctor.fixes import checkpoint_blocks, chunked_forward, micro_batch
-from oomdoctor.fixes._activations import why_not_short
+from oomdoctor.fixes import (
+    checkpoint_blocks,
+    chunked_forward,
+    micro_batch,
+    smaller_batch,
+    smaller_image,
+    truncate_sequence,
+)
+from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.incident import Incident
@@ -53,3 +60,19 @@ def test_micro_batches_ask_once_the_loop_is_found_fit(monkeypatch) -> None:
     monkeypatch.setattr(micro_batch, "why_not", lambda code, loop: None)
     assert isinstance(micro_batch.propose(IN_STEP, evidence(4, 100 << 20)), Refused)
     assert not isinstance(micro_batch.propose(live.INCIDENT, evidence(4, 100 << 20)), Refused)
+
+
+@pytest.mark.parametrize("fix", [micro_batch, smaller_batch, smaller_image, truncate_sequence])
+def test_a_loop_that_was_not_running_is_not_changed(fix) -> None:
+    base = evidence(64 << 20, 100 << 20)
+    after = replace(base, code=replace(base.code, loops=(replace(live.loop(2, 3), was_running=False),)))
+    refused = fix.propose(live.INCIDENT, after)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "memory ran out when the training loop of line 3 of cell 2 was not running"
+
+
+def test_one_loop_of_several_that_was_running_is_enough() -> None:
+    base = evidence(64 << 20, 100 << 20)
+    loops = (replace(live.loop(2, 3), was_running=False), live.loop(2, 9))
+    assert why_not_training(replace(base, code=replace(base.code, loops=loops))) is None
+    assert why_not_training(replace(base, code=replace(base.code, loops=()))) is None

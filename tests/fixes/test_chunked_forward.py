@@ -441,14 +441,34 @@ def test_without_gradients_the_call_is_only_split() -> None:
 
 
 def test_every_call_of_a_step_is_rewritten_and_none_of_them_twice() -> None:
-    line = "loss = coupled(model(x), model(model(y)))"
-    once = _rewritten(line)
-    assert once == (
-        "loss = coupled(torch.cat([checkpoint(model, part, use_reentrant=False) for part in x.chunk(4)]), "
-        "torch.cat([checkpoint(model, part, use_reentrant=False) for part in "
-        "torch.cat([checkpoint(model, part, use_reentrant=False) for part in y.chunk(4)]).chunk(4)]))"
+    line = "loss = coupled(model(x), model(model(y)), model(x).logits)"
+    source = f"import torch\nfor x, y in loader:\n    {line}\n    loss.backward()\n"
+    evidence = live.evidence(live.model_facts(), loops=(live.loop(1, 2),))
+    found = patch(live.cells_of(source), evidence, FOUR)
+    assert isinstance(found, Patch)
+    assert found.edits[0].after == (
+        """\
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def in_parts(model, *tensors):
+    \"\"\"Run a model over 4 parts of the batch, each recomputed in the backward pass.\"\"\"
+    parts = zip(*(tensor.chunk(4) for tensor in tensors), strict=True)
+    return torch.cat([checkpoint(model, *part, use_reentrant=False) for part in parts])
+
+
+for x, y in loader:
+    loss = coupled(in_parts(model, x), in_parts(model, in_parts(model, y)), \
+torch.cat([checkpoint(model, part, use_reentrant=False).logits for part in x.chunk(4)]))
+    loss.backward()
+"""
     )
-    assert isinstance(_rewritten(once), Refused)
+    again = patch(
+        live.cells_of(found.edits[0].after), live.evidence(live.model_facts(), loops=(live.loop(1, 12),)), FOUR
+    )
+    assert isinstance(again, Refused)
+    assert again.reason == "`in_parts` gives a model parts of the batch already"
     bare = _rewritten(line, grad_disabled=True)
     assert isinstance(bare, str)
     again = _rewritten(bare, grad_disabled=True)

@@ -549,3 +549,15 @@ def test_proposes_nothing_where_it_would_not_help(evidence, why) -> None:
     found = propose(live.INCIDENT, evidence)
     assert isinstance(found, Refused)
     assert why in found.reason
+
+
+def test_a_gradient_of_gradients_is_not_given_wrongly() -> None:
+    head = nn.Linear(4, 40)
+    x, y = torch.randn(6, 4), torch.randint(0, 40, (6,))
+    with apply(live.session(head=head), Dose.of(chunks=2)):
+        loss = F.cross_entropy(head(x), y)
+        with pytest.raises(OomDoctorError, match="of gradients"):
+            torch.autograd.grad(loss, head.weight, create_graph=True)
+        head.zero_grad()
+        F.cross_entropy(head(x), y).backward()
+    assert head.weight.grad is not None

@@ -140,6 +140,22 @@ def test_a_patch_that_can_be_made_again_is_noticed() -> None:
     noticed(replace(fix, patch=patch, apply=None), "mlp", "patching the patched cells again")
 
 
+def test_advice_that_is_not_python_is_noticed() -> None:
+    fix = fix_of("chunked_forward")
+
+    def propose(*args: Any) -> Any:
+        made = fix.propose(*args)
+        return (
+            made if isinstance(made, Refused) else tuple(replace(one, effect=Effect.ADVICE, caveat="-") for one in made)
+        )
+
+    broken = replace(sabotaged_source("chunked_forward", "torch.cat([", "torch.cat(["), propose=propose)
+    assert check(broken, FAMILIES["mlp"], DEFAULT).forms == ()
+    noticed(
+        replace(sabotaged_source("chunked_forward", "torch.cat([", "torch.cat(("), propose=propose), "mlp", "Python"
+    )
+
+
 Leave = Callable[[Session], Callable[[], None]]
 """Changes something and returns what undoes it."""
 

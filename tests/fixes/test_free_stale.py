@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
 import gc
 import textwrap
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import live
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oomdoctor.evidence.code import facts
+from oomdoctor.evidence.objects import find
 from oomdoctor.fixes.free_stale import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Holding, Role
@@ -58,7 +59,7 @@ def cells_of(*sources: str) -> Cells:
 
 
 def evidence(cells: Cells, line: int, namespace: dict[str, Any], *holdings: Holding) -> Evidence:
-    return dataclasses.replace(live.evidence(holdings=holdings), code=facts(cells, namespace, line=line))
+    return replace(live.evidence(holdings=holdings), code=facts(cells, namespace, line=line))
 
 
 def patched(source: str, line: int) -> Patch | Refused:
@@ -200,19 +201,12 @@ def test_heals_a_second_run_on_the_virtual_accelerator() -> None:
     assert live.same(live.values(healed["model"]), live.values(plain["model"]))
 
 
-def test_the_session_lets_go_of_the_named_objects_alone() -> None:
+def test_while_the_cell_runs_nothing_of_ours_holds_the_named_objects() -> None:
     space = trained()
-    other = torch.nn.Linear(2, 2)
-    known = dataclasses.replace(
-        live.session(namespace=space),
-        modules=(("model", space["model"]), ("other", other)),
-        optimizers=(("optimizer", space["optimizer"]),),
-        schedulers=(("scheduler", space["scheduler"]),),
-    )
+    known = replace(live.session(namespace=space), find=find)
+    assert [path for path, _ in known.optimizers] == ["optimizer"]
     gone = weakref.ref(space["model"])
     with guard(known, Dose.of(names="model, optimizer, scheduler")):
         space.clear()
         gc.collect()
         assert gone() is None
-    assert known.modules == (("other", other),)
-    assert known.optimizers == known.schedulers == ()

@@ -267,7 +267,7 @@ def test_the_guard_refuses_parameters_that_would_be_others(change, why) -> None:
 
 def test_the_guard_refuses_tied_and_stepped_parameters_and_goes() -> None:
     model = Net()
-    session = replace(live.session(), optimizers=(("optimizer", torch.optim.SGD(model.parameters())),))
+    session = live.having(live.session(), optimizers=(("optimizer", torch.optim.SGD(model.parameters())),))
     before = nn.Module.load_state_dict
     with guard(session, Dose()):
         for one, why in ((model, "steps"), (Tied(), "are one")):

@@ -13,7 +13,7 @@ from torch import nn
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.no_grad_eval import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence, Holding, Role
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.testing import assert_heals
@@ -276,3 +276,27 @@ def test_heals_an_evaluation_on_the_virtual_accelerator() -> None:
     plain: dict[str, Any] = {}
     exec(DEEP + source, plain)
     assert healed["scores"] == plain["scores"]
+
+
+ACTIVATIONS = ((Role.ACTIVATION, 1 << 20),)
+
+
+@pytest.mark.parametrize(
+    ("path", "expression", "line", "is_refused"),
+    [
+        ("loss → graph", "loss", 9, True),
+        ("local `input` of forward at linear.py line 134", "input", 9, True),
+        ("out → graph", "out", 9, False),  # what the evaluation of the epoch before has left
+        ("local `out` of evaluate at In[2] line 3", "out", 9, False),
+        ("loss → graph", "loss", 4, False),  # a teacher within the loop
+    ],
+)
+def test_activations_of_the_training_step_are_not_those_of_the_evaluation(
+    path: str, expression: str, line: int, is_refused: bool
+) -> None:
+    held = Holding(bytes=1 << 20, device="cuda:0", role=Role.ACTIVATION, path=path, expression=expression)
+    loop = dataclasses.replace(live.loop(1, 2), end_line=6)
+    found = live.evidence(roles=ACTIVATIONS, holdings=(held,), loops=(loop,))
+    code = dataclasses.replace(found.code, undifferentiated=((1, line, "out = model(x)"),))
+    proposed = propose(live.INCIDENT, dataclasses.replace(found, code=code))
+    assert isinstance(proposed, Refused) is is_refused, proposed

@@ -82,7 +82,7 @@ def program(device: str = "cpu") -> dict[str, Any]:
 def session_of(space: dict[str, Any]) -> Session:
     optimizers = tuple((n, one) for n, one in space.items() if isinstance(one, torch.optim.Optimizer))
     found = tuple((n, one) for n, one in space.items() if isinstance(one, nn.Module))
-    return replace(live.session(namespace=space), optimizers=optimizers, modules=found)
+    return live.having(live.session(namespace=space), optimizers=optimizers, modules=found)
 
 
 def state(space: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def run(*sources: str, fixed: bool = False, after: int = 1) -> dict[str, Any]:
     for source in sources[:after]:
         exec(source, namespace)
     optimizers = tuple((n, one) for n, one in namespace.items() if isinstance(one, torch.optim.Optimizer))
-    session = replace(live.session(namespace=namespace), optimizers=optimizers)
+    session = live.having(live.session(namespace=namespace), optimizers=optimizers)
     with FIX.apply(session, NONE) if fixed else nullcontext(), live.Peak() as seen:
         for source in sources[after:]:
             exec(source, namespace)
@@ -201,7 +201,7 @@ def test_undoes_itself(raises) -> None:
     optimizer = space["optimizer"]
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "foreach": None})
     before = [optimizer.defaults.copy(), *({**group} for group in optimizer.param_groups)]
-    session = replace(live.session(namespace=space), optimizers=(("optimizer", optimizer),))
+    session = live.having(live.session(namespace=space), optimizers=(("optimizer", optimizer),))
     try:
         with FIX.apply(session, NONE):
             optimizer.step()
@@ -230,7 +230,7 @@ def test_an_optimizer_that_a_library_makes_inside_is_reached() -> None:
 
 def test_refuses_optimizers_without_the_choice() -> None:
     lbfgs = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
-    session = replace(live.session(), optimizers=(("lbfgs", lbfgs),))
+    session = live.having(live.session(), optimizers=(("lbfgs", lbfgs),))
     with pytest.raises(OomDoctorError, match="one by one"), FIX.apply(session, NONE):
         pass
 
@@ -282,3 +282,17 @@ def test_on_a_gpu_the_results_are_within_the_tolerance_and_the_peak_is_lower() -
         results.append((live.values(model), torch.cuda.max_memory_allocated()))
     assert live.furthest(results[0][0], results[1][0]) < TOLERANCE
     assert results[1][1] < results[0][1]
+
+
+def test_a_group_that_is_added_meanwhile_is_left_as_it_would_be() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(first.parameters(), foreach=True)
+    session = live.having(live.session(first=first), optimizers=(("optimizer", optimizer),))
+    with FIX.apply(session, Dose()):
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": second.parameters()})
+            second(first(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+    assert [group["foreach"] for group in optimizer.param_groups] == [True, True]
+    assert optimizer.defaults["foreach"] is True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -86,7 +87,7 @@ def program(make: Callable[[Any], torch.optim.Optimizer] = adam) -> dict[str, An
 def session_of(space: dict[str, Any], source: str = "train()") -> Session:
     optimizers = tuple((n, one) for n, one in space.items() if isinstance(one, torch.optim.Optimizer))
     modules = tuple((n, one) for n, one in space.items() if isinstance(one, nn.Module))
-    return replace(live.session((source,), namespace=space), optimizers=optimizers, modules=modules)
+    return live.having(live.session((source,), namespace=space), optimizers=optimizers, modules=modules)
 
 
 def run(source: str, make: Callable[[Any], torch.optim.Optimizer] = adam, *, fixed: bool) -> dict[str, Any]:
@@ -363,3 +364,55 @@ def test_propose_refuses(found, why) -> None:
     refused = propose(live.INCIDENT, found)
     assert isinstance(refused, Refused)
     assert why in refused.reason
+
+
+def run_apart(between: str, fix: bool, after: str = "pass") -> tuple[dict[str, torch.Tensor], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    namespace = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "copy": copy, "seen": []}
+    namespace["x"] = torch.randn(4, 8)
+    source = (
+        "for step in range(3):\n    optimizer.zero_grad()\n    loss = model(x).square().mean()\n    loss.backward()\n"
+        f"    {between}\n    optimizer.step()\n    {after}\n"
+    )
+    session = live.having(
+        live.session(cells=[source], namespace=namespace),
+        modules=(("model", model),),
+        optimizers=(("optimizer", optimizer),),
+    )
+    with FIX.apply(session, NONE) if fix else nullcontext():
+        exec(source, namespace)
+    return live.values(model), optimizer
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize(
+    "between",
+    [
+        "optimizer.param_groups[0]['lr'] = 0.1 / (step + 1)",
+        "scheduler.step()",
+        "seen.append(sum(p.detach().square().sum() for p in model.parameters()))",
+        "seen.append(model[0].weight.sum().item())",
+        "seen.append(model(x).sum().item())",
+    ],
+)
+def test_what_stands_between_the_backward_pass_and_the_step_is_refused(between: str) -> None:
+    with pytest.raises(OomDoctorError, match="between the backward pass and the step"):
+        run_apart(between, True)
+
+
+@pytest.mark.parametrize("between", ["seen.append(loss.item())", "print(f'{step}: {loss.item():.3f}')"])
+def test_losses_may_be_looked_at_before_the_step(between: str) -> None:
+    plain, fixed = run_apart(between, False)[0], run_apart(between, True)[0]
+    assert live.same(plain, fixed)
+
+
+def test_a_state_that_is_loaded_in_the_loop_goes_on() -> None:
+    load = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
+    (plain, one), (fixed, other) = run_apart("pass", False, load), run_apart("pass", True, load)
+    assert live.same(plain, fixed)
+    for left, right in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert torch.equal(one.state[left]["exp_avg"], other.state[right]["exp_avg"])
+    assert [id(one) for one in other.state] == [id(one) for one in other.param_groups[0]["params"]]

@@ -48,7 +48,7 @@ def evidence(*sources: str, roles: tuple[tuple[Role, int], ...] = GRADIENTS) -> 
 def session_of(space: dict[str, Any]) -> Session:
     optimizers = tuple((n, one) for n, one in space.items() if isinstance(one, torch.optim.Optimizer))
     modules = tuple((n, one) for n, one in space.items() if isinstance(one, nn.Module))
-    return replace(live.session(namespace=space), optimizers=optimizers, modules=modules)
+    return live.having(live.session(namespace=space), optimizers=optimizers, modules=modules)
 
 
 def run(trains: str, context: Any = None) -> dict[str, Any]:

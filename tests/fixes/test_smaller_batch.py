@@ -87,6 +87,69 @@ FIT = """
             loss.backward()
             optimizer.step()
 """
+PARSER = """
+    import argparse
+    parser = argparse.ArgumentParser(description="an example")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples in a batch")
+    parser.add_argument("--lr", type=float, default=0.1)
+    args = parser.parse_args([])
+"""
+KEYWORDS = """
+    train_kwargs = {"batch_size": args.batch_size}
+    if args.lr > 0:
+        train_kwargs.update({"shuffle": True})
+    train_loader = DataLoader(train_set, **train_kwargs)
+"""
+OWN_DATA_SET = """
+    class Pairs(torch.utils.data.Dataset):
+        def __init__(self, x, y, seed):
+            self.x, self.y = x + torch.randn(len(x), 1), y
+        def __len__(self):
+            return len(self.x)
+        def __getitem__(self, at):
+            return self.x[at], self.y[at]
+"""
+DATACLASS = """
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        lr: float = 0.1
+        batch_size: int = 32
+
+    cfg = Config()
+"""
+FIT_DATA = """
+    def fit(model, data, epochs=1, batch_size=32):
+        for x, y in DataLoader(data, batch_size=batch_size):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+MADE_UP = """
+    for step in range(3):
+        x = torch.randn(BATCH, width)
+        y = torch.randint(0, 4, (BATCH,))
+        loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+TRAINER = """
+    class Trainer:
+        def __init__(self, model, data, batch_size=32):
+            self.model, self.criterion = model, nn.CrossEntropyLoss()
+            self.loader = DataLoader(data, batch_size=batch_size, shuffle=True)
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_epoch(self):
+            for x, y in self.loader:
+                self.optimizer.zero_grad()
+                loss = self.criterion(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+"""
 
 
 def cells_of(*sources: str) -> Cells:
@@ -152,6 +215,65 @@ NOTEBOOKS = {
     "loaders by name": (
         *(IMPORTS, DATA, MODEL, "loaders = {name: DataLoader(train_set, batch_size=32) for name in ('train', 'val')}"),
         LOOP.replace("train_loader", "loaders['train']"),
+    ),
+    "command line": (
+        *(IMPORTS, PARSER, DATA, MODEL.replace("lr=0.1", "lr=args.lr")),
+        *("train_loader = DataLoader(train_set, batch_size=args.batch_size)", LOOP),
+    ),
+    "keywords of the command line": (IMPORTS, PARSER, DATA, MODEL, KEYWORDS, LOOP),
+    "data set in the call": (
+        *(IMPORTS, DATA, MODEL, OWN_DATA_SET),
+        *("train_loader = DataLoader(Pairs(X, Y, seed=3), batch_size=32, shuffle=True)", LOOP),
+    ),
+    "dictionary that sets the learning rate too": (
+        *(IMPORTS, DATA, "config = {'lr': 0.1, 'batch_size': 32}", MODEL.replace("lr=0.1", "lr=config['lr']")),
+        *("train_loader = DataLoader(train_set, batch_size=config['batch_size'])", LOOP),
+    ),
+    "nested dictionary": (
+        *(
+            IMPORTS,
+            DATA,
+            "config = {'data': {'batch_size': 32}, 'lr': 0.1}",
+            MODEL.replace("lr=0.1", "lr=config['lr']"),
+        ),
+        *("train_loader = DataLoader(train_set, batch_size=config['data']['batch_size'])", LOOP),
+    ),
+    "looked up": (
+        *(IMPORTS, DATA, "config = dict(batch_size=32, lr=0.1)", MODEL),
+        *("train_loader = DataLoader(train_set, batch_size=config.get('batch_size', 8))", LOOP),
+    ),
+    "set item by item": (
+        *(IMPORTS, DATA, "config = {}\nconfig['lr'] = 0.1\nconfig['batch_size'] = 32", MODEL),
+        *("train_loader = DataLoader(train_set, batch_size=config['batch_size'])", LOOP),
+    ),
+    "namespace": (
+        *(IMPORTS, "from types import SimpleNamespace\ncfg = SimpleNamespace(lr=0.1, batch_size=32)", DATA),
+        *(
+            MODEL.replace("lr=0.1", "lr=cfg.lr"),
+            "train_loader = DataLoader(train_set, batch_size=cfg.batch_size)",
+            LOOP,
+        ),
+    ),
+    "dataclass": (
+        *(IMPORTS, DATACLASS, DATA, MODEL.replace("lr=0.1", "lr=cfg.lr")),
+        *("train_loader = DataLoader(train_set, batch_size=cfg.batch_size)", LOOP),
+    ),
+    "conditional": (
+        *(IMPORTS, DATA, MODEL, "batch_size = 64 if torch.cuda.is_available() else 32"),
+        *("train_loader = DataLoader(train_set, batch_size=batch_size)", LOOP),
+    ),
+    "branches": (
+        *(IMPORTS, DATA, MODEL, "batch_size = 32\nif torch.cuda.is_available():\n    batch_size = 64"),
+        *("train_loader = DataLoader(train_set, batch_size=batch_size)", LOOP),
+    ),
+    "default of the training function": (IMPORTS, DATA, MODEL, FIT_DATA, "fit(model, train_set)"),
+    "made up": (IMPORTS, DATA, MODEL, "BATCH, width = 32, 8", MADE_UP),
+    "class that is made in the failing cell": (
+        IMPORTS,
+        DATA,
+        MODEL,
+        TRAINER,
+        "Trainer(model, train_set).train_epoch()",
     ),
     "magics": (IMPORTS, DATA, MODEL, LOADER, "%%time\n" + textwrap.dedent(LOOP)),
 }
@@ -291,6 +413,45 @@ REFUSALS = {
         ),
         "was not found in the cells",
     ),
+    "given on the command line": (
+        (
+            *(IMPORTS, PARSER.replace("[])", "['--batch-size', '32'])"), DATA, MODEL),
+            *("train_loader = DataLoader(train_set, batch_size=args.batch_size)", LOOP),
+        ),
+        "`args.batch_size`, is not set by a number",
+    ),
+    "set in a way that is not read": (
+        (
+            *(IMPORTS, "config = {'batch_size': 32}\nfor key in config:\n    config['batch_size'] = 32", DATA, MODEL),
+            *("train_loader = DataLoader(train_set, batch_size=config['batch_size'])", LOOP),
+        ),
+        "`config['batch_size']`, is not set by a number",
+    ),
+    "settings that are handed on": (
+        (
+            *(
+                IMPORTS,
+                "config = {'lr': 0.1, 'batch_size': 32}",
+                DATA,
+                "def settings(config):\n    return {'lr': config['lr']}\n"
+                + textwrap.dedent(MODEL).replace("lr=0.1", "**settings(config)"),
+            ),
+            *("train_loader = DataLoader(train_set, batch_size=config['batch_size'])", LOOP),
+        ),
+        "line 5 of cell 4 made something",
+    ),
+    "keywords that are added to in a loop": (
+        (
+            *(IMPORTS, PARSER, DATA, MODEL),
+            KEYWORDS.replace("if args.lr > 0", "for _ in range(2)"),
+            LOOP,
+        ),
+        "line 3 of cell 5 made something",
+    ),
+    "a trainer that is there": (
+        (IMPORTS, DATA, MODEL, TRAINER, "trainer = Trainer(model, train_set)", "trainer.train_epoch()"),
+        "line 1 of cell 5 made something",
+    ),
     "no training": ((IMPORTS, DATA, MODEL, LOADER, "model(X)"), "no training loop"),
     "rebound": (
         (IMPORTS, DATA, MODEL, DRAWN, STEPS.replace("loss =", "bs = len(x)\n        loss =")),
@@ -410,3 +571,13 @@ def test_what_asks_is_taken_by_no_automatic_retry() -> None:
     assert "free_stale" in asking
     for fix_id in asking:
         assert admitted(case_with(fix_id), "any") == ()
+
+
+def test_the_batch_of_a_loop_over_slices_is_what_is_at_hand() -> None:
+    cells = cells_of(IMPORTS, DATA, MODEL, SLICES)
+    namespace = run([IMPORTS, DATA, MODEL])
+    namespace |= {"xb": namespace["X"][:32], "yb": namespace["Y"][:32]}
+    whole = Holding(bytes=96 * 32, device="cuda:0", role=Role.BATCH, path="xb", expression="xb", shape=(96, 8))
+    proposed = propose(live.INCIDENT, evidence(cells, namespace, whole))
+    assert not isinstance(proposed, Refused)
+    assert proposed[0].dose == Dose.of(batch_size=16)
