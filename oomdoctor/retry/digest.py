@@ -82,6 +82,8 @@ def _items(value: Any, kind: Kind) -> list[tuple[str, Any]]:
         return [(str(at), item) for at, item in enumerate(value)]
     if kind is Kind.SET:
         return [("", item) for item in sorted(value, key=repr) if kind_of(type(item)) is Kind.ATOM]
+    if type(value).__name__ == "RemovableHandle":  # numbered across the process
+        return []
     is_open = str(type(value).__module__).startswith(("__main__", "torch."))
     if kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER) or is_open:
         return sorted((plain_dict(value) or {}).items())

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
+from oomdoctor.model.names import bound_names
 from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
@@ -51,8 +52,8 @@ async def heal(
         shell: the IPython shell, whose copies of tracebacks are released as well.
 
     Returns:
-        The outcome, and the error of the user's code that ended it, None if it was healed. After ``healed`` the state
-        is that of the changed cell, after everything else that of the cell's start.
+        The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
+        ``healed`` the state is that of the changed cell, after everything else that of the cell's start.
     """
     log = _Log(transaction, accelerator)
     for trial in trials:
@@ -72,8 +73,8 @@ async def heal(
         except BaseException:
             transaction.restore()
             raise
-        if error is None and not transaction.stopped:
-            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), None
+        if (error is None or isinstance(error, SystemExit)) and not transaction.stopped:  # it ended itself
+            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), error
         if error is not None:
             release(error, shell)
         if not log.goes_on_after(trial, error, is_oom):
@@ -149,6 +150,7 @@ async def _attempt(
 ) -> BaseException | None:
     """Run one attempt from the restored state, with copies made just in time for the way back."""
     transaction.restore()
+    transaction.hold(frozenset().union(*map(bound_names, (attempt.source, *attempt.replays))))
     if lost := transaction.unrestored():
         raise StateError(f"{', '.join(lost)} could not be brought back")
     accelerator.empty_cache()

@@ -8,14 +8,29 @@ where it does not.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.kinds import Kind, items_of, kind_of
 
-__all__ = ["GONE", "Gone", "Recipe", "Weak", "fill", "revive"]
+__all__ = [
+    "GONE",
+    "LIGHT_TYPES",
+    "Gone",
+    "Recipe",
+    "Weak",
+    "fill",
+    "is_light",
+    "length_of",
+    "living",
+    "mapped_by",
+    "revive",
+]
+
+LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
+"""Of values that lead to nothing else."""
 
 
 class Gone:
@@ -40,6 +55,36 @@ class Weak:
         """Return the value, ``GONE`` if it died."""
         value = self._ref()
         return GONE if value is None else value
+
+
+def is_light(container: Any) -> bool:
+    """Return whether a plain container holds nothing but numbers and text."""
+    if isinstance(container, dict) and not LIGHT_TYPES.issuperset(map(type, container.values())):
+        return False
+    return LIGHT_TYPES.issuperset(map(type, container))
+
+
+def living(held: Any) -> Any:
+    """Return the value that is held weakly or as it is, ``GONE`` if it died."""
+    return held.get() if type(held) is Weak else held
+
+
+def mapped_by(container: Any) -> type[dict[Any, Any]]:
+    """Return the builtin base of a mapping, whose methods are asked in place of its own."""
+    return OrderedDict if isinstance(container, OrderedDict) else dict
+
+
+def length_of(container: Any, kind: Kind) -> int:
+    """Return how many items a container has; a class of the user's may answer itself, and is not asked."""
+    if kind is Kind.MAPPING:
+        return dict.__len__(container)
+    if kind is Kind.SET:
+        return set.__len__(container)
+    return (_sequence_base(container) if kind is Kind.SEQUENCE else tuple).__len__(container)
+
+
+def _sequence_base(container: Any) -> Any:
+    return list if issubclass(type(container), list) else deque
 
 
 class Recipe:
@@ -124,23 +169,23 @@ def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     elif kind_of(type(target)) is Kind.MAPPING:
         _fill_mapping(target, recipe, memo)
     elif kind_of(type(target)) is Kind.SET:
-        target.clear()
-        target.update(item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE)
+        set.clear(target)
+        set.update(target, [item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE])
     else:
-        now = list(target)
+        base, now = _sequence_base(target), items_of(target, Kind.SEQUENCE)
         items = [revive(held, now[at] if at < len(now) else None, memo) for at, held in recipe.pairs]
         if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
-            target.clear()
-            target.extend(items)
+            base.clear(target)
+            base.extend(target, items)
 
 
 def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
-    now = dict(target)
+    base = mapped_by(target)
+    now = dict(base.items(target))
     values = [(key, revive(held, now.get(key), memo)) for key, held in ((revive(k), v) for k, v in recipe.pairs)]
     values = [(key, value) for key, value in values if key is not GONE]
     if len(now) == len(values) and all(a is c and b is d for (a, b), (c, d) in zip(now.items(), values, strict=True)):
         return
-    base = OrderedDict if isinstance(target, OrderedDict) else dict
     base.clear(target)
     for key, value in values:
         base.__setitem__(target, key, value)
@@ -148,8 +193,9 @@ def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
 
 def _shorten(target: Any, length: int) -> None:
     if kind_of(type(target)) is Kind.SEQUENCE:
-        while len(target) > length:
-            target.pop()
+        base = _sequence_base(target)
+        while base.__len__(target) > length:
+            base.pop(target)
 
 
 def _item_path(path: str, key: Any) -> str:

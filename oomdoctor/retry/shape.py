@@ -2,21 +2,24 @@
 
 Taken before every cell, so it looks at as little as it can: numbers and text are copied as they are, heavy values are
 held weakly, tensors are watched and copied later if need be. Objects of other libraries are looked into for modules,
-optimizers and tensors; their own attributes are not put back.
+optimizers and tensors; see ``foreign`` for their own attributes.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, child_path, held_by, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, child_path, held_by, items_of, kind_of, plain_dict
 from oomdoctor.model.names import is_users
-from oomdoctor.retry.held import Recipe, Weak
+from oomdoctor.retry.foreign import Foreign, Frame, is_frame
+from oomdoctor.retry.held import LIGHT_TYPES, Recipe, Weak, is_light, length_of, mapped_by
+from oomdoctor.retry.installed import is_installed, is_ours
 from oomdoctor.retry.rng import generator_state
 
 if TYPE_CHECKING:
@@ -31,15 +34,24 @@ _LIGHT_BYTES: Final = 64 << 10
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET})
 _OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})
 _OPEN_MODULES: Final = (
-    *("__main__", "torch.", "types", "argparse", "collections"),
+    *("torch.", "types", "argparse", "collections"),
     *("transformers.train", "accelerate.", "lightning.", "pytorch_lightning."),
 )
-"""Classes whose ``__dict__`` is their whole state: the notebook's own, torch's scalers, samplers and the like, and
+"""Classes whose ``__dict__`` is their whole state, beside the user's own: torch's scalers, samplers and the like, and
 plain holders of attributes."""
 _FOREIGN_DEPTH: Final = 3
-"""How far objects of other libraries are looked into for modules and optimizers; they themselves are not put back."""
-_LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
-_ATOMS: Final = _LIGHT_TYPES | {BuiltinFunctionType, ModuleType}
+"""How far objects of other libraries are looked into."""
+_BOUND: Final = frozenset({BuiltinFunctionType, MethodWrapperType})
+_OUTWARD: Final = frozenset(
+    {
+        *(("socket", "socket"), ("subprocess", "Popen"), ("sqlite3", "Connection"), ("sqlite3", "Cursor")),
+        *(("requests.sessions", "Session"), ("mmap", "mmap"), ("queue", "Queue"), ("queue", "SimpleQueue")),
+        *(("_queue", "SimpleQueue"), ("multiprocessing.queues", "Queue"), ("concurrent.futures.thread", "Executor")),
+        *(("torch.utils.tensorboard.writer", "SummaryWriter"), ("h5py._hl.files", "File")),
+    }
+)
+"""Objects of other libraries with which a cell reaches beyond the process, or that advance."""
+_SAMPLES: Final = 4096
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
@@ -55,27 +67,35 @@ class Shape:
 
     Attributes:
         bindings: how each name of the user's is held.
-        objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``light``: containers of numbers and text with
-            their copies; ``arrays``: small arrays with theirs; ``closures``: ``(function, index, held)``.
+        objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
+            own modules with theirs; ``foreign``: objects of other libraries, ``frames`` of pandas.
+        light: containers of numbers and text, and ``copies`` of them in the same order; ``arrays``: small arrays with
+            theirs; ``large``: ``(path, array, sample)`` for the others; ``closures``: ``(function, index, held)``.
         fixed: ``(path, owner, values)`` of attributes that are compared but not put back.
-        long: containers too long to copy. ``iterators``: paths of what advances. ``unknown``: sentences on what could
-            not be looked at.
-        random: generators with their states.
+        long: containers too long to copy. ``iterators``: path and value of what advances. ``unknown``: sentences on
+            what could not be looked at.
+        random: generators with their states. ``modules``: of Python's and of libraries.
         buffers, pinned_gradients: what the first forward may change; ``gradients``: of each parameter, if it had one.
         is_whole: whether all was looked at.
     """
 
     def __init__(self, namespace: dict[str, Any], vault: Callable[[], TensorVault]) -> None:
         self._vault = vault
-        self._known: dict[int, Any] = {id(namespace): None}
+        self._known: dict[int, Any] = {id(namespace): namespace}
+        self.modules: list[ModuleType] = []
         self.objects: list[tuple[Any, Recipe]] = []
-        self.light: list[tuple[Any, Any]] = []
+        self.globals: list[tuple[dict[str, Any], Recipe]] = []
+        self.foreign: list[Foreign] = []
+        self.frames: list[Frame] = []
+        self.light: list[Any] = []
+        self.copies: list[Any] = []
         self.random: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Any, Any]] = []
+        self.large: list[tuple[str, Any, bytes]] = []
         self.closures: list[tuple[Any, int, Any]] = []
         self.fixed: list[tuple[str, Any, dict[str, Any]]] = []
         self.long: list[Recipe] = []
-        self.iterators: list[str] = []
+        self.iterators: list[tuple[str, Any]] = []
         self.unknown: list[str] = []
         self.buffers: list[Weak] = []
         self.gradients: list[tuple[Callable[[], Any], Watched | None]] = []
@@ -95,17 +115,20 @@ class Shape:
 
         One tight loop: it sees every name before every cell.
         """
-        light, is_light, rest = self.light, _LIGHT_TYPES.issuperset, []
-        shells = {id(namespace[name]) for name in ("_ih", "_oh", "_dh", "In", "Out") if name in namespace}
-        for item in [item for item in namespace.items() if type(item[1]) not in _ATOMS]:
-            value = item[1]
-            if type(value) is FunctionType and value.__closure__ is None and value.__defaults__ is None:
+        all_light, light, rest = LIGHT_TYPES.issuperset, self.light, []
+        for name, value in namespace.items():
+            kind = type(value)
+            if kind in LIGHT_TYPES or (kind is FunctionType and _is_plain(value, namespace)):
                 continue
-            if type(value) is list and len(value) <= LONG and is_light(map(type, value)):
-                if id(value) not in shells:
-                    light.append((value, value.copy()))
-            elif id(value) not in shells:
-                rest.append(item)
+            if kind is list and len(value) <= LONG and all_light(map(type, value)):
+                light.append(value)
+            else:
+                rest.append((name, value))
+        shells = {id(namespace[name]) for name in ("_ih", "_oh", "_dh", "In", "Out") if name in namespace}
+        if shells:
+            light[:] = [value for value in light if id(value) not in shells]
+            rest = [item for item in rest if id(item[1]) not in shells]
+        self.copies += [value.copy() for value in light]
         return rest
 
     def _hold_guarded(self, value: Any, name: str) -> Any:
@@ -119,16 +142,15 @@ class Shape:
     def _hold(self, value: Any, path: str, depth: int) -> Any:
         """Return how to hold ``value``, noting on the way what lies in it."""
         kind = kind_of(type(value))
-        if kind is Kind.ATOM:
-            if isinstance(value, type):
-                self._note_fixed(value, path, slots_of(value))
+        if kind is Kind.ATOM or type(value) in _BOUND:
+            self._note_atom(value, path, depth)
             return value
         if id(value) in self._known:
             return self._known[id(value)]
         if depth == 0 or len(self._known) > MOST_OBJECTS:
             return value
-        if type(value) in _PLAIN_CONTAINERS and len(value) <= LONG and _is_light(value):
-            self.light.append((value, value.copy()))
+        if type(value) in _PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
+            self._copy_light(value)
             return value
         if kind is Kind.TENSOR:
             held: Any = self._hold_tensor(value, path)
@@ -136,8 +158,7 @@ class Shape:
             return self._hold_container(value, path, kind, depth)
         else:
             # A plain function costs nothing to keep, and a retry may put another one in its place.
-            is_plain = type(value) is FunctionType and value.__closure__ is None
-            held = value if is_plain else _weak(value)
+            held = value if type(value) is FunctionType and value.__closure__ is None else _weak(value)
             self._known[id(value)] = held
             recipes = len(self.objects)
             self._note(value, path, kind, held, depth)
@@ -145,6 +166,33 @@ class Shape:
                 held = value  # plain data: a cell that replaces it may have it back
         self._known[id(value)] = held
         return held
+
+    def _note_atom(self, value: Any, path: str, depth: int) -> None:
+        """Note what cannot be replaced but leads further: classes, modules, bound methods that are made in C."""
+        if isinstance(value, type):
+            self._note_fixed(value, path, slots_of(value))
+        elif type(value) in _BOUND:
+            self._hold(value.__self__, f"{path}.__self__", depth - 1)
+        elif type(value) is ModuleType and id(value) not in self._known:
+            self._known[id(value)] = value
+            if is_installed(value.__name__):
+                self.modules.append(value)
+            else:
+                self._note_globals(vars(value), path, depth)
+
+    def _note_globals(self, names: dict[str, Any], path: str, depth: int) -> None:
+        """Note the globals of a module of the user's own."""
+        if id(names) not in self._known:
+            recipe = self._known[id(names)] = Recipe(names, path, "{}.{}".format)
+            self.globals.append((names, recipe))
+            recipe.pairs = [
+                (name, item if name[:2] == "__" else self._hold(item, f"{path}.{name}", depth - 1))
+                for name, item in names.items()
+            ]
+
+    def _copy_light(self, container: Any) -> None:
+        self.light.append(container)
+        self.copies.append(container.copy() if type(container) in _PLAIN_CONTAINERS else container[:])
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         self._vault().watch(tensor, path)
@@ -164,18 +212,20 @@ class Shape:
 
     def _hold_container(self, value: Any, path: str, kind: Kind, depth: int) -> Any:
         recipe = self._known[id(value)] = Recipe(value, path)
-        if len(value) > LONG:
-            recipe.original, recipe.length = value, len(value)
+        length = length_of(value, kind)
+        if length > LONG:
+            recipe.original, recipe.length = value, length
             self.long.append(recipe)
         elif kind is Kind.MAPPING:
             recipe.pairs = [
                 (self._hold(key, path, depth - 1), self._hold(item, recipe.item_path(path, key), depth - 1))
-                for key, item in value.items()
+                for key, item in mapped_by(value).items(value)
             ]
-        elif kind is Kind.SET:
-            recipe.pairs = [(at, self._hold(item, path, depth - 1)) for at, item in enumerate(value)]
         else:
-            recipe.pairs = [(at, self._hold(item, f"{path}[{at}]", depth - 1)) for at, item in enumerate(value)]
+            item_path = "{}".format if kind is Kind.SET else "{}[{}]".format
+            recipe.pairs = [
+                (at, self._hold(item, item_path(path, at), depth - 1)) for at, item in enumerate(items_of(value, kind))
+            ]
         if recipe.length < 0 and not recipe.is_heavy:
             recipe.original = value
         elif recipe.length < 0 and type(value) not in _REMADE and not _is_named_tuple(type(value)):
@@ -187,27 +237,47 @@ class Shape:
         if kind is Kind.GENERATOR_STATE:
             self.random.append((value, generator_state(value)))
         elif kind is Kind.ITERATOR:
-            self.iterators.append(path)
+            self.iterators.append((path, held))
         elif kind is Kind.ARRAY:
-            if value.nbytes <= _LIGHT_BYTES and value.dtype.kind in "biufc":
-                self.arrays.append((held, value.copy()))
+            self._note_array(value, path, held)
         elif kind is Kind.CALLABLE:
             self._note_callable(value, path, held, depth)
-        elif kind in _OBJECTS or str(type(value).__module__).startswith(_OPEN_MODULES):
+        elif kind in _OBJECTS or _is_open(type(value)):
             attributes = plain_dict(value)
             if attributes is not None:
                 self._note_object(attributes, path, kind, held, depth)
             self._note_fixed(value, path, slots_of(value))
         elif kind is Kind.OBJECT:
+            self._note_foreign(value, path, held)
+
+    def _note_array(self, array: Any, path: str, held: Any) -> None:
+        if array.dtype.kind in "biufc" and array.nbytes <= _LIGHT_BYTES:
+            self.arrays.append((held, array.copy()))
+        elif array.dtype.kind != "O":
+            self.large.append((path, held, sample_of(array)))
+
+    def _note_foreign(self, value: Any, path: str, held: Any) -> None:
+        """Note an object of another library's: its attributes, what it holds, and whether it can be wound back."""
+        if is_frame(value):
+            self.frames.append(Frame(value))
+        elif type(value) in (bytearray, array) and len(value) <= _LIGHT_BYTES:
+            self._copy_light(value)
+        elif (type(value).__module__, type(value).__name__) in _OUTWARD:
+            self.iterators.append((path, held))
+        else:
             self._look_into(value, path, _FOREIGN_DEPTH)
 
     def _note_callable(self, value: Any, path: str, held: Any, depth: int) -> None:
         closure = getattr(value, "__closure__", None) or () if type(value) is FunctionType else ()
+        if type(value) is FunctionType and value.__dict__:
+            self._note_object(value.__dict__, path, Kind.CALLABLE, held, depth)
         for at, cell in enumerate(closure):
             with suppress(ValueError):  # an empty cell
                 self.closures.append((held, at, self._hold(cell.cell_contents, path, depth - 1)))
         for suffix, item in held_by(value):
             self._hold(item, f"{path}{suffix}", depth - 1)
+        if type(value) is FunctionType and not is_installed(value.__module__):
+            self._note_globals(value.__globals__, str(value.__module__), depth)
 
     def _note_fixed(self, owner: Any, path: str, values: dict[str, Any]) -> None:
         """Note attributes that are compared but not put back."""
@@ -215,14 +285,17 @@ class Shape:
             self.fixed.append((path, _weak(owner), {name: _weak(item) for name, item in values.items()}))
 
     def _look_into(self, value: Any, path: str, depth: int) -> None:
-        """Look for modules, optimizers and tensors in an object of another library's."""
+        """Note the attributes of an object of another library's; look for modules, optimizers and tensors in it."""
         attributes = plain_dict(value)
-        if depth == 0 or not attributes or len(self._known) > MOST_OBJECTS:
+        if depth == 0 or not attributes or len(self._known) > MOST_OBJECTS or is_ours(type(value).__module__):
             return
+        self.foreign.append(Foreign(value, attributes, path))
         for name, item in attributes.items():
             kind = kind_of(type(item))
             if kind in _OBJECTS or kind is Kind.TENSOR:
                 self._hold(item, f"{path}.{name}", _DEPTH)
+            elif type(item) in _PLAIN_CONTAINERS and len(item) <= LONG and is_light(item):
+                self._copy_light(item)
             elif kind is Kind.OBJECT and id(item) not in self._known:
                 self._known[id(item)] = item
                 self._look_into(item, f"{path}.{name}", depth - 1)
@@ -250,11 +323,11 @@ def slots_of(value: Any) -> dict[str, Any]:
     """Return the values of the slots of an object of the notebook's own classes, or a class's own plain attributes."""
     cls = type(value)
     if cls is type or issubclass(cls, type):
-        if value.__module__ != "__main__":
+        if is_installed(value.__module__):
             return {}
-        return {name: item for name, item in vars(value).items() if type(item) in _LIGHT_TYPES and name[:2] != "__"}
+        return {name: item for name, item in vars(value).items() if type(item) in LIGHT_TYPES and name[:2] != "__"}
     found = {}
-    for base in cls.__mro__ if cls.__module__ == "__main__" else ():
+    for base in cls.__mro__ if not is_installed(cls.__module__) else ():
         for name, member in vars(base).items():
             if type(member) is MemberDescriptorType:
                 with suppress(AttributeError):
@@ -262,11 +335,20 @@ def slots_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def _is_light(container: Any) -> bool:
-    """Return whether a container holds nothing but numbers and text."""
-    if isinstance(container, dict) and not _LIGHT_TYPES.issuperset(map(type, container.values())):
-        return False
-    return _LIGHT_TYPES.issuperset(map(type, container))
+def sample_of(array: Any) -> bytes:
+    """Return some of the contents of a large array, from its beginning to its end; it may be a view of any kind."""
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel("K") if array.flags.forc else array.flat
+    return bytes(flat[:: max(1, array.size // _SAMPLES)].tobytes())
+
+
+def _is_open(cls: type) -> bool:
+    return str(cls.__module__).startswith(_OPEN_MODULES) or not is_installed(cls.__module__)
+
+
+def _is_plain(function: FunctionType, namespace: dict[str, Any]) -> bool:
+    """Return whether a function of the namespace holds nothing."""
+    is_empty = function.__closure__ is None and function.__defaults__ is None and not function.__dict__
+    return is_empty and function.__globals__ is namespace
 
 
 def _is_named_tuple(cls: type) -> bool:

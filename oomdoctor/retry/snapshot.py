@@ -4,9 +4,9 @@ What is saved is the shape of things: which name is bound to what, what containe
 optimizers, schedulers and of objects whose class the notebook or torch defines, and random number generators. The
 contents of tensors are the ``TensorVault``'s.
 
-What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: attributes of objects of
-other libraries, writes through ``tensor.data``, into large numpy arrays and to single items of containers of more than
-20,000, and the world outside.
+What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: what objects of other
+libraries keep in C, writes through ``tensor.data``, to single items of numpy arrays of more than 64 KiB and of
+containers of more than 20,000, and the world outside.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import FirstUse, first_uses, is_users, read_names
-from oomdoctor.retry.held import GONE, Recipe, Weak, fill, revive
+from oomdoctor.model.names import FirstUse, first_uses, is_users
+from oomdoctor.retry.held import GONE, Recipe, fill, living, revive
+from oomdoctor.retry.reach import Reach
 from oomdoctor.retry.rng import RandomState, set_generator_state
-from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, slots_of
+from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, sample_of, slots_of
+from oomdoctor.retry.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault, Watched
@@ -46,6 +47,7 @@ class Snapshot:
         with _outside_modes():
             self._rng = RandomState.take()
             self._shape = Shape(namespace, lambda: self.vault)
+        self._surroundings = Surroundings(self._shape.modules)
 
     @property
     def vault(self) -> TensorVault:
@@ -84,6 +86,11 @@ class Snapshot:
                 f"an {name} that no name leads to was used before, and its weights were not seen"
             )
 
+    def light_values(self, names: frozenset[str]) -> list[Any]:
+        """Return the functions and loaders that these names stood for and that are alive."""
+        values = [living(self._shape.bindings[name]) for name in names if name in self._shape.bindings]
+        return [value for value in values if kind_of(type(value)) in (Kind.CALLABLE, Kind.LOADER)]
+
     def give_up_copies(self) -> str:
         """Return why copies could not be made, empty if all were, and forget them: nothing has changed yet."""
         return self._vault.give_up() if self._vault is not None else ""
@@ -94,10 +101,10 @@ class Snapshot:
         return tuple(told)
 
     def _lost(self) -> Iterator[str]:
-        uses, reads = first_uses(self.source), self._names_read()
+        uses, reach = first_uses(self.source), Reach(self.source, self._namespace, self._stood_for)
         rebound = {name for name, use in uses.items() if use is not FirstUse.READS}
         for name, held in self._shape.bindings.items():
-            if name in reads and name not in rebound and revive(held) is GONE:
+            if name in reach.names and name not in rebound and revive(held) is GONE:
                 yield f"`{name}` was replaced or deleted by the cell, which needs the old one"
         for path in self._gone_items():
             if _root(path) not in rebound:
@@ -117,32 +124,28 @@ class Snapshot:
         for _, watched in self._shape.gradients:
             if watched is not None and watched.ref() is None and watched.copy is None:
                 yield f"`{watched.label}` was cleared by the cell, and no copy was kept"
-        for path in self._shape.iterators:
-            if _root(path) in reads:
-                yield f"`{path}` is an iterator or an open file that the cell may have advanced"
+        for path, held in self._shape.iterators:
+            if (value := living(held)) is not GONE and reach.reaches(value):
+                yield f"`{path}` is an iterator, an open file or a connection that the cell may have advanced"
+        for path, held, sample in self._shape.large:
+            if (value := living(held)) is not GONE and sample_of(value) != sample:
+                yield f"`{path}` is a large array that was written to, and no copy was kept"
+        for foreign in self._shape.foreign:
+            yield from foreign.lost()
+        yield from self._surroundings.lost()
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
 
-    def _names_read(self) -> frozenset[str]:
-        """Return the names that the cell reads, and those that the functions which they lead to read."""
-        found: set[str] = set()
-        todo = list(read_names(self.source))
-        while todo:
-            name = todo.pop()
-            if name in found:
-                continue
-            found.add(name)
-            value = revive(self._shape.bindings.get(name))
-            codes = [value.__code__] if type(value) is FunctionType else []
-            while codes:
-                code = codes.pop()
-                todo += code.co_names
-                codes += [constant for constant in code.co_consts if type(constant) is CodeType]
-        return frozenset(found)
+    def _stood_for(self, name: str) -> Iterator[Any]:
+        """Yield what a name stood for at the start of the cell, and what it stands for now."""
+        held = self._shape.bindings.get(name)
+        yield from (living(one) for _, one in held.pairs) if type(held) is Recipe else (living(held),)
+        yield self._namespace.get(name)
 
     def _gone_items(self) -> Iterator[str]:
         todo: list[Any] = [held for held in self._shape.bindings.values() if type(held) is Recipe]
-        todo += [recipe for owner, recipe in self._shape.objects if _living(owner) is not GONE]
+        todo += [recipe for owner, recipe in self._shape.objects if living(owner) is not GONE]
+        todo += [recipe for _, recipe in self._shape.globals]
         seen: set[int] = set()
         while todo:
             recipe = todo.pop()
@@ -157,16 +160,22 @@ class Snapshot:
         with _outside_modes():
             self._restore_bindings(memo)
             for owner, recipe in self._shape.objects:
-                if (living := _living(owner)) is not GONE:
-                    fill(object.__getattribute__(living, "__dict__"), recipe, memo)
-            for container, copy in self._shape.light:
+                if (alive := living(owner)) is not GONE:
+                    fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
+            for names, recipe in self._shape.globals:
+                fill(names, recipe, memo)
+            for foreign in self._shape.foreign:
+                foreign.restore()
+            for frame in self._shape.frames:
+                frame.restore()
+            for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
                 _restore_light(container, copy)
             for array, values in self._shape.arrays:
-                if (living := _living(array)) is not GONE and living.flags.writeable:
-                    living[...] = values
+                if (alive := living(array)) is not GONE and alive.flags.writeable:
+                    alive[...] = values
             for function, at, held in self._shape.closures:
-                if (living := _living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
-                    living.__closure__[at].cell_contents = value
+                if (alive := living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
+                    alive.__closure__[at].cell_contents = value
             if self._vault is not None:
                 self._vault.restore()
             for parameter, watched in self._shape.gradients:
@@ -174,6 +183,7 @@ class Snapshot:
             for generator, state in self._shape.random:
                 set_generator_state(generator, state)
             self._rng.restore()
+        self._surroundings.restore()
 
     def _restore_bindings(self, memo: dict[int, Any]) -> None:
         uses = first_uses(self.source)
@@ -211,7 +221,7 @@ class Snapshot:
         names = dict.fromkeys([*self._shape.bindings, *self._namespace])
         return (
             any(is_users(name) and not self._stands(name) for name in names)
-            or any(not _is_same(container, copy) for container, copy in self._shape.light)
+            or not all(map(_is_same, self._shape.light, self._shape.copies))
             or (self._vault is not None and self._vault.changed_anything())
         )
 
@@ -222,18 +232,14 @@ class Snapshot:
         return id(value) == held.ident if type(held) is Recipe else revive(held) is value
 
 
-def _living(held: Any) -> Any:
-    return held.get() if type(held) is Weak else held
-
-
 def _changed(owner: Any, values: dict[str, Any]) -> Iterator[str]:
     """Yield the names of the attributes that are not what they were."""
-    living = _living(owner)
-    if living is GONE:
+    alive = living(owner)
+    if alive is GONE:
         return
-    now = slots_of(living)
+    now = slots_of(alive)
     for name, held in values.items():
-        if now.get(name, GONE) is not _living(held):
+        if now.get(name, GONE) is not living(held):
             yield name
     yield from (name for name in now if name not in values)
 
@@ -248,11 +254,11 @@ def _is_same(container: Any, copy: Any) -> bool:
 def _restore_light(container: Any, copy: Any) -> None:
     if _is_same(container, copy):
         return
-    container.clear()
-    if isinstance(container, list):
-        container.extend(copy)
-    else:
+    if isinstance(container, (dict, set)):
+        container.clear()
         container.update(copy)
+    else:
+        container[:] = copy
 
 
 def _root(path: str) -> str:

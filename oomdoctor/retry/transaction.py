@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from oomdoctor.errors import StateError
+from oomdoctor.model.names import bound_names
 from oomdoctor.retry.snapshot import Snapshot
 
 __all__ = ["Transaction"]
@@ -32,6 +33,7 @@ class Transaction:
         self._strict = False
         self._handles: list[Any] = []
         self._stepped: set[int] = set()
+        self._held: list[Any] = []
         self._snapshot: Snapshot | None = None
         try:
             self._snapshot = Snapshot(namespace, source, room)
@@ -101,6 +103,14 @@ class Transaction:
             if self.stopped:
                 self.fault = ""
                 raise StateError(self.stopped)
+
+    def hold(self, names: frozenset[str]) -> None:
+        """Keep what the names stand for, where an attempt binds them anew and the cell does not: it has to come back.
+
+        Functions and loaders alone. What is larger is meant to be let go of.
+        """
+        if self._snapshot is not None:
+            self._held += self._snapshot.light_values(names - bound_names(self.source))
 
     def losses(self) -> tuple[str, ...]:
         """Return what cannot be brought back, a sentence each; nothing is touched."""

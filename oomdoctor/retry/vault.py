@@ -31,19 +31,36 @@ def outside_modes() -> Iterator[None]:
 class Watched:
     """One tensor under watch: a weak reference, its stamp at the start, and its copy once there is one."""
 
-    __slots__ = ("copy", "label", "pointer", "ref", "requires_grad", "uncopied", "unrestored", "version")
+    __slots__ = (
+        "copy",
+        "device",
+        "dtype",
+        "label",
+        "pointer",
+        "ref",
+        "requires_grad",
+        "uncopied",
+        "unrestored",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, label: str) -> None:
         self.ref: Callable[[], torch.Tensor | None] = ref(tensor)
         self.label = label
         self.version, self.pointer = _stamp(tensor)
+        self.device, self.dtype = tensor.device, tensor.dtype
         self.requires_grad = tensor.requires_grad
         self.copy: torch.Tensor | None = None
         self.uncopied = self.unrestored = False
 
     def unchanged(self, tensor: torch.Tensor) -> bool:
-        """Return whether neither version counter nor data pointer moved."""
-        return (self.version, self.pointer) == _stamp(tensor)
+        """Return whether nothing was written: neither counter nor pointer moved, or all of it to another device."""
+        version, pointer = _stamp(tensor)
+        return version == self.version and (pointer == self.pointer or self.has_moved(tensor))
+
+    def has_moved(self, tensor: torch.Tensor) -> bool:
+        """Return whether the contents are on another device, as ``Module.to`` takes them there."""
+        return tensor.device != self.device and tensor.dtype == self.dtype and not tensor.is_meta
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
@@ -161,7 +178,8 @@ class TensorVault:
     def changed_anything(self) -> bool:
         """Return whether a watched tensor was written in place, or was about to be."""
         return any(
-            watched.copy is not None or ((tensor := watched.ref()) is not None and not watched.unchanged(tensor))
+            watched.copy is not None
+            or ((tensor := watched.ref()) is not None and (watched.has_moved(tensor) or not watched.unchanged(tensor)))
             for watched in self._watched.values()
         )
 
@@ -184,9 +202,14 @@ class TensorVault:
 def _restore(watched: Watched, tensor: torch.Tensor) -> None:
     if tensor.is_leaf and tensor.requires_grad != watched.requires_grad:
         tensor.requires_grad_(watched.requires_grad)
-    if watched.copy is not None and not (watched.unchanged(tensor) and _is_equal(tensor, watched.copy)):
+    if watched.has_moved(tensor) and watched.unchanged(tensor) and watched.copy is None:
+        tensor.data = tensor.detach().to(watched.device)
+        watched.pointer = _stamp(tensor)[1]
+    elif watched.copy is not None and not (
+        watched.unchanged(tensor) and not watched.has_moved(tensor) and _is_equal(tensor, watched.copy)
+    ):
         with torch.inference_mode() if tensor.is_inference() else nullcontext():
-            _write(tensor, watched.copy)
+            _write(tensor, watched.copy, watched.device)
         if not tensor.is_inference():
             _set_version(tensor, watched.version)
         watched.pointer = _stamp(tensor)[1]
@@ -213,12 +236,12 @@ def _has_contents(tensor: torch.Tensor) -> bool:
     return (last + 1) * tensor.element_size() <= room
 
 
-def _write(tensor: torch.Tensor, copy: Any) -> None:
+def _write(tensor: torch.Tensor, copy: Any, device: torch.device) -> None:
     same = tensor.shape == copy.shape and tensor.dtype == copy.dtype and tensor.layout == copy.layout
-    if same:
+    if same and tensor.device == device:
         tensor.copy_(copy)
-    else:  # the cell pointed it at other storage: another dtype, another shape
-        tensor.data = copy.to(tensor.device)
+    else:  # the cell pointed it at other storage: another dtype, another shape, another device
+        tensor.data = copy.to(device)
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

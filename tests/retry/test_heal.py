@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -207,6 +208,35 @@ def test_what_escapes_a_trial_goes_on_after_the_state_is_back(error: type[BaseEx
     with pytest.raises(error):
         outcome_of(["log.append(1)"], live=broken, log=log)
     assert log == [0]
+
+
+def test_what_replays_bind_anew_comes_back() -> None:
+    namespace: dict[str, Any] = {"log": [0], "Doomed": Doomed, "__name__": "__main__"}
+    exec("def step(): return 1\nimport torch\nloader = torch.utils.data.DataLoader([1, 2], batch_size=2)", namespace)
+    step, loader = namespace["step"], weakref.ref(namespace["loader"])
+    transaction = Transaction(namespace, "log.append(step()); next(iter(loader))", lambda: 1 << 20)
+    replay = "def step(): return 2\nloader = torch.utils.data.DataLoader([1, 2], batch_size=1)\n"
+
+    async def run(attempt: Attempt) -> BaseException | None:
+        for source in (*attempt.replays, attempt.source):
+            try:
+                exec(source, namespace)
+            except Doomed as exc:
+                return exc
+        return None
+
+    trial = Trial(fix="a", label="a", attempt=Attempt(source="log.append(step()); raise Doomed", replays=(replay,)))
+    outcome, _ = asyncio.run(
+        heal(
+            transaction, [trial], run,
+            accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
+            most_attempts=3, time_budget_s=60,
+        )
+    )  # fmt: skip
+    assert (outcome.kind, outcome.state) == (OutcomeKind.ROLLED_BACK, State.RESTORED), outcome.why
+    assert namespace["step"] is step
+    assert namespace["loader"] is loader()
+    assert namespace["log"] == [0]
 
 
 def test_without_trials_nothing_is_tried() -> None:

@@ -1,0 +1,34 @@
+"""Whose code a module is: a library's that was installed, or the user's own."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from functools import lru_cache
+from typing import Final
+
+__all__ = ["is_installed", "is_ours"]
+
+_FOLDERS: Final = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_OURS: Final = __name__.partition(".")[0]
+
+
+@lru_cache(maxsize=4096)
+def is_installed(module: object) -> bool:
+    """Return whether the module of this name is Python's or an installed package's; unknown ones are taken to be.
+
+    This package is one, wherever it lies.
+    """
+    if module == "__main__":
+        return False
+    if is_ours(module):
+        return True
+    found = sys.modules.get(module) if type(module) is str else None
+    path = getattr(found, "__file__", None)
+    return type(path) is not str or path.startswith(_FOLDERS) or "site-packages" in path or "dist-packages" in path
+
+
+def is_ours(module: object) -> bool:
+    """Return whether the module of this name is of this package."""
+    return type(module) is str and module.partition(".")[0] == _OURS

@@ -1,0 +1,93 @@
+"""What a cell does that cannot be taken back: each kind is told, and a retry by itself refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from state_programs import Planted, cells_of
+from state_shell import run, seed, started
+
+from oomdoctor import pipeline
+from oomdoctor.model.case import OutcomeKind
+
+CELLS: Final = cells_of("mlp", "AdamW")
+KINDS: Final = {
+    "an iterator": ("numbered = iter(range(99))", "next(numbered)", "`numbered` is an iterator"),
+    "a generator": ("numbered = (n for n in range(99))", "list(numbered)", "`numbered` is an iterator"),
+    "a loader's iterator": ("batches = iter(train_loader)", "x, y = next(batches)", "`batches` is an iterator"),
+    "an open file": ("log = open('log.txt', 'w')", "print('step', file=log)", "`log` is an iterator, an open file"),
+    "a file that is opened": ("", "open('out.txt', 'w').close()", "open('out.txt', 'w')"),
+    "a socket": ("import socket\nhere, there = socket.socketpair()", "here.send(b'a')", "`here` is an iterator"),
+    "a process": ("import subprocess", "subprocess.run(['true'])", "subprocess.run"),
+    "a process before": (
+        "import subprocess\ncat = subprocess.Popen(['cat'], stdin=-1)", "cat.stdin.write(b'a')", "`cat` is",
+    ),
+    "a database": ("import sqlite3\ndb = sqlite3.connect(':memory:')", "db.execute('create table a (b)')", "`db` is"),
+    "a tensor": (
+        "raw = torch.zeros(4, requires_grad=True)", "with torch.no_grad(): raw += 1", "`raw` was written in place",
+    ),
+    "a large array": ("import numpy as np\nlarge = np.zeros(20_000)", "large += 1", "`large` is a large array"),
+    "a request": ("class requests:\n    get = staticmethod(print)", "requests.get('http://a')", "requests.get"),
+    "a service": ("class wandb:\n    log = staticmethod(print)", "wandb.log({'a': 1})", "wandb.log"),
+    "a checkpoint": ("", "torch.save(model.state_dict(), 'm.pt')", "torch.save"),
+    "git": ("", "!git status", "!git status"),
+    "a shell line": ("", "!true", "!true"),
+    "a file that is removed": ("import os; open('gone', 'w').close()", "os.remove('gone')", "os.remove('gone')"),
+    "a table": (
+        "import pandas as pd\ndf = pd.DataFrame({'a': [1]})", "df.to_csv('a.csv')", "df.to_csv('a.csv')",
+    ),
+    "a log file": (
+        "import logging\nlogger = logging.getLogger('cell')\nlogger.addHandler(logging.FileHandler('a.log'))",
+        "logger.error('a')", "a.log was written to",
+    ),
+    "a question": ("input = lambda text: 'y'", "input('go on?')", "input('go on?')"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    with started("micro_batch", "chunked_forward") as made:
+        yield made
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_taken_back_refuses(
+    shell: InteractiveShell, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, does, told = KINDS[kind]
+    monkeypatch.chdir(tmp_path)
+    shell.reset(new_session=True)
+    seed()
+    *first, last = CELLS
+    for cell in (*first, setup):
+        assert run(shell, cell)[0].success
+    with Planted("third iteration"):
+        result, _ = run(shell, f"{does}\n{last}")
+    case = pipeline.last_case()
+    assert case is not None
+    assert isinstance(result.error_in_exec, RuntimeError)
+    assert (case.outcome.kind, case.outcome.attempts) == (OutcomeKind.REFUSED, 0)
+    assert told in case.outcome.why
+    assert shell.user_ns["progress"].steps == 2, "nothing was touched"
+    for name in ("log", "here", "there", "db"):
+        if name in shell.user_ns:
+            shell.user_ns[name].close()
+    if "cat" in shell.user_ns:
+        shell.user_ns["cat"].communicate()
+    if "logger" in shell.user_ns:
+        handler = shell.user_ns["logger"].handlers.pop()
+        handler.close()
+
+
+def test_what_is_there_and_not_touched_is_no_reason(shell: InteractiveShell) -> None:
+    shell.reset(new_session=True)
+    seed()
+    for cell in (*CELLS[:-1], "numbered = iter(range(9)); raw = torch.zeros(4)"):
+        assert run(shell, cell)[0].success
+    with Planted("third iteration"):
+        assert run(shell, CELLS[-1])[0].success
