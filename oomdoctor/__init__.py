@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.pipeline import explain, last_case, report
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
+    from oomdoctor.shell.scripts import heal
 
 __all__ = [
     "__version__",
     "explain",
+    "heal",
     "last_case",
     "load_ipython_extension",
     "report",
@@ -28,6 +30,7 @@ __version__: Final = "0.1.0"
 
 _HOMES: Final = {
     "explain": "oomdoctor.pipeline",
+    "heal": "oomdoctor.shell.scripts",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "report": "oomdoctor.pipeline",

@@ -8,17 +8,18 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomdoctor.errors import NotAvailable, UsageError
+from oomdoctor.errors import Fault, NotAvailable, UsageError
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.fix import Effect
-from oomdoctor.model.kinds import Kind
+from oomdoctor.model.kinds import spelled
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
 
@@ -49,20 +50,10 @@ _cases: list[Case] = []
 
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
-    """Find the user's objects and bind them with the cells into a session."""
+    """Bind the user's namespace and cells into a session."""
     from oomdoctor.evidence.objects import find
 
-    found = find(namespace)
-    return Session(
-        namespace=namespace,
-        cells=cells,
-        accelerator=accelerator,
-        modules=found[Kind.MODULE],
-        optimizers=found[Kind.OPTIMIZER],
-        schedulers=found[Kind.SCHEDULER],
-        loaders=found[Kind.LOADER],
-        shell=shell,
-    )
+    return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell)
 
 
 def observe(
@@ -233,16 +224,23 @@ def _uncounted() -> Any:
     return virtual.uncounted()
 
 
-def rulebook(folders: tuple[Path, ...] = ()) -> RuleBook:
-    """Return the rules of oomdoctor, of packages and of ``folders``; what has faults is left out and told there."""
+def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
+    """Return the rules of oomdoctor, of packages and of ``folders``; what has faults is left out and told there.
+
+    Args:
+        folders: those that the settings of the notebook name by default.
+    """
     from oomdoctor import fixes
-    from oomdoctor.rulebook import everything
+    from oomdoctor.rulebook import everything, of_notebook
 
-    return everything(folders, known_fixes=fixes.ids())
+    return everything(of_notebook() if folders is None else folders, known_fixes=fixes.ids())
 
 
-def explain(text_or_exception: str | BaseException) -> Explanation:
+def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = None) -> Explanation:
     """Say what a failure means, from its text or its exception alone. Loads no torch.
+
+    Args:
+        rules: those of the notebook's settings by default.
 
     Raises:
         UsageError: it is neither.
@@ -259,7 +257,22 @@ def explain(text_or_exception: str | BaseException) -> Explanation:
     else:
         first, *others = from_text(text_or_exception)
     meanings = {incident: describe(incident) for incident in (first, *others)}
-    return Explained(incident=first, findings=rulebook().match(first, None), others=tuple(others), meanings=meanings)
+    book = rulebook() if rules is None else rules
+    return Explained(
+        incident=first,
+        findings=book.match(first, None),
+        others=tuple(others),
+        meanings=meanings,
+        notes=tuple(_left_out(book.faults)),
+    )
+
+
+def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
+    """Yield a line for each file that was left out, with its first fault."""
+    for path, of_file in groupby(faults, key=lambda fault: fault.path):
+        first, *others = of_file
+        more = f" (and {len(others)} more: oomdoctor rules check {path})" if others else ""
+        yield f"rule left out: {first}{more}"
 
 
 def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) -> Report:
@@ -278,7 +291,7 @@ def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) 
         namespace = {**caller.f_globals, **locals_of(caller)}
     run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
     with _uncounted():
-        session = open_session(namespace, run, virtual.active() or devices.in_use()[0])
+        session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])
         return Report(collect(session, None, {}), devices.absent())
 
 
@@ -286,7 +299,7 @@ def _source_of(namespace: dict[str, Any]) -> str:
     """Return the text of the script or module whose globals these are, nothing where it cannot be had."""
     from linecache import getlines
 
-    path = namespace.get("__file__")
+    path = spelled(namespace).get("__file__")
     return "".join(getlines(path)) if type(path) is str else ""
 
 

@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 _VERBS: Final = {
     "explain": "say what a failure in a text was and why it happened",
+    "run": "run a script, and heal it should memory run out",
     "rules": "list, show and check the rules",
     "env": "say what this machine has and what its limits are",
     "demo": "heal a real out-of-memory failure, in a kernel of its own",

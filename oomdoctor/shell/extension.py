@@ -24,6 +24,7 @@ from oomdoctor.shell.cells import cells_until, filenames, is_own, only_looks
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memreport import MemReport
+from oomdoctor.shell.script_watch import is_told, left_alone
 from oomdoctor.shell.tracebacks import TracebackWatch
 from oomdoctor.shell.wrapping import Wrapped
 
@@ -100,7 +101,11 @@ class Extension:
                 transaction.disarm()
         failure = self._take_failure()
         if failure is not None:
-            await self._failed(failure, result, raw_cell, transaction, (args, kwargs))
+            try:
+                await self._failed(failure, result, raw_cell, transaction, (args, kwargs))
+            except BaseException:  # an interrupt: the failure is the user's to see all the same
+                self._tracebacks.send_held()
+                raise
         elif self.request is not None:
             request, self.request = self.request, None
             if is_own(raw_cell):
@@ -236,11 +241,17 @@ class Extension:
 
         from oomdoctor.views import bundle, panel
 
-        display(bundle(case), raw=True)
+        display(bundle(case, self._names), raw=True)
         if self.config.panel and hasattr(self.shell, "kernel"):
             controls = panel.build(case, self._act)
             if controls is not None:
                 display(controls)
+
+    @property
+    def _names(self) -> dict[int, str] | None:
+        """What the cells are called: by their numbers, unless the shell runs a script."""
+        script = getattr(self.shell, "script", None)
+        return None if script is None else {1: script.name}
 
     def _act(self, verb: str, candidate: Candidate | None) -> None:
         """Do what a button of the panel asks for, as if the user had typed it."""
@@ -269,6 +280,10 @@ class Extension:
             if opened is not None:
                 self._guarded("rollback", opened.transaction.restore)
             return False
+        except BaseException:  # an interrupt, which may have come in the midst of anything
+            if opened is not None:
+                self._guarded("rollback", opened.transaction.restore)
+            raise
         finally:
             self._is_retrying = False
             self._failure = None
@@ -303,10 +318,11 @@ class Extension:
     async def _run_attempt(self, attempt: Attempt, call: tuple[Any, Any]) -> BaseException | None:
         """Run redefined functions and the cell's text the way the shell runs cells."""
         _, kwargs = call
-        for replay in attempt.replays:
-            if error := _error_of(await self._run_source(replay, {**kwargs, "silent": True})):
-                return error
-        self._last_result = await self._run_source(attempt.source, kwargs)
+        with left_alone():
+            for replay in attempt.replays:
+                if error := _error_of(await self._run_source(replay, {**kwargs, "silent": True})):
+                    return error
+            self._last_result = await self._run_source(attempt.source, kwargs)
         return _error_of(self._last_result)
 
     async def _run_source(self, source: str, kwargs: dict[str, Any]) -> Any:
@@ -321,7 +337,7 @@ class Extension:
     def _take_over(self, result: Any, error: BaseException | None, is_healed: bool) -> None:
         """Let the cell answer as its retry did."""
         if is_healed:
-            result.error_in_exec = None
+            result.error_in_exec = error
             result.result = getattr(self._last_result, "result", None)
         elif error is not None:
             result.error_in_exec = error
@@ -334,7 +350,7 @@ class Extension:
 
         from oomdoctor.views import notice_bundle
 
-        display(notice_bundle(case), raw=True)
+        display(notice_bundle(case, self._names), raw=True)
 
     # Borders --------------------------------------------------------------------------------------------------
 
@@ -362,7 +378,8 @@ def _find_oom(exc: BaseException) -> BaseException | None:
         return None
     from oomdoctor.incident import find_oom
 
-    return find_oom(exc)
+    found = find_oom(exc)
+    return None if found is None or is_told(exc) or is_told(found) else found
 
 
 def _quietly(do: Callable[[], Any]) -> Any:

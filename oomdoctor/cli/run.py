@@ -1,0 +1,127 @@
+"""``oomdoctor run``: runs a script as Python would, its top level as one cell that is healed should memory run out.
+
+    oomdoctor run train.py --epochs 3
+
+What the script prints, its traceback and its exit status are its own; what oomdoctor has to say goes to the standard
+error. A script that is healed was run again from its first line, with the change in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tokenize
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["add_arguments", "run"]
+
+_FAILED: Final = 1
+_INTERRUPTED: Final = 130
+_UNREADABLE: Final = "is not a Python script that can be read"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    parser.usage = "%(prog)s [-h] [--auto off|exact|any] [--simulate SIZE] [--diff PATH] SCRIPT.py [ARGS]"
+    parser.add_argument(
+        "--auto",
+        choices=("off", "exact", "any"),
+        default="exact",
+        help="heal never, with fixes that keep the result (the default), or with any fix",
+    )
+    parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
+    parser.add_argument("--diff", metavar="PATH", help="write the change that healed the script there, as a diff")
+    parser.add_argument("script", metavar="SCRIPT.py", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and return its exit status.
+
+    Raises:
+        UsageError: the script cannot be read, or a size is none.
+    """
+    path = Path(args.script)
+    source = _read(path)
+    main = _become_main(path, args.arguments)
+    shell = _shell_for(path, main)
+    if args.simulate is not None:
+        from oomdoctor.allocator import virtual
+
+        virtual.switch_on(args.simulate)
+    shell.run_line_magic("load_ext", "oomdoctor")
+    shell.run_line_magic("oomdoctor", f"auto {args.auto}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
+        result = shell.run_cell(source, store_history=True)
+    if args.diff is not None:
+        _write_diff(Path(args.diff), path)
+    return _status(result.error_before_exec or result.error_in_exec)
+
+
+def _read(path: Path) -> str:
+    try:
+        with tokenize.open(path) as file:  # in the encoding that it declares
+            return file.read()
+    except OSError as exc:
+        raise UsageError(f"{path} {_UNREADABLE}: {exc.strerror or exc}") from None
+    except (SyntaxError, UnicodeError, ValueError) as exc:
+        raise UsageError(f"{path} {_UNREADABLE}: {exc}") from None
+
+
+def _become_main(path: Path, arguments: list[str]) -> ModuleType:
+    """Make this process look to the script as one that was started with it."""
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    sys.argv = [str(path), *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    return main
+
+
+def _shell_for(path: Path, main: ModuleType) -> InteractiveShell:
+    from traitlets.config import Config
+
+    from oomdoctor.cli.run_shell import ScriptShell
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.ast_node_interactivity = "none"
+    config.InteractiveShell.autoindent = False
+    return ScriptShell.instance(script=path, config=config, user_module=main, user_ns=vars(main))
+
+
+def _write_diff(target: Path, script: Path) -> None:
+    from oomdoctor import pipeline
+    from oomdoctor.model.absence import Refused
+
+    case = pipeline.last_case()
+    made = [one for one in case.plan.candidates if one.label in case.outcome.fixes] if case is not None else []
+    for candidate in made:
+        if isinstance(candidate.patch, Refused):
+            print(f"oomdoctor run: no diff: {candidate.patch.reason}", file=sys.stderr)
+        else:
+            target.write_text(candidate.patch.diff(script.name), encoding="utf-8")
+
+
+def _status(error: Any) -> int:
+    """Return the exit status that Python would have ended with."""
+    if error is None:
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    if not isinstance(error, SystemExit):
+        return _FAILED
+    if error.code is None or isinstance(error.code, int):
+        return error.code or os.EX_OK
+    print(error.code, file=sys.stderr)
+    return _FAILED

@@ -1,0 +1,77 @@
+"""The shell that a script runs in: IPython's way of running a cell, with the looks of plain Python."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+
+__all__ = ["ScriptShell"]
+
+
+class _Compiler(CachingCompiler):
+    """Compiles code under the name of the script, so that tracebacks and ``inspect`` find the script's lines."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._script = script
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        """Return the path of the script."""
+        return self._script
+
+
+class _Publisher(DisplayPublisher):
+    """Prints to the standard error what is displayed: the standard output is the script's own."""
+
+    def publish(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Print the plain text of what is displayed."""
+        if "text/plain" in data:
+            print(data["text/plain"], file=sys.stderr)
+
+
+class ScriptShell(InteractiveShell):
+    """Runs the top level of one script as a cell.
+
+    Attributes:
+        script: its path.
+    """
+
+    display_pub_class = Type(_Publisher)
+
+    def __init__(self, script: Path, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self.script = script
+        self.compile = _Compiler(str(script))
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Return the script as it is: it has no magics, and its lines keep their numbers."""
+        return raw_cell
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Print a traceback as Python does; nothing for ``SystemExit``, which ends a script in silence."""
+        kind, value, frames = exc_tuple or sys.exc_info()
+        if kind is not None and not issubclass(kind, SystemExit):
+            self._showtraceback(kind, value, traceback.format_exception(kind, value, self._of_script(frames)))
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        """Print what is wrong with the script's syntax as Python does."""
+        kind, value, _ = sys.exc_info()
+        self._showtraceback(kind, value, traceback.format_exception_only(kind, value))
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        print("".join(stb), end="", file=sys.stderr)
+
+    def _of_script(self, frames: TracebackType | None) -> TracebackType | None:
+        """Return the traceback from the script's first line on, without the frames that ran the script."""
+        first = frames
+        while first is not None and first.tb_frame.f_code.co_filename != str(self.script):
+            first = first.tb_next
+        return first or frames

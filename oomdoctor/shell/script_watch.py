@@ -1,0 +1,464 @@
+"""One run of a part of a script, watched: what happens when it runs out of memory.
+
+    snapshot ─► the part runs ─► if it ran out: diagnose, release, price, tell, run the part again with a change
+
+Each stage stands behind a border: a failure of ours prints one line, and the user's error stays as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import inspect
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import get_ident
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, Final, TypeVar
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.chain import chained, set_traceback, traceback_of
+from oomdoctor.model.names import bound_names
+from oomdoctor.model.plan import Candidate
+from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.shell.script_source import begun
+
+__all__ = [
+    "Part",
+    "Settings",
+    "Watch",
+    "apart_from",
+    "drive",
+    "entered",
+    "is_left_alone",
+    "is_oom",
+    "is_told",
+    "left_alone",
+    "ran_out",
+]
+
+_MARK: Final = "__oomdoctor_told__"
+_MODULE, _PART = 1, 2
+"""Numbers of the cells that a script is taken for: the module's text, and the part of it that ran."""
+
+_is_left_alone: ContextVar[bool] = ContextVar("_is_left_alone", default=False)
+_binding = threading.RLock()
+_numbers = count(1)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What ``heal`` was told. For the values see there."""
+
+    auto: str
+    attempts: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a script that may be run again.
+
+    Attributes:
+        name: what it is called in messages: ``the call of `train```.
+        module: what the text around it is called: ``train.py``.
+        filename: of the code; ``text``: what stands there; ``flags``: the compiler's, for its futures.
+        source: the part as a cell.
+        bound: what has to be among the globals for it.
+        refused: why it cannot be run again, None if it can.
+    """
+
+    name: str
+    module: str
+    filename: str
+    namespace: dict[str, Any]
+    text: str = ""
+    flags: int = 0
+    source: str = ""
+    bound: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    is_async: bool = False
+
+    @property
+    def cells(self) -> Cells:
+        """The script as cells, the part last; where it cannot be run again, the text around it is all there is."""
+        module = Cell(number=_MODULE, source=self.text)
+        if self.refused is not None:
+            return Cells(history=(module,))
+        return Cells(history=(module, Cell(number=_PART, source=self.source)))
+
+    @property
+    def own_filename(self) -> str:
+        """The file name of the part as a cell."""
+        return f"<oomdoctor: {self.name} in {self.module}>"
+
+    @property
+    def names(self) -> dict[int, str]:
+        """What the cells are called in messages."""
+        return {_MODULE: self.module, _PART: self.name}
+
+    @contextmanager
+    def spelled(self) -> Iterator[None]:
+        """Have what the part names among the globals for a while."""
+        self.namespace.update(self.bound)
+        try:
+            yield
+        finally:
+            for name in self.bound:
+                self.namespace.pop(name, None)
+
+
+class Watch:
+    """Watches one run. What the run changes can be taken back as long as this is kept."""
+
+    def __init__(self, part: Part, settings: Settings) -> None:
+        self._part, self._settings = part, settings
+        self._refused = part.refused or _at_work(part)
+        self._transaction: Any = None
+        self._made: tuple[str, ...] = ()
+        if self._refused is None:
+            from oomdoctor.retry.transaction import Transaction
+
+            with _binding, part.spelled():
+                self._transaction = Transaction(part.namespace, part.source, _room)
+
+    @property
+    def armed(self) -> AbstractContextManager[None]:
+        """Makes copies just in time while the part runs."""
+        return nullcontext() if self._transaction is None else self._transaction.armed()
+
+    async def answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
+        """Diagnose a failure, and run the part again with a change where that is right.
+
+        To be called outside of every ``except`` clause that handles the failure.
+
+        Returns:
+            Whether it was healed, and the error of the user's code that ended the last attempt.
+        """
+        _mark(failure)
+        self._part = replace(self._part, text=begun(self._part.text, self._part.filename))
+        self._refused = self._refused or _at_work(self._part)
+        with left_alone(), self._part.spelled():
+            return await self._answer(failure)
+
+    async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
+        # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
+        # the census is without what it held.
+        observed = _quietly(lambda: self._observe(failure))
+        _guarded("release", lambda: _release(failure))
+        found = observed or _guarded("evidence", lambda: self._observe(failure))
+        if found is None:
+            return False, None
+        case, session = found
+        case = _guarded("diagnosis", lambda: _recorded(self._diagnose(case))) or case
+        case = _guarded("forecast", lambda: _recorded(self._plan(case, session))) or case
+        _guarded("display", lambda: self._show("bundle", case))
+        if self._settings.auto == "off":
+            return False, None
+        case, error = await self._guarded_heal(case, session)
+        _recorded(case)
+        _guarded("notice", lambda: self._show("notice_bundle", case))
+        return case.outcome.kind is OutcomeKind.HEALED, error
+
+    def _observe(self, failure: BaseException) -> tuple[Case, Session]:
+        from oomdoctor import pipeline
+
+        part = self._part
+        linecache.cache[part.own_filename] = _listed(part.source, part.own_filename)
+        numbers = {part.filename: _MODULE} | ({part.own_filename: _PART} if part.refused is None else {})
+        case, session = pipeline.observe(
+            failure, lambda accelerator: pipeline.open_session(part.namespace, part.cells, accelerator), numbers
+        )
+        pipeline.record(case)
+        return case, session
+
+    def _diagnose(self, case: Case) -> Case:
+        from oomdoctor import pipeline
+
+        return pipeline.diagnose(case, pipeline.rulebook())
+
+    def _plan(self, case: Case, session: Session) -> Case:
+        """Price the changes: by estimates alone where the part cannot be run again, not even in a shadow."""
+        from oomdoctor import pipeline
+
+        transaction, is_host = self._transaction, session.accelerator.name == "cpu"
+        return pipeline.plan(
+            case,
+            session,
+            transaction.restore if transaction is not None else lambda: None,
+            time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
+            reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
+        )
+
+    async def _guarded_heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
+        """Heal; whatever goes wrong in ours leaves the state of the part's start and the user's own error."""
+        try:
+            return await self._heal(case, session)
+        except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
+            _fault("retry", exc)
+            _guarded("rollback", lambda: self._transaction.restore())
+            return replace(case, outcome=_refusal("oomdoctor itself failed")), None
+        except BaseException:  # an interrupt, which may have come in the midst of anything
+            _guarded("rollback", lambda: self._transaction.restore())
+            raise
+
+    async def _heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
+        from oomdoctor import pipeline
+
+        if self._refused is not None:
+            return replace(case, outcome=_refusal(self._refused)), None
+        chosen: Sequence[Candidate] = pipeline.admitted(case, self._settings.auto)
+        if not chosen:
+            kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
+            return replace(case, outcome=_refusal(f"{kind} is likely to fit")), None
+        before = _healers(self._part.namespace)
+        case, error = await pipeline.heal(
+            case,
+            session,
+            self._transaction,
+            chosen,
+            self._run,
+            most_attempts=self._settings.attempts,
+            time_budget_s=self._settings.time_s,
+        )
+        if case.outcome.kind is OutcomeKind.HEALED:
+            _adopt(self._part.namespace, before)
+        return case, error
+
+    async def _run(self, attempt: Attempt) -> BaseException | None:
+        """Run redefined functions and the part; return what the user's code raised."""
+        part, handled = self._part, sys.exc_info()[1]
+        self._made = tuple(sorted(name for replay in attempt.replays for name in bound_names(replay)))
+        texts = [(replay, f"<oomdoctor: {part.module} changed, {next(_numbers)}>") for replay in attempt.replays]
+        for source, filename in [*texts, (attempt.source, part.own_filename)]:
+            linecache.cache[filename] = _listed(source, filename)
+            try:
+                awaits = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if part.is_async else 0
+                code = compile(source, filename, "exec", flags=part.flags | awaits, dont_inherit=True)
+                if code.co_flags & inspect.CO_COROUTINE:
+                    await eval(code, part.namespace)
+                else:
+                    exec(code, part.namespace)
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - border: the user's error is what is asked for
+                _of_the_users(exc, filename)
+                failed = exc
+            else:
+                continue
+            # A block is run again within the handling of its failure, which is no reason of what it raises now.
+            for one in chained(failed):
+                if handled is not None and one.__context__ is handled:
+                    one.__context__ = None
+            return failed
+        return None
+
+    def _show(self, what: str, case: Case) -> None:
+        from oomdoctor import views
+
+        print(getattr(views, what)(case, self._part.names)["text/plain"], file=sys.stderr)
+        if what != "notice_bundle" or case.outcome.kind is not OutcomeKind.HEALED:
+            return
+        made = next((one for one in case.plan.candidates if one.label in case.outcome.fixes), None)
+        if made is not None and not isinstance(made.patch, Refused):
+            for edit in made.patch.edits:
+                print(replace(made.patch, edits=(edit,)).diff(self._part.names[edit.cell]), file=sys.stderr)
+        if self._made:
+            names = ", ".join(f"`{name}`" for name in self._made)
+            print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)
+
+
+def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine that never waits returns. A loop may be running."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        found: T = done.value
+        return found
+    coroutine.close()
+    raise AssertionError("it waited")
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Leave what runs out of memory within the body to whoever runs the body."""
+    token = _is_left_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_left_alone.reset(token)
+
+
+def is_left_alone() -> bool:
+    """Return whether a retry or a forecast is under way, which what it runs is left to."""
+    return _is_left_alone.get()
+
+
+@contextmanager
+def apart_from(handled: BaseException | None, exc: BaseException) -> Iterator[None]:
+    """Let ``exc`` be seen without the exception that was being handled when what raised it began."""
+    link = next((one for one in chained(exc) if one.__context__ is handled), None) if handled is not None else None
+    if link is not None:
+        link.__context__ = None
+    try:
+        yield
+    finally:
+        if link is not None:
+            link.__context__ = handled
+
+
+def is_oom(exc: BaseException) -> bool:
+    """Return whether ``exc`` says that memory ran out."""
+    return _found(exc) is not None
+
+
+def ran_out(exc: BaseException) -> bool:
+    """Return whether ``exc`` says that memory ran out, and nobody was told so far."""
+    found = _found(exc)
+    return found is not None and not is_told(exc) and not is_told(found)
+
+
+def is_told(exc: BaseException) -> bool:
+    """Return whether this failure was diagnosed before, nearer to where it arose."""
+    return _MARK in (getattr(exc, "__dict__", None) or {})
+
+
+def _found(exc: BaseException) -> BaseException | None:
+    """Return the exception in a chain that memory ran out with."""
+    if isinstance(exc, SyntaxError) or not isinstance(exc, Exception):
+        return None
+    from oomdoctor.incident import find_oom
+
+    return _quietly(lambda: find_oom(exc))
+
+
+def _mark(exc: BaseException) -> None:
+    for one in (exc, _found(exc)):
+        attributes = getattr(one, "__dict__", None)
+        if attributes is not None:
+            attributes[_MARK] = True
+
+
+def entered(part: Part, line: int, traceback: TracebackType | None) -> TracebackType:
+    """Return ``traceback`` as it would be had the part been a cell: with the line of it that was running on top."""
+    code = compile("\n" * (line - 1) + "raise RuntimeError", part.own_filename, "exec")
+    try:
+        exec(code, {"__name__": part.namespace.get("__name__")})
+    except RuntimeError as exc:
+        own = traceback_of(exc)
+        if own is not None and own.tb_next is not None:
+            return TracebackType(traceback, own.tb_next.tb_frame, own.tb_next.tb_lasti, line)
+    raise AssertionError("a statement that raises did not raise")
+
+
+def _at_work(part: Part) -> str | None:
+    """Return what else of the program may change its state beside the part, None if there is nothing."""
+    from oomdoctor.retry.installed import is_installed
+
+    def is_programs(frame: FrameType) -> bool:
+        return frame.f_globals is part.namespace or not is_installed(frame.f_globals.get("__name__"))
+
+    running = sys._current_frames() if threading.active_count() > 1 else {}
+    running.pop(get_ident(), None)
+    for ident, innermost in running.items():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if is_programs(frame):
+                name = next((one.name for one in threading.enumerate() if one.ident == ident), "another")
+                return f"the thread `{name}` runs code of the program as well, and may see or change what is taken back"
+            frame = frame.f_back
+    if part.is_async:
+        for task in asyncio.all_tasks():
+            frame = getattr(task.get_coro(), "cr_frame", None)
+            if task is not asyncio.current_task() and frame is not None and is_programs(frame):
+                return f"the task `{task.get_name()}` of the program may see or change what is taken back"
+    return None
+
+
+def _healers(namespace: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in namespace.items() if _healer(value) is not None}
+
+
+def _healer(value: Any) -> Any:
+    return vars(value).get("__oomdoctor__") if type(value) is FunctionType else None
+
+
+def _adopt(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let the functions that a change redefined be called by whoever holds the old ones under ``heal``."""
+    for name, wrapper in before.items():
+        now, healer = namespace.get(name), _healer(wrapper)
+        changed = _healer(now)
+        if changed is not None and changed is not healer:
+            healer.take(changed.function)
+            namespace[name] = wrapper
+
+
+def _refusal(why: str) -> Outcome:
+    return Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why)
+
+
+def _recorded(case: Case) -> Case:
+    from oomdoctor import pipeline
+
+    pipeline.record(case)
+    return case
+
+
+def _release(failure: BaseException) -> None:
+    from oomdoctor.retry.release import release
+
+    release(failure)
+
+
+def _of_the_users(exc: BaseException, filename: str) -> None:
+    """Cut what is ours off the beginning of a traceback."""
+    step = traceback_of(exc)
+    while step is not None and step.tb_frame.f_code.co_filename != filename:
+        step = step.tb_next
+    set_traceback(exc, step or traceback_of(exc))
+
+
+def _listed(source: str, filename: str) -> tuple[int, None, list[str], str]:
+    return len(source), None, source.splitlines(keepends=True), filename
+
+
+@functools.cache
+def _config() -> Any:
+    from oomdoctor.shell.config import OomDoctor
+
+    return OomDoctor()
+
+
+def _room() -> int:
+    from oomdoctor.evidence import host
+
+    _, free, _ = host.binding_limit(host.read(in_full=False))
+    return int(free * _config().snapshot_share)
+
+
+def _quietly(do: Callable[[], T]) -> T | None:
+    try:
+        return do()
+    except Exception:  # noqa: BLE001 - border: what is done so is done twice, and the other time tells the fault
+        return None
+
+
+def _guarded(stage: str, do: Callable[[], T]) -> T | None:
+    try:
+        return do()
+    except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
+        _fault(stage, exc)
+        return None
+
+
+def _fault(stage: str, exc: BaseException) -> None:
+    line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
+    print(f"oomdoctor could not finish ({line})", file=sys.stderr)

@@ -1,0 +1,679 @@
+"""``oomdoctor.heal`` in scripts: functions and blocks that ran out of memory are run again, or left as they failed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import oomdoctor
+from oomdoctor import fixes, pipeline
+from oomdoctor.errors import UsageError
+from oomdoctor.model.case import OutcomeKind
+from oomdoctor.shell import script_watch
+
+BUDGET, AMPLE = "12MiB", "512MiB"
+
+EVALUATE = '''
+import torch
+from torch import nn
+import oomdoctor
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 8))
+model.eval()
+calls = []
+
+@oomdoctor.heal
+def evaluate(model, batches, *more, notes=None):
+    """Return a score."""
+    calls.append(batches)
+    outputs = []
+    for step in range(batches):
+        outputs.append(model(torch.randn(256, 64)))
+    score = sum(output.sum().item() for output in outputs)
+    if notes is not None:
+        notes.append(score)
+    if "raise" in more:
+        raise more[1]
+    return score, more, notes
+'''
+KEPT = """
+    for step in range(batches):
+        outputs.append(model(torch.randn(256, 64)))
+"""
+OUTER = """
+@oomdoctor.heal
+def outer(model, batches):
+    calls.append("outer")
+    return evaluate(model, batches)
+"""
+NESTED = """
+def make():
+    @oomdoctor.heal
+    def inner(model, batches):
+        return evaluate.__wrapped__(model, batches)
+    return inner
+healed = make()
+"""
+WRAPPED = """
+import functools
+healed = oomdoctor.heal(functools.wraps(evaluate)(lambda *args: evaluate.__wrapped__(*args)))
+"""
+
+SCRIPT = (
+    """\
+import random
+import sys
+
+import numpy
+"""
+    + EVALUATE.replace("nn.GELU()", "nn.GELU(), nn.BatchNorm1d(512)")
+    + '''
+@oomdoctor.heal
+def both(model, seen):
+    model.train()
+    seen.append(random.random() + numpy.random.rand())
+    outputs = []
+    for step in range(20):
+        outputs.append(model(torch.randn(256, 64)))
+    return sum(output.sum().item() for output in outputs)
+
+def main():
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, seen, both(model, seen)
+
+if sys.argv[1] != "-":
+    from oomdoctor.allocator import virtual
+    device = virtual.switch_on(sys.argv[1])
+optimizer, seen, score = main()
+with oomdoctor.heal():
+    # What lies within a string stays as it is.
+    text = """
+        indented
+    """
+    x, y = torch.randn(256, 64), torch.randn(256, 8)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    seen.append(random.random() + numpy.random.rand())
+    outputs = []
+    for step in range(20):
+        outputs.append(model(torch.randn(256, 64)))
+    marks = [output.sum().item() for output in outputs]
+
+from oomdoctor.retry.digest import state_digests
+names = frozenset({"model", "optimizer", "seen", "score", "text", "marks", "step", "calls"})
+for name, digest in sorted(state_digests(globals(), names=names).items()):
+    print(name, digest)
+print(sorted(name for name in globals() if name not in ("device", "virtual")))
+'''
+)
+
+
+@pytest.fixture(autouse=True)
+def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
+    few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward")}
+    monkeypatch.setattr(fixes, "catalogue", lambda: few)
+    monkeypatch.setattr(script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_to_collect() -> Iterator[None]:
+    """Keep what libraries made out of the collections after failures."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """Load a text as a module of the user's."""
+    loaded: list[str] = []
+
+    def load(source: str) -> ModuleType:
+        name = f"script_{len(loaded)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        loaded.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in loaded:
+        sys.modules.pop(name, None)
+
+
+def last() -> Any:
+    case = pipeline.last_case()
+    assert case is not None
+    return case
+
+
+def out_of_memory() -> type[BaseException]:
+    import torch
+
+    return torch.OutOfMemoryError
+
+
+# The state -----------------------------------------------------------------------------------------------------------
+
+
+def run(path: Path, source: str, word: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(source, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, str(path), word], capture_output=True, text=True, timeout=180, cwd=path.parent
+    )
+
+
+def test_a_healed_script_leaves_what_the_fixed_one_leaves(tmp_path: Path) -> None:
+    healed = run(tmp_path / "script.py", SCRIPT, BUDGET)
+    assert healed.returncode == 0, healed.stderr
+    line = 1 + SCRIPT.splitlines().index("with oomdoctor.heal():")
+    assert re.findall("Healed: .*", healed.stderr) == [
+        "Healed: the call of `both` ran to its end with 1 change in place, after 1 attempt.",
+        f"Healed: the `with` block on line {line} ran to its end with 1 change in place, after 1 attempt.",
+    ]
+    assert "From now on `both` in script.py is what the change made of it." in healed.stderr
+    assert healed.stderr.count("exact: bit-identical results") >= 2
+    # The fixed script, by both diffs; that of the block is not indented.
+    (tmp_path / "fix.diff").write_text(diff_of(healed.stderr, "script.py"), encoding="utf-8")
+    subprocess.run(["patch", "-p0", "script.py", "fix.diff"], check=True, cwd=tmp_path, capture_output=True)
+    changed = (tmp_path / "script.py").read_text(encoding="utf-8")
+    assert changed != SCRIPT
+    hunk = diff_of(healed.stderr, f"the `with` block on line {line}").splitlines(keepends=True)[3:]
+    before, after = (
+        "".join(f"    {one[1:]}" for one in hunk if one[0] in kinds and one.strip() != kinds[1])
+        for kinds in (" -", " +")
+    )
+    assert before != after
+    assert changed.count(before) == 1
+    fixed = changed.replace(before, after)
+    fresh = run(tmp_path / "script.py", fixed, "-")
+    assert fresh.returncode == 0, fresh.stderr
+    assert healed.stdout.splitlines() == fresh.stdout.splitlines()
+
+
+def diff_of(told: str, name: str) -> str:
+    lines = told.splitlines(keepends=True)
+    start = lines.index(f"--- {name}\n")
+    end = next(at for at in range(start, len(lines)) if not lines[at].strip())
+    return "".join(lines[start:end])
+
+
+# Functions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_healed_and_returns_its_result(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(EVALUATE)
+    names, notes = set(vars(module)), [1.0]
+    wrapper = module.evaluate
+    module.torch.manual_seed(3)
+    with oomdoctor.simulate(AMPLE):
+        wanted = wrapper.__wrapped__(module.model, 20, "a", 2.5, notes=[1.0])
+    module.calls.clear()
+    module.torch.manual_seed(3)
+    with oomdoctor.simulate(BUDGET):
+        score, more, given = wrapper(module.model, 20, "a", 2.5, notes=notes)
+    assert last().outcome.kind is OutcomeKind.HEALED
+    assert last().outcome.state == "clean"
+    assert (score, more) == wanted[:2]
+    assert given is notes
+    assert notes == [1.0, score]
+    assert module.calls == [20]
+    assert set(vars(module)) == names
+    told = capsys.readouterr()
+    assert "Out of memory, case" in told.err
+    assert "+        outputs.append(model(torch.randn(256, 64)).detach())" in told.err
+    assert "oomdoctor could not finish" not in told.err
+    assert told.out == ""
+
+
+def test_after_it_was_healed_the_changed_function_is_called_by_all(load: Any) -> None:
+    module = load(EVALUATE)
+    kept = module.evaluate
+    with oomdoctor.simulate(BUDGET):
+        module.evaluate(module.model, 20)
+        number = last().number
+        assert module.evaluate is kept
+        kept(module.model, 20)
+        module.evaluate(module.model, 20)
+    assert last().number == number
+    assert module.calls == [20, 20, 20]
+    assert module.evaluate.__doc__ == "Return a score."
+
+
+def test_a_function_healed_under_another_name_follows_its_change(load: Any) -> None:
+    module = load(EVALUATE.replace("@oomdoctor.heal\n", "") + "\nsafely = oomdoctor.heal(evaluate)\n")
+    with oomdoctor.simulate(BUDGET):
+        module.safely(module.model, 20)
+        number = last().number
+        module.safely(module.model, 20)
+        module.evaluate(module.model, 20)
+    assert last().number == number
+
+
+def test_what_is_not_healed_raises_its_own_error_from_the_state_of_the_start(
+    load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load(EVALUATE.replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()) as caught:
+        module.evaluate(module.model, 20)
+    assert last().outcome.kind is OutcomeKind.REFUSED
+    assert "open('/dev/null', 'w')" in last().outcome.why
+    frames = [
+        (frame.name, frame.lineno) for frame in traceback.extract_tb(caught.tb) if frame.filename == module.__file__
+    ]
+    assert frames == [
+        ("evaluate", 1 + EVALUATE.splitlines().index("        outputs.append(model(torch.randn(256, 64)))"))
+    ]
+    assert not any("<oomdoctor" in frame.filename for frame in traceback.extract_tb(caught.tb))
+    told = capsys.readouterr().err
+    assert "Not retried: the call of `evaluate` was left as it failed." in told
+    assert "%oomdoctor" not in told
+
+
+def test_off_diagnoses_only(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(EVALUATE.replace("@oomdoctor.heal", "@oomdoctor.heal(auto='off')"))
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        module.evaluate(module.model, 20)
+    assert last().outcome.kind is OutcomeKind.OFFERED
+    assert [one.fix for one in last().plan.candidates]
+    assert "What to change" in capsys.readouterr().err
+
+
+def test_other_errors_pass_as_they_are(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(EVALUATE)
+    before = len(pipeline.cases())
+    for error in (ValueError("mine"), KeyboardInterrupt(), SystemExit(3)):
+        with oomdoctor.simulate(AMPLE), pytest.raises(type(error)) as caught:
+            module.evaluate(module.model, 2, "raise", error)
+        assert caught.value is error
+    with pytest.raises(TypeError, match="missing 2 required"):
+        module.evaluate()
+    assert module.calls == [2, 2, 2]
+    assert len(pipeline.cases()) == before
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_an_error_of_the_retry_is_raised_with_the_state_restored(load: Any, error: BaseException) -> None:
+    module = load(EVALUATE)
+    notes: list[float] = []
+    code = module.evaluate.__wrapped__.__code__
+    with oomdoctor.simulate(BUDGET), pytest.raises(type(error)) as caught:
+        module.evaluate(module.model, 20, "raise", error, notes=notes)
+    assert caught.value is error
+    assert (module.calls, notes) == ([], [])
+    assert module.evaluate.__wrapped__.__code__ is code
+    with oomdoctor.simulate(AMPLE):
+        assert module.evaluate(module.model, 1, notes=notes)[2] is notes
+
+
+def test_a_retry_that_ends_the_program_has_healed_it(load: Any) -> None:
+    module = load(EVALUATE)
+    with oomdoctor.simulate(BUDGET), pytest.raises(SystemExit):
+        module.evaluate(module.model, 20, "raise", SystemExit(3))
+    assert last().outcome.kind is OutcomeKind.HEALED
+    assert module.calls == [20]
+
+
+def test_the_inner_one_heals_and_the_outer_leaves_it_to_it(load: Any) -> None:
+    module = load(EVALUATE + OUTER)
+    before = len(pipeline.cases())
+    with oomdoctor.simulate(BUDGET):
+        module.outer(module.model, 20)
+    assert len(pipeline.cases()) == before + 1
+    assert module.calls == ["outer", 20]
+    refused = load((EVALUATE + OUTER).replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        refused.outer(refused.model, 20)
+    assert len(pipeline.cases()) == before + 2
+
+
+def test_a_new_failure_in_the_handler_of_one_that_was_told_is_told_as_well(load: Any) -> None:
+    module = load(EVALUATE.replace("@oomdoctor.heal", "@oomdoctor.heal(auto='off')"))
+    before = len(pipeline.cases())
+    errors: list[BaseException] = []
+    with oomdoctor.simulate(BUDGET):
+        try:
+            module.evaluate(module.model, 20)
+        except out_of_memory() as first:
+            with pytest.raises(out_of_memory()) as second:
+                module.evaluate(module.model, 30)
+            errors = [first, second.value]
+    assert errors[1].__context__ is errors[0]
+    assert last().incident.cell.source_line.endswith("evaluate(model, 30)")
+    assert len(pipeline.cases()) == before + 2
+
+
+def test_recursion_is_healed_where_it_runs_out(load: Any) -> None:
+    module = load(
+        EVALUATE
+        + """
+@oomdoctor.heal
+def deeper(model, depth, trail):
+    trail.append(depth)
+    if depth:
+        return deeper(model, depth - 1, trail)
+    outputs = []
+    for step in range(20):
+        outputs.append(model(torch.randn(256, 64)))
+    return len(outputs)
+"""
+    )
+    trail: list[int] = []
+    with oomdoctor.simulate(BUDGET):
+        assert module.deeper(module.model, 2, trail) == 20
+        assert module.deeper(module.model, 1, trail) == 20
+    assert trail == [2, 1, 0, 1, 0]
+
+
+def test_a_method_is_healed_on_its_live_objects(load: Any) -> None:
+    module = load(
+        """
+import torch
+from torch import nn
+import oomdoctor
+
+class Trainer:
+    def __init__(self):
+        layers = [nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(6)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.steps = 0
+
+    @oomdoctor.heal
+    def fit(self, steps):
+        for _ in range(steps):
+            x, y = torch.randn(512, 64), torch.randn(512, 64)
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.steps += 1
+        return loss.item()
+
+class Other(Trainer):
+    def fit(self, steps):
+        return super().fit(steps)
+"""
+    )
+    trainer, other = module.Trainer(), module.Other()
+    with oomdoctor.simulate("14MiB"):
+        assert trainer.fit(2) > 0
+        assert last().outcome.kind is OutcomeKind.HEALED
+        with pytest.raises(out_of_memory()):
+            other.fit(2)
+    assert trainer.steps == 2
+    assert "reached in another way than as a method of its first argument" in last().outcome.why
+
+
+def test_a_coroutine_is_awaited_and_healed(load: Any) -> None:
+    source = EVALUATE.replace("def evaluate", "async def evaluate")
+    source = source.replace("calls.append(batches)", "calls.append(batches)\n    await asyncio.sleep(0)")
+    module = load("import asyncio\n" + source)
+    with oomdoctor.simulate(BUDGET):
+        assert asyncio.run(module.evaluate(module.model, 20, "x"))[1] == ("x",)
+    assert last().outcome.kind is OutcomeKind.HEALED
+    assert module.calls == [20]
+
+
+def test_a_coroutine_beside_another_task_is_left_as_it_failed(load: Any) -> None:
+    source = (
+        EVALUATE.replace("def evaluate", "async def evaluate") + "\nasync def waits():\n    await asyncio.sleep(60)\n"
+    )
+    module = load("import asyncio\n" + source)
+
+    async def main() -> None:
+        task = asyncio.create_task(module.waits(), name="waiter")
+        await asyncio.sleep(0)
+        try:
+            await module.evaluate(module.model, 20)
+        finally:
+            task.cancel()
+
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        asyncio.run(main())
+    assert "the task `waiter` of the program" in last().outcome.why
+
+
+def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
+    module = load(EVALUATE + "\ndef waits(event):\n    event.wait(60)\n")
+    event = threading.Event()
+    thread = threading.Thread(target=module.waits, args=(event,), name="waiter")
+    thread.start()
+    try:
+        with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+            module.evaluate(module.model, 20)
+    finally:
+        event.set()
+        thread.join()
+    assert "the thread `waiter` runs code of the program as well" in last().outcome.why
+    with oomdoctor.simulate(BUDGET):
+        module.evaluate(module.model, 20)
+    assert last().outcome.kind is OutcomeKind.HEALED
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ("healed = oomdoctor.heal(lambda model, batches: evaluate.__wrapped__(model, batches))", "is a lambda"),
+        (NESTED, "defined within another function"),
+        ("healed = evaluate\nevaluate = None", "stands for something else in its module"),
+        (WRAPPED, "stands for something else in its module"),
+    ],
+)
+def test_what_cannot_be_called_again_from_its_text_is_left_as_it_failed(load: Any, made: str, reason: str) -> None:
+    module = load(EVALUATE + made)
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        module.healed(module.model, 20)
+    assert last().outcome.kind is OutcomeKind.REFUSED
+    assert reason in last().outcome.why
+
+
+def test_a_file_that_was_edited_since_it_was_loaded_is_not_taken_for_the_program(load: Any) -> None:
+    module = load(
+        EVALUATE + "import pathlib\nhere = pathlib.Path(__file__)\nhere.write_text('#\\n' + here.read_text())\n"
+        "import linecache\nlinecache.clearcache()\nlater = oomdoctor.heal(evaluate.__wrapped__)\n"
+    )
+    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        module.later(module.model, 20)
+    assert "its file was changed after it was loaded" in last().outcome.why
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("@oomdoctor.heal\ndef f():\n    yield 1", "heal takes no generator: `f` has handed out values"),
+        ("@oomdoctor.heal\nasync def f():\n    yield 1", "heal takes no generator: `f` has handed out values"),
+        ("class A:\n    @oomdoctor.heal\n    @staticmethod\n    def f(): ...", "below `@staticmethod`"),
+        ("@oomdoctor.heal\nclass A: ...", "heal takes a function, and was given type"),
+        ("oomdoctor.heal(print)", "heal takes a function, and was given builtin_function_or_method"),
+        ("oomdoctor.heal(auto='on')", "auto takes one of exact, any, off, not 'on'"),
+        ("oomdoctor.heal(attempts=0)", "attempts takes a whole number from 1 on, not 0"),
+        ("oomdoctor.heal(time_s=float('nan'))", "time_s takes a number of seconds, not nan"),
+    ],
+)
+def test_what_cannot_be_healed_is_refused_in_one_line(load: Any, line: str, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(f"import oomdoctor\n{line}")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Blocks -------------------------------------------------------------------------------------------------------------
+
+SETUP = EVALUATE + f"from oomdoctor.allocator import virtual\nvirtual.switch_on({BUDGET!r})\n"
+BLOCK = """\
+    calls.append("begun")
+    outputs = []
+    for step in range(20):
+        outputs.append(model(torch.randn(256, 64)))
+"""
+
+
+@pytest.fixture
+def switched_off() -> Iterator[None]:
+    yield
+    from oomdoctor.allocator import virtual
+
+    virtual.switch_off()
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_a_block_in_a_loop_is_healed_each_time(load: Any) -> None:
+    before = len(pipeline.cases())
+    block = textwrap.indent("with oomdoctor.heal():\n" + BLOCK, "    ")
+    module = load(f"{SETUP}\nif True:\n  for epoch in range(2):\n{block}\nafter = len(calls)\n")
+    assert [case.outcome.kind for case in pipeline.cases()[before:]] == [OutcomeKind.HEALED] * 2
+    assert (module.calls, module.after, module.epoch, len(module.outputs)) == (["begun", "begun"], 2, 1, 20)
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_a_block_on_one_line_is_healed(load: Any) -> None:
+    source = SETUP.replace("@oomdoctor.heal\n", "")
+    module = load(f"{source}with oomdoctor.heal() : score = evaluate(model, 20); found = 1\n")
+    assert last().outcome.kind is OutcomeKind.HEALED
+    assert (module.calls, module.found) == ([20], 1)
+
+
+@pytest.mark.usefixtures("switched_off")
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (
+            f"def f():\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}\nf()",
+            "does not stand at the top level",
+        ),
+        (f"class F:\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}", "does not stand at the top level"),
+        (
+            f"import contextlib as c\nwith c.ExitStack() as some:\n    some.enter_context(oomdoctor.heal())\n{BLOCK}",
+            "does not stand at the top level",
+        ),
+        (
+            f"for _ in range(2):\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}        continue",
+            "cannot be run on its own ('continue' not properly in loop)",
+        ),
+        (f"with torch.enable_grad(), oomdoctor.heal():\n{BLOCK}", "there are other managers"),
+        (f"with oomdoctor.heal():\n{BLOCK}    next(numbers)", "is an iterator"),
+    ],
+)
+def test_a_block_that_cannot_be_run_again_is_left_as_it_failed(load: Any, block: str, reason: str) -> None:
+    with pytest.raises(out_of_memory()) as caught:
+        load(f"{SETUP}numbers = iter([1])\n{block}\n")
+    assert last().outcome.kind is OutcomeKind.REFUSED
+    assert reason in last().outcome.why
+    frames = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("script_0.py")]
+    assert frames[-1].line == "outputs.append(model(torch.randn(256, 64)))"
+    assert not any("<oomdoctor" in frame.filename for frame in traceback.extract_tb(caught.tb))
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_an_error_of_the_block_in_the_retry_is_raised(load: Any) -> None:
+    with pytest.raises(ValueError, match="mine") as caught:
+        load(f"{SETUP}with oomdoctor.heal():\n{BLOCK}    int('mine')\n")
+    assert last().outcome.kind is OutcomeKind.FAILED
+    assert last().outcome.state == "restored"
+    assert isinstance(caught.value.__context__, out_of_memory())
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_other_errors_of_a_block_pass(load: Any) -> None:
+    before = len(pipeline.cases())
+    with pytest.raises(ValueError, match="mine"):
+        load(f"{SETUP}with oomdoctor.heal():\n    raise ValueError('mine')\n")
+    assert len(pipeline.cases()) == before
+
+
+# Beside the others ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_of_ours_leaves_the_users_error(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load(EVALUATE)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    for target in ("observe", "plan", "heal"):
+        with monkeypatch.context() as patch, oomdoctor.simulate(BUDGET):
+            patch.setattr(pipeline, target, broken)
+            with pytest.raises(out_of_memory()):
+                module.evaluate(module.model, 20)
+        assert "RuntimeError: planted" in capsys.readouterr().err
+    module.calls.clear()
+    with oomdoctor.simulate(BUDGET):
+        module.evaluate(module.model, 20)
+    assert module.calls == [20]
+
+
+def test_nothing_of_ours_is_left_set(load: Any) -> None:
+    from torch.nn.modules import module as nn_module
+    from torch.optim import optimizer
+
+    def hooks() -> tuple[int, int, int]:
+        return (
+            len(nn_module._global_forward_pre_hooks),
+            len(optimizer._global_optimizer_pre_hooks),
+            threading.active_count(),
+        )
+
+    module, before = load(EVALUATE), hooks()
+    with oomdoctor.simulate(BUDGET):
+        module.evaluate(module.model, 20)
+        with pytest.raises(ValueError, match="mine"):
+            module.evaluate(module.model, 2, "raise", ValueError("mine"))
+    assert hooks() == before
+    assert not script_watch.is_left_alone()
+
+
+def test_in_a_notebook_one_of_the_two_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    from state_shell import started
+
+    before = len(pipeline.cases())
+    with started("detach_history") as shell, oomdoctor.simulate(BUDGET):
+        assert shell.run_cell(EVALUATE, store_history=True).success
+        assert shell.run_cell("evaluate(model, 20)", store_history=True).success
+        block = "with oomdoctor.heal():\n    scores = evaluate.__wrapped__(model, 30)[0]"
+        assert shell.run_cell(block, store_history=True).success
+        shell.run_cell("@oomdoctor.heal(auto='off')\n" + EVALUATE.rpartition("@oomdoctor.heal\n")[2])
+        assert not shell.run_cell("evaluate(model, 20)", store_history=True).success
+    kinds = [case.outcome.kind for case in pipeline.cases()[before:]]
+    told = capsys.readouterr()
+    assert kinds == [OutcomeKind.HEALED, OutcomeKind.OFFERED]
+    assert told.err.count("Out of memory, case") == 2
+    assert "Out of memory, case" not in told.out
+    assert "OutOfMemoryError" in told.out
+
+
+def test_heal_is_light() -> None:
+    program = (
+        "import sys, oomdoctor\n@oomdoctor.heal\ndef f(x):\n    return x\nassert f(3) == 3\n"
+        "print(*({'torch', 'numpy', 'rich', 'libcst', 'IPython'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
