@@ -8,6 +8,7 @@ import live
 import pytest
 
 from oomdoctor.fixes import (
+    autocast,
     checkpoint_blocks,
     chunked_forward,
     micro_batch,
@@ -18,6 +19,7 @@ from oomdoctor.fixes import (
 from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Dose
 from oomdoctor.model.incident import Incident
 
 IN_STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:178 _init_group")
@@ -62,7 +64,7 @@ def test_micro_batches_ask_once_the_loop_is_found_fit(monkeypatch) -> None:
     assert not isinstance(micro_batch.propose(live.INCIDENT, evidence(4, 100 << 20)), Refused)
 
 
-@pytest.mark.parametrize("fix", [micro_batch, smaller_batch, smaller_image, truncate_sequence])
+@pytest.mark.parametrize("fix", [autocast, micro_batch, smaller_batch, smaller_image, truncate_sequence])
 def test_a_loop_that_was_not_running_is_not_changed(fix) -> None:
     base = evidence(64 << 20, 100 << 20)
     after = replace(base, code=replace(base.code, loops=(replace(live.loop(2, 3), was_running=False),)))
@@ -76,3 +78,64 @@ def test_one_loop_of_several_that_was_running_is_enough() -> None:
     loops = (replace(live.loop(2, 3), was_running=False), live.loop(2, 9))
     assert why_not_training(replace(base, code=replace(base.code, loops=loops))) is None
     assert why_not_training(replace(base, code=replace(base.code, loops=()))) is None
+
+
+EPOCH = """\
+for x, y in loader:
+    out = model(x)
+    loss = criterion(out, y)
+    loss.backward()
+    optimizer.step()
+scores = model(x_val)
+"""
+
+
+def test_parts_are_not_written_into_a_loop_that_was_not_running() -> None:
+    base = evidence(64 << 20, 100 << 20)
+    after = replace(base, code=replace(base.code, loops=(replace(live.loop(1, 1), was_running=False),)))
+    assert not isinstance(chunked_forward.propose(live.INCIDENT, after), Refused)  # the live form reaches every call
+    refused = chunked_forward.patch(live.cells_of(EPOCH), after, Dose.of(chunks=2))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "memory ran out when the training loop of line 1 of cell 1 was not running"
+
+
+def test_parts_are_written_into_the_loop_of_several_that_was_running() -> None:
+    base = evidence(64 << 20, 100 << 20)
+    loops = (replace(live.loop(1, 1), was_running=False), live.loop(1, 6))
+    twice = EPOCH.replace("scores = model(x_val)\n", EPOCH)
+    patch = chunked_forward.patch(
+        live.cells_of("import torch\n", twice.replace("import torch\n", "")),
+        replace(base, code=replace(base.code, loops=tuple(replace(loop, cell=2) for loop in loops))),
+        Dose.of(chunks=2),
+    )
+    assert not isinstance(patch, Refused)
+    lines = patch.edits[-1].after.splitlines()
+    assert [line.strip() for line in lines if "model(" in line or "model," in line] == [
+        "out = model(x)",
+        "out = torch.cat([checkpoint(model, part, use_reentrant=False) for part in x.chunk(2)])",
+        "scores = model(x_val)",
+    ]
+
+
+IN_DATA = replace(live.INCIDENT, framework_frame=None)
+IN_LAYER = replace(live.INCIDENT, framework_frame="torch/nn/modules/linear.py:134 forward")
+
+
+@pytest.mark.parametrize("fix", [checkpoint_blocks, chunked_forward])
+@pytest.mark.parametrize(
+    ("incident", "was_running", "is_refused"),
+    [(IN_DATA, False, True), (IN_DATA, True, False), (IN_LAYER, False, False)],
+)
+def test_a_request_is_taken_for_activations_only_where_a_model_may_have_made_it(
+    fix, incident: Incident, was_running: bool, is_refused: bool
+) -> None:
+    base = evidence(0, 100 << 20)
+    found = replace(base, code=replace(base.code, loops=(replace(live.loop(1, 1), was_running=was_running),)))
+    assert isinstance(fix.propose(incident, found), Refused) == is_refused
+
+
+def test_without_a_loop_a_request_outside_of_a_layer_is_no_activation() -> None:
+    base = evidence(0, 100 << 20)
+    found = replace(base, code=replace(base.code, loops=()))
+    assert isinstance(chunked_forward.propose(IN_DATA, found), Refused)
+    assert not isinstance(chunked_forward.propose(IN_LAYER, found), Refused)

@@ -294,6 +294,15 @@ def test_what_is_not_healed_raises_its_own_error_from_the_state_of_the_start(
     assert "%oomdoctor" not in told
 
 
+def test_a_retry_that_runs_out_as_well_is_taken_back_and_told_once(load: Any) -> None:
+    module, before = load(EVALUATE), len(pipeline.cases())
+    with oomdoctor.simulate("4MiB"), pytest.raises(out_of_memory()) as caught:
+        module.evaluate(module.model, 600)
+    assert [case.outcome.kind for case in pipeline.cases()[before:]] == [OutcomeKind.ROLLED_BACK]
+    assert module.calls == []
+    assert not any("<oomdoctor" in frame.filename for frame in traceback.extract_tb(caught.tb))
+
+
 def test_off_diagnoses_only(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     module = load(EVALUATE.replace("@oomdoctor.heal", "@oomdoctor.heal(auto='off')"))
     with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
