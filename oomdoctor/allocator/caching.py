@@ -22,7 +22,7 @@ from oomdoctor.model.sizes import MIB, format_size
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-__all__ = ["Block", "CachingAllocator", "Event", "OutOfSpace", "Replay", "replay", "round_size", "segment_size"]
+__all__ = ["Block", "CachingAllocator", "Event", "OutOfSpace", "Replay", "least_asked", "replay", "round_size", "segment_size"]
 
 MIN_BLOCK_SIZE: Final = 512
 """Every block is a multiple of this. Source: ``kMinBlockSize``."""
@@ -86,6 +86,16 @@ class Block:
     def is_split(self) -> bool:
         """Whether it shares its segment with other blocks."""
         return self.prev is not None or self.next is not None
+
+
+def least_asked(segment: int) -> int:
+    """Return the bytes that were asked for at least where a segment of this size could not be had.
+
+    It is the segment that "Tried to allocate" tells, and it can be much larger than the tensor. See ``segment_size``.
+    """
+    if segment == SMALL_BUFFER:
+        return 1
+    return SMALL_SIZE + 1 if segment == LARGE_BUFFER else max(segment - ROUND_LARGE + 1, 1)
 
 
 class _Pool:

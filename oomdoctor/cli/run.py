@@ -9,6 +9,7 @@ error. A script that is healed was run again from its first line, with the chang
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tokenize
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
+from oomdoctor.model.case import OutcomeKind
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,7 +33,7 @@ _UNREADABLE: Final = "is not a Python script that can be read"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
-    parser.usage = "%(prog)s [-h] [--auto off|exact|any] [--simulate SIZE] [--diff PATH] SCRIPT.py [ARGS]"
+    parser.usage = "%(prog)s [-h] [--auto off|exact|any] [--simulate SIZE] [--diff PATH] [--json PATH] SCRIPT.py [ARGS]"
     parser.add_argument(
         "--auto",
         choices=("off", "exact", "any"),
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
     parser.add_argument("--diff", metavar="PATH", help="write the change that healed the script there, as a diff")
+    parser.add_argument(
+        "--json", metavar="PATH", help="write the failure and its outcome there, null if there was none"
+    )
     parser.add_argument("script", metavar="SCRIPT.py", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
 
@@ -52,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """
     path = Path(args.script)
     source = _read(path)
+    for target in filter(None, (args.diff, args.json)):
+        _check_writable(Path(target))
     main = _become_main(path, args.arguments)
     shell = _shell_for(path, main)
     if args.simulate is not None:
@@ -63,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
         result = shell.run_cell(source, store_history=True)
-    if args.diff is not None:
-        _write_diff(Path(args.diff), path)
+    _write(args, path)
     return _status(result.error_before_exec or result.error_in_exec)
 
 
@@ -76,6 +82,17 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} {_UNREADABLE}: {exc.strerror or exc}") from None
     except (SyntaxError, UnicodeError, ValueError) as exc:
         raise UsageError(f"{path} {_UNREADABLE}: {exc}") from None
+
+
+def _check_writable(target: Path) -> None:
+    """Refuse a file that cannot be written, before the script has run for hours.
+
+    Raises:
+        UsageError: the line to show.
+    """
+    folder = target.parent
+    if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
+        raise UsageError(f"{target} cannot be written: it takes a file in a folder that exists")
 
 
 def _become_main(path: Path, arguments: list[str]) -> ModuleType:
@@ -100,17 +117,21 @@ def _shell_for(path: Path, main: ModuleType) -> InteractiveShell:
     return ScriptShell.instance(script=path, config=config, user_module=main, user_ns=vars(main))
 
 
-def _write_diff(target: Path, script: Path) -> None:
+def _write(args: argparse.Namespace, script: Path) -> None:
+    """Write down what was asked for of the last failure."""
     from oomdoctor import pipeline
     from oomdoctor.model.absence import Refused
 
     case = pipeline.last_case()
-    made = [one for one in case.plan.candidates if one.label in case.outcome.fixes] if case is not None else []
-    for candidate in made:
-        if isinstance(candidate.patch, Refused):
-            print(f"oomdoctor run: no diff: {candidate.patch.reason}", file=sys.stderr)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(case and case.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.diff is None or case is None or case.outcome.kind is not OutcomeKind.HEALED:
+        return
+    for patch in (one.patch for one in case.plan.candidates if one.label in case.outcome.fixes):
+        if isinstance(patch, Refused):
+            print(f"oomdoctor run: no diff: {patch.reason}", file=sys.stderr)
         else:
-            target.write_text(candidate.patch.diff(script.name), encoding="utf-8")
+            Path(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
 
 
 def _status(error: Any) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from oomdoctor.allocator.caching import least_asked
 from oomdoctor.forecast.search import mildest
 from oomdoctor.forecast.shadow import Pricer
 from oomdoctor.model.absence import Refused, Unavailable
@@ -178,7 +179,10 @@ def _unchanged(
 ) -> Forecast:
     """Forecast the cell as it is; where that cannot be, what it held and asked for is the least that it needs."""
     allocated = evidence.device.allocated
-    least = None if isinstance(allocated, Unavailable) else allocated + (incident.requested or 0)
+    asked = incident.requested or 0
+    if asked and evidence.device.name != "cpu":
+        asked = least_asked(asked)
+    least = None if isinstance(allocated, Unavailable) else allocated + asked
     refused = "forecasts are switched off"
     if time_budget_s > 0:
         forecast = pricer.price([Attempt(source=session.cells.failing.source)], timeout_s=time_budget_s)[0]

@@ -55,6 +55,8 @@ _SAMPLES: Final = 4096
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
+_EMPTY: Final[dict[type, Any]] = {cls: cls() for cls in _PLAIN_CONTAINERS}
+"""One copy for all that hold nothing: every module has a dozen of them. Never written to."""
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -192,7 +194,10 @@ class Shape:
 
     def _copy_light(self, container: Any) -> None:
         self.light.append(container)
-        self.copies.append(container.copy() if type(container) in _PLAIN_CONTAINERS else container[:])
+        if not container and type(container) in _EMPTY:
+            self.copies.append(_EMPTY[type(container)])
+        else:
+            self.copies.append(container.copy() if type(container) in _PLAIN_CONTAINERS else container[:])
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         self._vault().watch(tensor, path)

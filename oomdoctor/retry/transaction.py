@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,10 +36,15 @@ class Transaction:
         self._stepped: set[int] = set()
         self._held: list[Any] = []
         self._snapshot: Snapshot | None = None
+        collects = gc.isenabled()
+        gc.disable()  # so many small objects are made that the collector would run several times, for nothing
         try:
             self._snapshot = Snapshot(namespace, source, room)
         except Exception as exc:  # noqa: BLE001 - border: objects of all kinds are looked at; the cell must run
             self.fault = f"the state at the start of the cell could not be saved ({type(exc).__name__}: {exc})"
+        finally:
+            if collects:
+                gc.enable()
 
     @property
     def kept_bytes(self) -> int:

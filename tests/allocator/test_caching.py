@@ -7,12 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace, replay, round_size, segment_size
+from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace, least_asked, replay, round_size, segment_size
 from oomdoctor.model.sizes import KIB, MIB
 
 
 def spans(allocator):
     return [(block.address, block.size) for block in allocator.free_blocks()]
+
+
+@given(st.integers(1, 1 << 40))
+def test_no_tensor_is_smaller_than_the_least_that_its_segment_tells(nbytes):
+    assert 1 <= least_asked(segment_size(round_size(nbytes))) <= round_size(nbytes)
+
+
+def test_the_least_is_reached():
+    assert least_asked(segment_size(round_size(1))) == 1
+    assert least_asked(segment_size(MIB + 1)) == MIB + 1
+    assert least_asked(segment_size(30 * MIB + 1)) == 30 * MIB + 1
 
 
 @pytest.mark.parametrize(("nbytes", "size"), [(1, 512), (512, 512), (513, 1024), (1000, 1024), (MIB + 1, MIB + 512)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -57,7 +58,9 @@ def plainly(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_that_runs_out_is_healed_and_ends_as_itself(tmp_path: Path) -> None:
     diff = tmp_path / "healed.diff"
-    done = run(tmp_path, TRAINS, "3", options=("--simulate", "80MiB", "--diff", str(diff)))
+    done = run(tmp_path, TRAINS, "3", options=("--simulate", "80MiB", "--diff", str(diff), "--json", "case.json"))
+    case = json.loads((tmp_path / "case.json").read_text())
+    assert (case["outcome"]["kind"], case["incident"]["is_oom"]) == ("healed", True)
     assert done.returncode == 3, done.stderr
     assert "Healed: script.py ran to its end" in done.stderr
     assert "%oomdoctor" not in done.stderr
@@ -122,6 +125,18 @@ def test_what_is_no_script_is_told_in_one_line(tmp_path: Path, name: str) -> Non
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "is not a Python script that can be read" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--diff", "--json"])
+def test_where_nothing_can_be_written_the_script_does_not_run(tmp_path: Path, option: str) -> None:
+    done = run(tmp_path, "print(1)", options=(option, "no/such/folder"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("oomdoctor run: no/such/folder cannot be written: it takes a file in a folder that exists\n")
+
+
+def test_without_a_failure_the_json_is_null(tmp_path: Path) -> None:
+    assert run(tmp_path, "print(1)", options=("--json", "case.json")).stdout == "1\n"
+    assert (tmp_path / "case.json").read_text() == "null\n"
 
 
 def test_nothing_is_written_beside_the_script(tmp_path: Path) -> None:
