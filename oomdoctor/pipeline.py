@@ -248,14 +248,14 @@ def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = 
     from oomdoctor.incident import all_from_exception, describe, from_text
     from oomdoctor.views.explained import Explained
 
-    given: object = text_or_exception  # callers without a type checker give anything
-    if not isinstance(given, str | BaseException):
+    given: Any = text_or_exception  # callers without a type checker give anything
+    if not issubclass(type(given), (str, BaseException)):
         kind = type(given).__name__
         raise UsageError(f"explain takes the text of a failure (str) or an exception, and was given {kind}")
-    if isinstance(text_or_exception, BaseException):
-        first, *others = all_from_exception(text_or_exception)
+    if issubclass(type(given), BaseException):  # not isinstance: an exception may lie about its class, or raise
+        first, *others = all_from_exception(given)
     else:
-        first, *others = from_text(text_or_exception)
+        first, *others = from_text(given)
     meanings = {incident: describe(incident) for incident in (first, *others)}
     book = rulebook() if rules is None else rules
     return Explained(

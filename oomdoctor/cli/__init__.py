@@ -28,10 +28,12 @@ _VERBS: Final = {
 
 _FAILED: Final = 1
 _USAGE: Final = 2
+_UNTOLD: Final = 2
+"""The answer could not be written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` and return its exit status: 2 for bad usage, else what the verb says."""
+    """Run the command with ``argv`` and return its exit status: what the verb says, 2 for bad usage or no output."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments)
     try:
@@ -42,16 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return _USAGE
     try:
-        return int(import_module(f"{__name__}.{args.verb}").run(args))
+        status = int(import_module(f"{__name__}.{args.verb}").run(args))
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
         return _USAGE
     except OomDoctorError as error:
         print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
         return _FAILED
-    except BrokenPipeError:  # the reader of the pipe has gone: what is left to say is of no use
+    except OSError as error:  # what is left to say has nowhere to go: the reader has gone, the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        if not isinstance(error, BrokenPipeError):
+            print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
+        return _UNTOLD
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

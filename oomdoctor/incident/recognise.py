@@ -32,6 +32,10 @@ __all__ = ["all_from_exception", "find_oom", "from_exception"]
 _CHAIN: Final = 1_000
 """Exceptions of one chain that are looked at; a retry loop without an end makes long ones."""
 _TEXT: Final = 20_000
+_BRIEF: Final = 300
+_ALTOGETHER: Final = 5 * _TEXT
+"""Characters of the messages of a chain that are read whole."""
+_NOTES: Final = 20
 _FRAMES: Final = 4
 """Innermost frames that are shown to the message table: some wordings mean a thing only below ``pin_memory``."""
 _GROUP: Final = BaseExceptionGroup.__dict__["exceptions"]
@@ -60,7 +64,7 @@ def from_exception(exc: BaseException, cells: Mapping[str, int]) -> Incident:
     or, where that was caught before it reached the cell, in the nearest of the exceptions that it led to.
     """
     found = _root(exc)
-    path, incident = found if found is not None else ([exc], _read(exc))
+    path, incident = found if found is not None else ([exc], _read(exc, _TEXT))
     return _placed(path, incident, cells)
 
 
@@ -69,14 +73,11 @@ def all_from_exception(exc: BaseException) -> tuple[Incident, ...]:
 
     What is a cell is not known here: the lines are those of any file that no library brought.
     """
-    root = _root(exc)
-    path, first = root if root is not None else ([exc], _read(exc))
-    others: dict[Incident, Incident] = {}
-    for other in _earliest_first(exc) if first.is_oom else ():
-        incident = _read(other[0])
-        if incident.is_oom and not any(same(one, incident) for one in (first, *others)):
-            others[incident] = _placed(other, incident, None)
-    return (_placed(path, first, None), *others.values())
+    found: dict[Incident, Incident] = {}
+    for path, incident in () if issubclass(type(exc), _STOPS) else _readings(exc):
+        if incident.is_oom and not any(same(one, incident) for one in found):
+            found[incident] = _placed(path, incident, None)
+    return tuple(found.values()) or (_placed([exc], _read(exc, _TEXT), None),)
 
 
 def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, int] | None) -> Incident:
@@ -98,11 +99,19 @@ def _root(exc: BaseException) -> tuple[list[BaseException], Incident] | None:
     """Return the earliest failure for want of memory with those that it led to, up to ``exc``, and what it says."""
     if issubclass(type(exc), _STOPS):
         return None
+    return next((reading for reading in _readings(exc) if reading[1].is_oom), None)
+
+
+def _readings(exc: BaseException) -> Iterator[tuple[list[BaseException], Incident]]:
+    """Yield what each exception of the chain says, the earliest first, with those that it led to.
+
+    Of a chain with much to say, the later ones are read by the beginning of their messages alone.
+    """
+    left = _ALTOGETHER
     for path in _earliest_first(exc):
-        incident = _read(path[0])
-        if incident.is_oom:
-            return path, incident
-    return None
+        text = _text(path[0], _TEXT if left > 0 else _BRIEF)
+        left -= len(text)
+        yield path, _understood(path[0], text)
 
 
 def _earliest_first(exc: BaseException) -> Iterator[list[BaseException]]:
@@ -130,11 +139,21 @@ def _origins(exc: BaseException) -> tuple[BaseException, ...]:
     return tuple(one for one in every if issubclass(type(one), BaseException))
 
 
-def _read(exc: BaseException) -> Incident:
-    """Return what one exception says of itself, its notes and its remote origin included."""
+def _read(exc: BaseException, most: int) -> Incident:
+    return _understood(exc, _text(exc, most))
+
+
+def _text(exc: BaseException, most: int) -> str:
+    """Return what one exception says of itself, its notes and its remote origin included: ``most`` of each."""
     name = _class_name(type(exc))
-    said = _words(exc) if is_carrier(name) else f"{name}: {_words(exc)}".rstrip(": ")
-    text = "\n".join([*_frames(exc), *carried_texts(exc), said, *_notes(exc)])
+    words = _words(exc)[:most]
+    said = words if is_carrier(name) else f"{name}: {words}".rstrip(": ")
+    carried = [text[-most:] for text in carried_texts(exc)]
+    notes = [note[:most] for note in _notes(exc)[:_NOTES]]
+    return "\n".join([*_frames(exc), *carried, said, *notes])
+
+
+def _understood(exc: BaseException, text: str) -> Incident:
     found = scan(clean(text))
     if found and found[0].is_oom:
         return found[0]

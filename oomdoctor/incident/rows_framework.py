@@ -174,7 +174,8 @@ ROWS: Final = (
         pattern=compiled(r"Maximum pool size exceeded"),
         clauses=(compiled(r"failed to allocate {requested}"),),
         device="cuda:{}",
-        sample="MemoryError: std::bad_alloc: out_of_memory: RMM failure at:rmm/pool.hpp:9: Maximum pool size exceeded",
+        flows=True,
+        sample="MemoryError: RMM failure at:pool.hpp:9: Maximum pool size exceeded",
     ),
     Format(
         name="xgboost",
@@ -182,7 +183,7 @@ ROWS: Final = (
         title="XGBoost could not get device memory.",
         versions="XGBoost 1 on",
         needles=("memory allocation error on worker",),
-        pattern=compiled(r"Memory allocation error on worker \d"),
+        pattern=compiled(r"Memory allocation error on worker"),
         clauses=(
             compiled(r"Requested memory: {requested}"),
             compiled(r"Requested memory: {requested#}"),
@@ -190,8 +191,9 @@ ROWS: Final = (
             compiled(r"Free memory: {free#}"),
         ),
         device="cuda:{}",
+        flows=True,
         sample=(
-            "XGBoostError: updater_gpu_hist.cu:9: Memory allocation error on worker 0: Caching allocator\n"
+            "XGBoostError: Memory allocation error on worker 0: Caching allocator\n"
             "- Free memory: 1.5GB\n- Requested memory: 2.25GB"
         ),
     ),

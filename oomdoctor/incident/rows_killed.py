@@ -30,7 +30,7 @@ ROWS: Final = (
         versions="PyTorch 1.0 on",
         needles=("exited unexpectedly",),
         pattern=compiled(
-            r"DataLoader worker \(pid(?:\(s\))? [^)\n]{1,200}\) exited unexpectedly(?! with exit code (?!-9\b|137\b))"
+            r"DataLoader worker \(pid(?:\(s\))? [^)\n]{1,200}\) exited unexpectedly(?! with (?!exit code (?:-9|137)\b))"
         ),
         device="cpu",
         sample="RuntimeError: DataLoader worker (pid(s) 31, 32) exited unexpectedly",

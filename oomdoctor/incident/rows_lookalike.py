@@ -158,7 +158,7 @@ ROWS: Final = (
         "A loader's worker ended with an error of its own; with num_workers=0 it shows which.",
         ("exited unexpectedly with",),
         r"exited unexpectedly with exit code (?!-9\b|137\b)-?\d{1,4}",
-        "RuntimeError: DataLoader worker (pid 99) exited unexpectedly with exit code 1. Details are lost.",
+        "RuntimeError: worker (pid 99) exited unexpectedly with exit code 1. Details are lost.",
     ),
     _not_oom(
         "rank_failed",

@@ -31,7 +31,7 @@ def from_text(text: str) -> tuple[Incident, ...]:
     recognised there is one incident that is no OOM, whose ``format`` is None and whose message is the last error
     line of the text. Of more than 16 MiB the beginning and the end are read.
     """
-    lines = clean_lines(text)
+    lines = clean_lines(str.__str__(text))  # and not what a subclass makes of it
     return scan_lines(lines) or (_unrecognised(lines),)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +135,13 @@ def test_a_reader_that_leaves_early_is_no_error():
         f"{sys.executable} -m oomdoctor rules list | true", shell=True, capture_output=True, text=True, check=False
     )
     assert done.stderr == ""
+
+
+def test_without_room_for_the_answer_one_line_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "oomdoctor", "explain", str(log)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "oomdoctor explain: [Errno 28] No space left on device\n"

@@ -4,6 +4,7 @@ import gc
 import linecache
 import subprocess
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomdoctor.incident import all_from_exception, find_oom, from_exception
+from oomdoctor.incident import all_from_exception, find_oom, from_exception, recognise
 from oomdoctor.incident.scan import FORMATS
 from oomdoctor.model.incident import Family
 from oomdoctor.model.sizes import GIB, MIB
@@ -297,6 +298,30 @@ def test_explained_without_a_notebook_the_lines_are_those_of_the_script(tmp_path
     assert incident.inner is not None
     assert (incident.cell.number, "exec(code" in incident.cell.source_line) == (None, True)
     assert (incident.inner.line, incident.inner.source_line) == (3, "return numpy.zeros((1 << 40, 64))")
+
+
+def test_a_chain_of_long_messages_takes_hardly_longer_than_ten_of_them(monkeypatch):
+    monkeypatch.setattr(recognise, "_TEXT", 2_000)
+    monkeypatch.setattr(recognise, "_ALTOGETHER", 20_000)
+    monkeypatch.setattr(recognise, "_BRIEF", 30)
+    words = "failed to allocate memory and killed, exceeded, out of memory: "
+    error, seconds = None, {}
+    for number in range(600):
+        later = RuntimeError(f"{number} {words}" * 40)
+        later.__context__, error = error, later
+        if number in (9, 599):
+            start = time.perf_counter()
+            all_from_exception(error)
+            seconds[number] = time.perf_counter() - start
+    assert seconds[599] < 15 * seconds[9]
+
+
+def test_the_root_of_a_long_chain_is_found_where_the_later_ones_have_much_to_say():
+    error: BaseException = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    for number in range(200):
+        later = ValueError(f"{number} " + "x" * 30_000)
+        later.__context__, error = error, later
+    assert all_from_exception(error)[0].requested == 2 * GIB
 
 
 @pytest.mark.parametrize("cells", [{}, {"elsewhere": 3}])
