@@ -41,6 +41,11 @@ a program at hand it may promise less, and then says so. Where the change can be
 a diff, and a retry runs the changed source. A fix with a live form can also be put on the objects of the running
 kernel, for loops that a library owns.
 
+A *tolerance* is the largest difference of the losses and gradients of a step in float32, as a share of the largest of
+them. Optimizers that divide a gradient by its own size, as Adam does, may take a parameter further apart: where its
+gradient is nothing but rounding, as that of the bias of attention's keys is, each step moves it by up to the learning
+rate, this way or that. So does another graphics card.
+
 """
 
 _MEASURED: Final = """

@@ -1,17 +1,31 @@
 """What leaves a piece of code, and whether it reaches a gradient: told from the text alone, erring towards yes.
 
 A value leaves by a name that is read afterwards before it is bound anew, by the result of a function, and by what it is
-stored in. Names are followed without regard to the order of statements, so that a name which stands for two things is
+stored in, other names of the same container included. Behind a statement names are followed in the order in which the
+program runs; within it, and in other functions, without regard to order, so that a name which stands for two things is
 taken for both. Numbers, comparisons, and what was detached or taken to NumPy have no graph and are let go.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
-from oomdoctor.evidence._program import Program, Scope, own_nodes, target_names
+from oomdoctor.evidence._naming import (
+    bindings,
+    names_bound,
+    names_filled,
+    names_in,
+    names_set,
+    parameters_of,
+    parts_of,
+    root_of,
+    stored_in,
+)
+from oomdoctor.evidence._passage import Passage
+from oomdoctor.evidence._program import Program, Scope, own_nodes
 from oomdoctor.model.names import FirstUse, first_uses
 
 __all__ = ["Outflow"]
@@ -31,9 +45,6 @@ _TAKES: Final = frozenset(
     | {"requires_grad_", "retain_grad", "register_hook", "step", "adapt", "fit"}
 )
 _ASKS: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
-_FILLS: Final = frozenset({"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put"})
-_SHOWS: Final = frozenset({"print", "set_postfix", "set_description", "set_postfix_str", "log", "write", "add_scalar"})
-"""What only shows what it is given."""
 _OUTER: Final = (ast.Global, ast.Nonlocal)
 
 
@@ -60,13 +71,44 @@ class Outflow:
             return True
         if made & _outer_names(scope):
             return True
-        live = made & _read_first(rest)
-        onward = _from(rest, live) if live else set()
-        if live and (self._reaches(rest, live) or self._is_returned(scope, rest, onward)):
-            return True
-        if live and self._is_stored(rest, onward, scope):
-            return True
-        return scope.function is None and self._is_read_by_cells(made | onward, scope)
+        alike = self._alike(scope)
+        passage = Passage(_with_others(made, [node], alike), lambda n, names: self._spread(n, names, alike), _carries)
+        passage.through(rest)
+        for met, names in passage.met:
+            if self._reaches([met], names) or self._is_returned(scope, [met], names):
+                return True
+            if self._is_stored([met], names, scope):
+                return True
+        return scope.function is None and self._is_read_by_cells(passage.ever, scope)
+
+    def _spread(self, node: ast.AST, names: set[str], alike: Mapping[str, set[str]]) -> set[str]:
+        """Return ``names``, with those that ``node`` makes from them, and the functions that read them as globals."""
+        found = names | {name for name, read in self._globals_read if read & names}
+        return _with_others(_from([node], found), [node], alike)
+
+    @cached_property
+    def _globals_read(self) -> list[tuple[str, set[str]]]:
+        """The functions of the cells, with the names from outside that they, and what they call, read."""
+        functions = [scope for scope in self._program.scopes if scope.function is not None]
+        free = {id(scope): _free(scope) for scope in functions}
+        return [
+            (scope.function.name.rpartition(".")[2], set().union(*(free[id(s)] for s in self._with_called(scope))))
+            for scope in functions
+            if scope.function is not None
+        ]
+
+    def _with_called(self, scope: Scope) -> list[Scope]:
+        return [scope, *(one for one in self._called(scope.body) if one is not scope)]
+
+    def _alike(self, scope: Scope) -> dict[str, set[str]]:
+        """Return the names, of the scope, that may stand for one container, or for it and its part."""
+        scopes = [one for one in self._program.scopes if one.function is None] if scope.function is None else [scope]
+        groups: dict[str, set[str]] = {}
+        for node in (node for one in scopes for node in own_nodes(one.body) if isinstance(node, ast.Assign)):
+            names = {name for target in node.targets for name in names_set(target)} | set(parts_of(node.value))
+            joined = names.union(*(groups.get(name, set()) for name in names))
+            groups |= dict.fromkeys(joined, joined)
+        return groups
 
     def leaves(self, scope: Scope) -> bool:
         """Whether something made by a function may be differentiated outside of it."""
@@ -119,7 +161,7 @@ class Outflow:
         names = _from(body, names, source)
         for node in own_nodes(body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                if _names(node) & names and self._differentiates([node]):
+                if names_in(node) & names and self._differentiates([node]):
                     return True
             elif isinstance(node, ast.Call):
                 if self._takes(node, names, source):
@@ -154,25 +196,24 @@ class Outflow:
         inner = self._called([call])
         if not self._differentiates([call]):
             return False
-        free = {name for one in inner for name in _read_first(one.body)}
+        free = {name for one in inner for name in _free(one)}
         return bool(free & names) or any(_carries(part, names, source) for part in parts)
 
     def _is_stored(self, body: Iterable[ast.AST], names: set[str], scope: Scope, source: str = "") -> bool:
         """Whether something that carries a graph goes into an attribute, or into a container that a caller has."""
-        nodes = list(own_nodes(body))
-        local = {name for node in own_nodes(scope.body) for name in _bound(node)}
-        for node in nodes:
-            for target, value in _stores(node):
-                outer = scope.function is not None and _root(target) not in local
-                if (isinstance(target, ast.Attribute) or outer) and _carries(value, names, source):
-                    return True
-        return False
+        stores = [pair for node in own_nodes(body) for pair in stored_in(node) if _carries(pair[1], names, source)]
+        if not stores:
+            return False
+        if any(isinstance(target, ast.Attribute) for target, _ in stores):
+            return True
+        local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+        return scope.function is not None and any(root_of(target) not in local for target, _ in stores)
 
 
 def _made(body: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
     """Return the names that ``body`` binds or fills with what may have a graph, and those that it does not bind."""
     nodes = list(own_nodes(body))
-    free = {name for node in nodes for name in _names(node)} - {name for node in nodes for name in _bound(node)}
+    free = {name for node in nodes for name in names_in(node)} - {name for node in nodes for name in names_bound(node)}
     return _closed(nodes, set(), free, ""), free
 
 
@@ -184,11 +225,23 @@ def _from(body: Iterable[ast.AST], names: set[str], source: str = "") -> set[str
 def _closed(nodes: list[ast.AST], names: set[str], free: set[str], source: str) -> set[str]:
     found = set(names)
     while True:
-        pairs = (pair for node in nodes for pair in _bindings(node))
+        pairs = (pair for node in nodes for pair in bindings(node))
         more = {name for targets, value in pairs if _carries(value, found | free, source) for name in targets}
         if more <= found:
             return found
         found |= more
+
+
+def _with_others(names: set[str], body: Iterable[ast.AST], alike: Mapping[str, set[str]]) -> set[str]:
+    """Return ``names``, and where ``body`` fills what one of them stands for, the other names of that."""
+    filled = {root for node in own_nodes(body) for root in names_filled(node)} & names
+    return names.union(*(alike.get(name, set()) for name in filled))
+
+
+def _free(scope: Scope) -> set[str]:
+    """Return the names from outside that a function reads."""
+    own = parameters_of(scope.function.node) if scope.function is not None else set()
+    return _read_first(scope.body) - own
 
 
 def _gives(body: Iterable[ast.AST], names: set[str], source: str = "") -> bool:
@@ -199,10 +252,6 @@ def _gives(body: Iterable[ast.AST], names: set[str], source: str = "") -> bool:
 def _outer_names(scope: Scope) -> set[str]:
     """Return the names that a function binds outside of itself."""
     return {name for part in own_nodes(scope.body) if isinstance(part, _OUTER) for name in part.names}
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
@@ -220,7 +269,7 @@ def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
     if isinstance(value, ast.Attribute):
         return value.attr not in _DROPS and _carries(value.value, names, source)
     if isinstance(value, ast.Lambda):
-        return bool((_names(value.body) - _parameters(value)) & names)
+        return bool((names_in(value.body) - parameters_of(value)) & names)
     if isinstance(value, ast.Compare | ast.Constant | ast.JoinedStr):
         return False
     inner = [part.iter if isinstance(part, ast.comprehension) else part for part in ast.iter_child_nodes(value)]
@@ -229,81 +278,6 @@ def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
 
 def _is_formatted(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Constant | ast.JoinedStr)
-
-
-def _parameters(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
-
-
-def _bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
-    """Yield the names that a node binds or fills, with what goes there."""
-    if isinstance(node, ast.Assign):
-        yield {name for target in node.targets for name in _names_of(target)}, node.value
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        yield set(_names_of(node.target)), node.value
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield set(target_names(node.target)), node.iter
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        yield set(target_names(node.optional_vars)), node.context_expr
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        for name in _names(ast.Module(body=node.body, type_ignores=[])) - _parameters(node):
-            yield {node.name}, ast.Name(name, ast.Load())
-    elif isinstance(node, ast.Match):
-        yield {name for part in ast.walk(node) for name in _captured(part)}, node.subject
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
-        for value in (*node.args, *(keyword.value for keyword in node.keywords)):
-            yield {_root(node.func.value)}, value
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield from _fed(node.value)
-
-
-def _is_in_place(method: str) -> bool:
-    return method in _FILLS or (method.endswith("_") and not method.endswith("__"))
-
-
-def _fed(call: ast.Call) -> Iterator[tuple[set[str], ast.expr]]:
-    """Yield what a call that is made for its effect may keep an argument in: its object, and the other arguments."""
-    if ast.unparse(call.func).rpartition(".")[2] in _SHOWS:
-        return
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    for value in given:
-        yield {_root(other) for other in (call.func, *given) if other is not value}, value
-
-
-def _captured(node: ast.AST) -> Iterator[str]:
-    name = node.rest if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
-    if isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping) and name is not None:
-        yield name
-
-
-def _names_of(target: ast.expr) -> Iterator[str]:
-    yield from target_names(target)
-    for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-        if isinstance(part, ast.Subscript | ast.Attribute):
-            yield _root(part)
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
-
-
-def _stores(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield the attributes and items that a node sets and the containers that it fills, with what goes there."""
-    if isinstance(node, ast.Assign | ast.AugAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-                if isinstance(part, ast.Subscript | ast.Attribute):
-                    yield part, node.value
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
-        for value in (*node.args, *(keyword.value for keyword in node.keywords)):
-            yield node.func.value, value
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _read_first(body: Iterable[ast.stmt]) -> set[str]:

@@ -108,6 +108,8 @@ class _Search:
     def _inside(self, scope: Scope, node: ast.stmt, rest: tuple[ast.stmt, ...]) -> Iterator[tuple[int, int, str]]:
         if isinstance(node, _SPLIT):
             after = (node, *rest) if isinstance(node, ast.For | ast.AsyncFor | ast.While) else rest
+            if isinstance(node, ast.Try):
+                after = (_what_follows(node), *rest)
             for block in _blocks(node):
                 yield from self._of_block(scope, block, after)
         for called in self._called(part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)):
@@ -223,6 +225,11 @@ def _with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 def _suspends(node: ast.stmt) -> bool:
     """Whether it hands over to other code in between, which would run without gradients too."""
     return any(isinstance(part, ast.Yield | ast.YieldFrom | ast.Await | ast.AsyncFor) for part in ast.walk(node))
+
+
+def _what_follows(node: ast.Try) -> ast.Try:
+    """Return what may run behind the block of a ``try``."""
+    return ast.Try(body=[ast.Pass()], handlers=node.handlers, orelse=node.orelse, finalbody=node.finalbody)
 
 
 def _blocks(node: ast.stmt) -> Iterator[Sequence[ast.stmt]]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
 
-__all__ = ["HELD", "NUMBER_BYTES", "why_not_short", "why_not_training"]
+__all__ = ["HELD", "NUMBER_BYTES", "found_or_asked", "why_not_short", "why_not_training"]
 
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
@@ -20,6 +20,7 @@ NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number of a type."""
 
 _OPTIMIZERS: Final = "torch/optim/"
+_LAYERS: Final = "torch/nn/"
 _LEAST_RATIO: Final = 0.05
 """Of what was found: fewer activations than this, in an optimizer's step, are not what that step is short of."""
 
@@ -46,3 +47,16 @@ def why_not_training(evidence: Evidence) -> str | None:
     if not loops or any(loop.was_running for loop in loops):
         return None
     return f"memory ran out when the training loop of line {loops[0].line} of cell {loops[0].cell} was not running"
+
+
+def found_or_asked(incident: Incident, evidence: Evidence) -> int:
+    """Return the bytes of activations that were found, or those of the request where a model may have made it.
+
+    A forward pass that fails at its first layer holds no activations yet. A request from elsewhere (a data set that is
+    made, a model that is loaded) is none.
+    """
+    if found := evidence.census.bytes_of(Role.ACTIVATION):
+        return found
+    is_training = any(loop.in_failing_run and loop.was_running for loop in evidence.code.loops)
+    is_layer = (incident.framework_frame or "").startswith(_LAYERS)
+    return (incident.requested or 0) if is_training or is_layer else 0

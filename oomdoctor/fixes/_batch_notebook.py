@@ -132,7 +132,7 @@ class Book:
     def binding(self, name: str, at: Place) -> tuple[ast.stmt, Place] | None:
         """Return the statement of the top level that bound ``name`` last before ``at``, and where it stands."""
         for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
-            for node in reversed(page.tree.body):
+            for node in reversed(list(_unguarded(page.tree.body))):
                 if page is at.page and at.function is None and node.lineno >= at.line:
                     continue
                 if binds(node, name):
@@ -301,3 +301,12 @@ class Book:
         if made is None or not isinstance(made[0], ast.ClassDef):
             return []
         return [(one, made[1]) for one in of_class(made[0], key)]
+
+
+def _unguarded(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` among them: it holds here."""
+    for node in body:
+        if isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'":
+            yield from _unguarded(node.body)
+        else:
+            yield node

@@ -77,7 +77,7 @@ class _Names:
 
 def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
     """Return the patch that splits the calls of the failing step into ``chunks``."""
-    loop = next((one for one in code.loops if one.in_failing_run), None)
+    loop = next((one for one in code.loops if one.in_failing_run and one.was_running), None)
     number = loop.cell if loop else cells.failing.number
     try:
         cell = cells.get(number)

@@ -8,10 +8,11 @@ Limits: a state that a forward keeps outside of its module (a global list, a fil
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from types import MethodType, TracebackType
 from typing import Any, Final, TypeAlias
@@ -103,6 +104,11 @@ def _method(module: Any, run: Run, in_place: list[bool]) -> MethodType:
         inner = original if self is module else MethodType(type(self).forward, self)
         return run(self, inner, args, kwargs) if in_place[0] else inner(*args, **kwargs)
 
+    # Libraries read which arguments a forward takes; of a method, ``inspect`` leaves the first one out.
+    with suppress(TypeError, ValueError):
+        taken = inspect.signature(original)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = taken.replace(parameters=[own, *taken.parameters.values()])  # type: ignore[attr-defined]
     return MethodType(forward, module)
 
 

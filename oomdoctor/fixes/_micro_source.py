@@ -25,6 +25,8 @@ def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
     """Return why this loop's batch cannot be taken apart, as far as facts tell."""
     if len(loop.optimizers) > 1:
         return f"the loop steps {len(loop.optimizers)} optimizers ({', '.join(loop.optimizers)})"
+    if not loop.optimizers:
+        return "no optimizer is stepped in the loop, so what else changes the weights would run for each part"
     if not loop.models:
         return "no call of a model was found in the loop"
     for text in loop.models:

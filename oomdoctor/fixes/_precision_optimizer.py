@@ -61,6 +61,9 @@ def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | Refused:
     if not paths:
         return Refused("no training loop that steps an optimizer was found in what the failing cell runs")
     found = tuple(one for one in code.steppers if one.path in paths and _is_adam(one))
+    if not any(one.path in paths for one in code.steppers):
+        made = ", ".join(f"`{path}`" for path in sorted(paths))
+        return Refused(f"{made} is not among the notebook's objects, so what its state takes is not known")
     if not found:
         return Refused("the loop steps no Adam or AdamW of the notebook's, whose state could be smaller")
     return found

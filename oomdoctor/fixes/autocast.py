@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
+from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._precision_step import under_autocast
 from oomdoctor.model.absence import Refused
@@ -81,6 +82,8 @@ def _why_not(evidence: Evidence) -> str | None:
         return "autograd is off, so no activations are kept that a smaller type would halve"
     if not code.models:
         return "no model was found among the notebook's objects"
+    if (why := why_not_training(evidence)) is not None:
+        return why
     called = " ".join(filter(None, (loop.loss_call for loop in code.loops if loop.in_failing_run)))
     if any(loss.type_name == "BCELoss" for loss in code.losses) or _BCE.search(called):
         return _NO_BCE

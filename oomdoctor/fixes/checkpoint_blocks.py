@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _imports, _trainer_source, _trainer_terms
-from oomdoctor.fixes._activations import why_not_short
+from oomdoctor.fixes._activations import found_or_asked, why_not_short
 from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.evidence import Evidence, ModelFacts
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size
@@ -69,7 +69,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused(f"`{with_blocks[0].path}` recomputes its layers in training alone, and is in evaluation mode")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
-    activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
+    activations = found_or_asked(incident, evidence)
     if not activations:
         return Refused("no activations were found that recomputing could save")
     # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._activations import why_not_short
+from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._chunks import couples, no_more_than_samples
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
-"""Relative difference of losses and parameters in float32: sums over the batch are taken in another order."""
+"""Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 
 _CHUNKS: Final = (2, 4, 8, 16)
 
@@ -56,9 +56,11 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     for model in models:
         if (why := couples(model)) is not None:
             return Refused(why)
+    if any(one.library == "transformers" and one.phase == "train" and one.own is None for one in code.trainers):
+        return Refused("`Trainer` takes the loss from the model, and a loss is not made of rows for samples")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
-    activations = evidence.census.bytes_of(Role.ACTIVATION) or (incident.requested or 0)
+    activations = found_or_asked(incident, evidence)
     if not activations:
         return Refused("no activations were found that splitting the batch could save")
     doses = no_more_than_samples(_CHUNKS, evidence)
@@ -158,6 +160,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for model in evidence.code.models:
         if (why := couples(model)) is not None:
             return Refused(why)
+    if (why := why_not_training(evidence)) is not None:
+        return Refused(why)
     return rewrite(cells, evidence.code, dose.number("chunks"))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
-"""Relative difference of losses and parameters in float32: the mean over the rows is taken in another order."""
+"""Relative difference of losses and gradients in float32: the mean over the rows is taken in another order."""
 
 _CHUNKS: Final = (2, 4, 8, 16)
 

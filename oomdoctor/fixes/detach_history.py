@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "apply", "patch", "propose"]
 
 _NAME: Final = re.compile(r"[^\W\d]\w*")
+_STATEMENT: Final = re.compile(r"In\[(\d+)\] line \d+: ([^\W\d]\w*)")
 _NO_PLACE: Final = (
     "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
     "is taken through them"
@@ -47,6 +48,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     kept = sum(holding.bytes for holding in evidence.census.holdings if any(_keeps(holding, name) for name in names))
     if not kept:
         return Refused(f"the census found no graph that {_listed(names)} keeps alive")
+    if (other := _kept_elsewhere(evidence, names)) is not None:
+        return Refused(f"{other} keeps the same graphs alive, whether {_listed(names)} does or not")
     return (
         Proposal(
             dose=Dose.of(names=", ".join(names)),
@@ -56,6 +59,20 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             basis=f"the census found {format_size(kept)} of graphs that {_listed(names)} keeps alive",
         ),
     )
+
+
+def _kept_elsewhere(evidence: Evidence, names: Iterable[str]) -> str | None:
+    """Return what else keeps the graphs of the steps: outputs that are gathered, or a state that is carried over."""
+    code = evidence.code
+    gathered = _STATEMENT.match(code.gathers_predictions or "")
+    if gathered is not None and gathered[2] not in names:
+        kept = (one for one in evidence.census.holdings if one.role is Role.GRAPH_KEPT_ALIVE)
+        if any(_keeps(one, gathered[2]) for one in kept):
+            return f"`{gathered[2]}`"
+    carried = _STATEMENT.match(code.carries_state or "")
+    if carried is not None and any(int(carried[1]) == number for number, *_ in code.history_appends):
+        return f"the recurrent state carried over steps in {code.carries_state}"
+    return None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
-"""Relative difference of parameters in float32: sums over the batch are taken in another order."""
+"""Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 
 _PARTS: Final = (2, 4, 8, 16, 32)
 

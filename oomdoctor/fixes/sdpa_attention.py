@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
-"""Relative difference of losses and parameters in float32: fused kernels take the softmax block by block."""
+"""Relative difference of losses and gradients in float32: fused kernels take the softmax block by block."""
 
 _AROUND: Final = 6
 """Lines before and after a softmax that are taken for the attention that it is a part of."""

@@ -111,7 +111,8 @@ class Fix:
 
     Attributes:
         effect: the strongest promise; a proposal may weaken it for a model at hand.
-        tolerance: for proposals that are EQUIVALENT, the relative difference of the results that its test allows.
+        tolerance: for proposals that are EQUIVALENT, the largest difference of losses and gradients of a step, as a
+            share of the largest of them, that its test allows.
         cost: what it costs, in a few words.
         propose: the doses worth pricing, mildest first, or why there is none. Pure.
         apply: changes the live objects for as long as the context lasts, and undoes it on exit.

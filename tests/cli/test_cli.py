@@ -140,7 +140,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_without_room_for_the_answer_one_line_says_so(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("CUDA out of memory. Tried to allocate 2.00 GiB")
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "oomdoctor", "explain", str(log)]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections import OrderedDict
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import live
@@ -16,7 +18,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _rowwise, _split
 from oomdoctor.fixes.chunked_forward import FIX, TOLERANCE, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Holding, Role
+from oomdoctor.model.evidence import Holding, Role, TrainerFacts
 from oomdoctor.model.fix import Dose, Effect, Patch
 
 FOUR = Dose.of(chunks=4)
@@ -494,3 +496,41 @@ def test_calls_that_cannot_be_split_in_the_source_are_refused(line, before, afte
     found = _rewritten(line, before, after)
     assert isinstance(found, Refused)
     assert why in found.reason
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(tokens)
+
+
+@pytest.mark.parametrize("bind", [lambda forward: forward, lambda forward: functools.partial(forward, mask=None)])
+def test_libraries_still_read_what_the_forward_takes(bind) -> None:
+    model = Masked()
+    if (forward := bind(model.forward)) is not model.forward:
+        model.forward = forward
+    before = inspect.signature(model.forward)
+    assert next(iter(before.parameters)) == "tokens"
+    assert FIX.apply is not None
+    with FIX.apply(live.session(model=model), Dose.of(chunks=2)):
+        assert inspect.signature(model.forward) == before
+    assert inspect.signature(model.forward) == before
+
+
+@pytest.mark.parametrize(
+    ("trainer", "is_refused"),
+    [
+        (TrainerFacts(library="transformers", phase="train"), True),
+        (TrainerFacts(library="transformers", phase="train", own="Mine.compute_loss"), False),
+        (TrainerFacts(library="lightning", phase="train"), False),
+    ],
+)
+def test_a_model_that_gives_its_trainer_the_loss_is_refused(trainer: TrainerFacts, is_refused: bool) -> None:
+    found = live.evidence(live.model_facts())
+    refused = propose(live.INCIDENT, replace(found, code=replace(found.code, trainers=(trainer,))))
+    assert isinstance(refused, Refused) == is_refused
+    if isinstance(refused, Refused):
+        assert refused.reason == "`Trainer` takes the loss from the model, and a loss is not made of rows for samples"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import textwrap
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import live
@@ -228,6 +229,28 @@ def test_proposal_names_the_containers_and_what_they_keep() -> None:
     assert proposal.basis == (
         "the census found 7.00 MiB of graphs that `losses` or `outputs` or `total` or `running` keeps alive"
     )
+
+
+def test_graphs_that_gathered_outputs_or_a_carried_state_keep_as_well_are_not_freed() -> None:
+    holdings = (
+        Holding(bytes=1 << 20, device="cuda:0", role=Role.GRAPH_KEPT_ALIVE, path="total → graph"),
+        Holding(bytes=1 << 10, device="cuda:0", role=Role.GRAPH_KEPT_ALIVE, path="preds[0:4]"),
+    )
+    found = live.evidence(holdings=holdings)
+
+    def proposed(**facts: Any) -> Any:
+        appends = ((2, 4, "total += loss"),)
+        return propose(live.INCIDENT, replace(found, code=replace(found.code, history_appends=appends, **facts)))
+
+    assert not isinstance(proposed(), Refused)
+    assert not isinstance(proposed(gathers_predictions="In[2] line 3: outs.append(out)"), Refused)
+    gathered = proposed(gathers_predictions="In[2] line 3: preds.append(out)")
+    assert isinstance(gathered, Refused)
+    assert gathered.reason == "`preds` keeps the same graphs alive, whether `total` does or not"
+    assert not isinstance(proposed(carries_state="In[1] line 3: out, h = rnn(x, h)"), Refused)
+    carried = proposed(carries_state="In[2] line 3: out, h = rnn(x, h)")
+    assert isinstance(carried, Refused)
+    assert carried.reason.startswith("the recurrent state carried over steps in In[2] line 3: out, h = rnn(x, h) keeps")
 
 
 def test_graphs_that_other_names_keep_are_no_reason() -> None:

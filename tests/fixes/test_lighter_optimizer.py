@@ -57,7 +57,9 @@ GROUPS = """
     optimizer = AdamW(params, lr=1e-3)
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 """
+GUARDED = 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(MADE + LOOP), "    ")
 NOTEBOOKS = {
+    "guarded": (SETUP, GUARDED),
     "another cell": (SETUP, MADE, LOOP),
     "one cell": (SETUP, MADE + LOOP),
     "groups": (SETUP, GROUPS, LOOP),
@@ -70,7 +72,7 @@ def cells_of(*sources: str) -> Cells:
 
 
 def run(sources: list[str], namespace: dict[str, Any] | None = None) -> dict[str, Any]:
-    namespace = {} if namespace is None else namespace
+    namespace = {"__name__": "__main__"} if namespace is None else namespace
     for source in sources:
         exec(compile(textwrap.dedent(source), "<cell>", "exec"), namespace)
     return namespace
@@ -208,3 +210,10 @@ def test_no_proposal() -> None:
     refused = propose(live.INCIDENT, replace(known, code=replace(known.code, steppers=steppers)))
     assert isinstance(refused, Refused)
     assert "no parameters" in refused.reason
+
+
+def test_an_optimizer_that_a_function_keeps_to_itself_is_said_to_be_unknown() -> None:
+    cells = cells_of(SETUP, FUNCTION, "optimizer = train(model, epochs=2)")
+    refused = propose(live.INCIDENT, evidence(cells, run([cell.source for cell in cells.history[:-1]])))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "`optimizer` is not among the notebook's objects, so what its state takes is not known"

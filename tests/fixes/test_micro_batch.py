@@ -873,7 +873,7 @@ def test_random_draws_weaken_the_promise() -> None:
         ("print(1)", "no training loop"),
         (REFUSED["2 optimizers"], "2 optimizers"),
         (
-            "for x, y in loader:\n    model.zero_grad()\n    loss = criterion(model(x), y)\n    loss.backward()\n    descend()\n",
+            "for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n    descend()\n",
             "no optimizer is stepped",
         ),
     ],
