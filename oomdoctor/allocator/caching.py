@@ -22,7 +22,10 @@ from oomdoctor.model.sizes import MIB, format_size
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-__all__ = ["Block", "CachingAllocator", "Event", "OutOfSpace", "Replay", "least_asked", "replay", "round_size", "segment_size"]
+__all__ = [
+    *("Block", "CachingAllocator", "Event", "OutOfSpace", "Replay"),
+    *("least_asked", "replay", "round_size", "segment_size"),
+]
 
 MIN_BLOCK_SIZE: Final = 512
 """Every block is a multiple of this. Source: ``kMinBlockSize``."""

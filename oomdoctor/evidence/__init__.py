@@ -16,6 +16,7 @@ from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
 from oomdoctor.evidence.frames import frames_of, lines_of, running_frames
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
+from oomdoctor.evidence.storages import unobserved
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
 from oomdoctor.model.kinds import spelled
@@ -39,7 +40,7 @@ def collect(
     """
     cells, objects = session.cells, (session.modules, session.optimizers, session.loaders)
     running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
-    with census.unobserved():
+    with unobserved():
         code = facts(cells, spelled(session.namespace), *objects, line=line, running=running, passed=passed(exc))
     accelerator = session.accelerator
     others = [other for other in devices.in_use() if other.name != accelerator.name]

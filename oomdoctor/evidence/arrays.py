@@ -13,13 +13,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
-from itertools import compress
+from itertools import chain, compress, islice
 from typing import Any, Final
 
 import torch
 
 from oomdoctor.evidence.frames import leads_nowhere
-from oomdoctor.evidence.storages import PLAIN
+from oomdoctor.evidence.held import elements_of
+from oomdoctor.evidence.storages import PLAIN, begin_of
 from oomdoctor.model.evidence import HostHolding
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.sizes import MIB
@@ -27,6 +28,7 @@ from oomdoctor.model.sizes import MIB
 __all__ = ["largest"]
 
 _MOST_OBJECTS: Final = 300_000
+_AT_ONCE: Final = 10_000
 _LISTED: Final = 5
 _SIZED: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, list, tuple, dict, set, frozenset)))
 """By their ``id``: builtin types whose size is told by the interpreter itself."""
@@ -64,21 +66,29 @@ class _Search:
             sized = list(compress(fresh, map(_SIZED.__contains__, keys)))
             own += sum(map(sys.getsizeof, sized))
             objects += len(sized)
-            for size in map(self._of_array, compress(fresh, map(_keys(classes, _ARRAYS).__contains__, keys))):
+            met = list(compress(fresh, map(_keys(classes, _ARRAYS).__contains__, keys)))
+            for size in map(self._of_array, met):
                 in_arrays += size
                 arrays += size > 0
             inner = {key for key in _keys(classes, _OPEN) if not leads_nowhere(classes[key])}
             level = gc.get_referents(*compress(fresh, map(inner.__contains__, keys)))
+            level += chain.from_iterable(map(elements_of, met))
         return HostHolding(path=name, bytes=own + in_arrays, array_bytes=in_arrays, arrays=arrays, objects=objects)
 
     def _fresh(self, level: list[Any]) -> list[Any]:
         """Return those that were not met before, each once, as far as the budget goes, and note them."""
-        by_id = dict(zip(map(id, level), level, strict=True))
-        if not self._seen.isdisjoint(by_id):
-            by_id = {key: one for key, one in by_id.items() if key not in self._seen}
-        fresh = list(by_id.values())[: self._left]
-        self._seen.update(map(id, fresh))
-        self._left -= len(fresh)
+        fresh: list[Any] = []
+        for first in range(0, len(level), _AT_ONCE):
+            some = level[first : first + _AT_ONCE]
+            by_id = dict(zip(map(id, some), some, strict=True))
+            if not self._seen.isdisjoint(by_id):
+                by_id = {key: one for key, one in by_id.items() if key not in self._seen}
+            by_id = dict(islice(by_id.items(), self._left)) if len(by_id) > self._left else by_id
+            self._seen.update(by_id)
+            self._left -= len(by_id)
+            fresh += by_id.values()
+            if not self._left:
+                break
         return fresh
 
     def _of_array(self, array: Any) -> int:
@@ -102,18 +112,9 @@ class _Search:
         if self._of_tensors is None:
             plain = frozenset(map(id, PLAIN))
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
-            self._of_tensors = frozenset(_begin(one) for one in ours if one.is_cpu and one.layout is torch.strided)
+            self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)
         return self._of_tensors
 
 
 def _keys(classes: dict[int, type], kinds: frozenset[Kind]) -> set[int]:
     return {key for key, cls in classes.items() if kind_of(cls) in kinds}
-
-
-def _begin(tensor: torch.Tensor) -> int:
-    """Return the address of the storage of a tensor; to ask for it copies nothing that is shared until written."""
-    try:
-        address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-        return address - int(tensor.storage_offset()) * tensor.element_size()
-    except (NotImplementedError, RuntimeError):  # one without a storage
-        return 0

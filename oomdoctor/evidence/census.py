@@ -10,37 +10,33 @@ No operation is dispatched, nothing is allocated on a device, and no code of the
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
 from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
+from oomdoctor.evidence.held import bounds_of, is_empty
 from oomdoctor.evidence.ledger import Ledger, Place
 from oomdoctor.evidence.lines import Holder, Ways, are_all_known
+from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by_c
 from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
-from oomdoctor.evidence.storages import Bare, is_fake, storages_of, tensor_types
+from oomdoctor.evidence.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
-from oomdoctor.model.aside import without_apart
 from oomdoctor.model.evidence import Census, Role
 from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered
 
-__all__ = ["Program", "take", "unobserved"]
+__all__ = ["Program", "take"]
 
 _GRAPH: Final = " → graph"
 _NAMELESS: Final = Path(Root(""), None, "(no name leads here)")
 _FEW: Final = 3
 """Up to so many objects are named in a note."""
-_LONG_S: Final = 10.0
-_MOST_TYPES: Final = 40
-"""To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
 _CHECKPOINT: Final = "torch.utils.checkpoint."
 
 _OWNERS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER})
@@ -79,13 +75,6 @@ class Program:
     appends: Mapping[str, str] = field(default_factory=dict)
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Run the body past tensor subclasses and everybody's function and dispatch modes."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
-
-
 def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
     """Take the census of ``places``, one for each, in their order."""
     with unobserved():
@@ -122,6 +111,7 @@ class _Count:
         self._graphs_at: list[Holder] = []
         self._inputs: set[int] = set()
         self._known: list[Found] = []
+        self._claims: list[tuple[Sequence[Any], Path, str]] = []
         self._fakes = 0
         self._skips_graphs = in_backward_elsewhere()
         self._may_pin = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -132,12 +122,13 @@ class _Count:
         is_open = self._walk.has_more and not self._are_all_known(found)
         self._claim_all(found)
         self._claim_hidden()
-        nameless = self._ledger.unclaimed(_all_tensors())
+        nameless = self._nameless(all_tensors())
         while self._walk.has_more and (is_open or nameless):
             self._claim_all(self._walk.resume())
             self._claim_hidden()
-            nameless = self._ledger.unclaimed(nameless)
+            nameless = self._nameless(nameless)
         self._claim_rest(nameless)
+        self._share_arrays()
         return self._ledger.censuses(tuple(self._notes()), self._ways())
 
     def _are_all_known(self, met: list[Found]) -> bool:
@@ -204,7 +195,8 @@ class _Count:
         self._note_steps()
         while self._walk.modules:
             path, module = self._walk.modules.popleft()
-            for at, (name, parameter) in enumerate(registered(module, "_parameters")):
+            own = plain_dict(module)
+            for at, (name, parameter) in _registered(module, own, "_parameters"):
                 if kind_of(type(parameter)) is Kind.TENSOR:
                     here = path.child(member(module, name, "_parameters", at))
                     self._claim((parameter,), Role.PARAMETER, here)
@@ -212,7 +204,7 @@ class _Count:
                     self._known.append(Found((parameter,), here))
                     if not here.root.place:
                         self._parameters[id(parameter)] = here
-            for at, (name, buffer) in enumerate(registered(module, "_buffers")):
+            for at, (name, buffer) in _registered(module, own, "_buffers"):
                 if kind_of(type(buffer)) is Kind.TENSOR:
                     role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
                     self._claim((buffer,), role, path.child(member(module, name, "_buffers", at)))
@@ -251,6 +243,7 @@ class _Count:
                 self._claim((gradient,), Role.GRADIENT, path.child(".grad"), frees=frees)
 
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
+        self._claims.append((tensors, path, more.get("suffix", "")))
         if self._may_pin and role in (Role.ACTIVATION, Role.USER_TENSOR):
             self._ledger.claim([one for one in tensors if _is_pinned(one)], Role.PINNED_HOST, path, **more)
         self._ledger.claim(tensors, role, path, **more)
@@ -282,7 +275,7 @@ class _Count:
         """Claim the tensors that a path leads to, and their gradients."""
         found, frees = held.found, self._frees(held)
         tensors = found.tensors
-        if not held.saved and len(tensors) > 1 and len(set(map(type, tensors))) == 1:
+        if not held.saved and len(tensors) > 1 and len(set(map(id, map(type, tensors)))) == 1:
             items = None if found.first is None else (found.first, found.first + len(tensors))
             role = self._role_of(held, tensors[0], None)
             self._claim(tensors, role, found.path, items=items, sliceable=found.sliceable, frees=frees)
@@ -356,6 +349,29 @@ class _Count:
             for leaf in saved.leaves:
                 self._claim_gradient(leaf, found.path.child(" → graph → leaf"), None)
 
+    def _nameless(self, tensors: list[Any]) -> list[Any]:
+        """Return those that nobody has claimed, once what holds a view has claimed what the view was made of.
+
+        A view keeps that tensor, as a Python object too, and C++ alone knows that it does.
+        """
+        nameless = list(self._ledger.unclaimed(tensors))
+        bases = {id(one): one for one in held_by_c(nameless, tensors)} if nameless and C_COUNTS else {}
+        keys = self._ledger.owned(list(bases.values()))
+        for views, path, suffix in list(self._claims) if keys else ():
+            for base in bases_of(views, keys):
+                if id(base) in bases:
+                    self._claim_base(base, path, suffix)
+        return self._ledger.unclaimed(nameless)
+
+    def _claim_base(self, base: Any, path: Path, suffix: str) -> None:
+        """Claim what the view was made of that stands at ``path``, or that the graph there holds."""
+        self._ledger.claim((base,), Role.USER_TENSOR, path, suffix=suffix)
+        saved = None if self._skips_graphs else self._graphs.behind(base)
+        if saved is not None:
+            self._graphs_at.append(Holder(path, is_graph=True))
+            role = Role.ACTIVATION if path.root.origin is Origin.FRAME else Role.GRAPH_KEPT_ALIVE
+            self._claim((*saved.tensors, *saved.leaves, *saved.again), role, path, suffix=_GRAPH)
+
     def _claim_rest(self, tensors: list[Any]) -> None:
         """Claim what no path leads to: temporaries of running code, locals of C++ callers, garbage in a cycle."""
         role = Role.ACTIVATION if self._program.in_step else Role.UNEXPLAINED
@@ -365,6 +381,17 @@ class _Count:
             if saved is not None:
                 self._graphs_at.append(Holder(_NAMELESS, is_graph=True))
                 self._claim((*saved.tensors, *saved.leaves, *saved.again), role, _NAMELESS, suffix=_GRAPH)
+
+    def _share_arrays(self) -> None:
+        """Note which tensors lie in the memory of an array, as ``torch.from_numpy`` makes them."""
+        owners = sorted((*bounds_of(array), at) for at, (_, array) in enumerate(self._walk.arrays))
+        for tensors, _, _ in self._claims if owners else ():
+            for key, _, device, tensor in storages_of(tensors):
+                if device.type == "cpu" and is_plain(tensor):
+                    begin = begin_of(tensor)
+                    after = bisect_right(owners, begin, key=itemgetter(0))
+                    if after and begin < owners[after - 1][1]:
+                        self._ledger.share(key, Holder(self._walk.arrays[owners[after - 1][2]][0]))
 
     def _notes(self) -> Iterator[str]:
         packed = self._graphs.packed
@@ -402,6 +429,10 @@ def _stepped(optimizer: Any) -> Iterator[tuple[int, int, Any]]:
                 yield at, index, parameter
 
 
+def _registered(module: Any, own: dict[str, Any] | None, register: str) -> Iterable[tuple[int, tuple[Any, Any]]]:
+    return () if is_empty(own, register) else enumerate(registered(module, register))
+
+
 def _items(held: Any) -> Sequence[Any]:
     kind = kind_of(type(held))
     return items_of(held, kind) if kind in (Kind.SEQUENCE, Kind.TUPLE) else ()
@@ -413,18 +444,3 @@ def _pairs(held: Any) -> list[tuple[Any, Any]]:
 
 def _is_pinned(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_pinned()
-
-
-def _all_tensors() -> list[Any]:
-    """Return every tensor of the program that the garbage collector knows."""
-    types, pause = tensor_types(), sys.getswitchinterval()
-    # By their ``id``: as members of a set, types ask their metaclass for ``__hash__``.
-    keys = frozenset(map(id, types))
-    # Among all objects are tuples that other threads are making: none may run on before the list of them is dropped.
-    sys.setswitchinterval(_LONG_S)
-    try:
-        # Each object refers to its type, if that was made at run time, as those of tensors are.
-        objects = gc.get_referrers(*types) if len(types) <= _MOST_TYPES else gc.get_objects()
-        return without_apart(list(compress(objects, map(keys.__contains__, map(id, map(type, objects))))))
-    finally:
-        sys.setswitchinterval(pause)

@@ -120,9 +120,10 @@ class Graphs:
 
 
 def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
-    """Yield the inputs that a checkpoint keeps to run its forward again; they hang on the hook that would unpack.
+    """Yield what a checkpoint keeps to run its forward again: inputs, and states of random number generators.
 
-    Source: ``_checkpoint_hook`` and ``_CheckpointFrame.saved_args`` in torch/utils/checkpoint.py, torch 2.13.
+    They hang on the hook that would unpack. Source: ``_checkpoint_hook``, ``_CheckpointFrame.saved_args`` and
+    ``fwd_cpu_state`` in torch/utils/checkpoint.py, torch 2.13.
     """
     hook = getattr(saved, "unpack_hook", None)
     for _, held in held_by(hook) if hook is not None else ():
@@ -131,6 +132,8 @@ def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
             kept = getattr(item, "data", None) if type(item) is torch._C._autograd.SavedTensor else None
             if kind_of(type(kept)) is Kind.TENSOR:
                 yield kept
+        for _, item in (kept for value in values if kind_of(type(value)) is Kind.CALLABLE for kept in held_by(value)):
+            yield from tensors_in(item)
 
 
 def _readers_of(cls: type) -> tuple[Any, ...]:

@@ -53,9 +53,12 @@ __all__ = [
     "Sort",
     "attributes",
     "base_of",
+    "bounds_of",
     "class_members",
+    "elements_of",
     "hangs_on",
     "held_in",
+    "is_empty",
     "is_users_class",
     "items_in",
     "keys_in",
@@ -187,9 +190,10 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
     elif sort.apart is Apart.SCRIPT:
         yield from ((f"{ARROW}constant", tensor) for tensor in _constants(value))
     elif kind is Kind.MODULE:
-        modules = enumerate(registered(value, "_modules"))
+        own = plain_dict(value)
+        modules = () if is_empty(own, "_modules") else enumerate(registered(value, "_modules"))
         yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
-        yield from _attributes(value)
+        yield from _attributes(value, own)
     elif kind is not Kind.GENERATOR_STATE:
         yield from attributes(value)
         if issubclass(cls, BaseException):
@@ -235,10 +239,17 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from _attributes(value)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def is_empty(own: dict[str, Any] | None, register: str) -> bool:
+    """Return whether a module, by its ``__dict__``, holds nothing in one of its registers."""
+    table = (own or {}).get(register)
+    return id(type(table)) in _REGISTERS and not table
+
+
+def _attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
-    for name, item in list((plain_dict(value) or {}).items()):
-        if id(type(item)) in _SIMPLE or (id(type(item)) in _REGISTERS and not item):
+    for name, item in list((own or plain_dict(value) or {}).items()):
+        key = id(type(item))
+        if key in _SIMPLE or (key in _REGISTERS and not item):
             continue
         if name not in apart:
             yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
@@ -316,13 +327,25 @@ def base_of(array: Any) -> Any:
     return _array_of(type(array))["base"].__get__(array)
 
 
-def objects_of(array: Any) -> Sequence[Any]:
-    """Return the objects that a NumPy array holds, if some of them may hold memory."""
+def bounds_of(array: Any) -> tuple[int, int]:
+    """Return the addresses between which the memory lies that is an array's own; they are equal where it has none."""
     getters = _array_of(type(array))
-    if getters["dtype"].__get__(array).kind != "O":
-        return ()
-    items = list(getters["flat"].__get__(array))
+    if base_of(array) is not None:
+        return 0, 0
+    begin = int(getters["__array_interface__"].__get__(array)["data"][0])
+    return begin, begin + int(getters["nbytes"].__get__(array))
+
+
+def objects_of(array: Any) -> Sequence[Any]:
+    """Return the objects that a NumPy array holds, if some of them may lead to memory."""
+    items = elements_of(array)
     return items if not kinds_of(items) <= {Kind.ATOM} else ()
+
+
+def elements_of(array: Any) -> Sequence[Any]:
+    """Return the objects that a NumPy array holds."""
+    getters = _array_of(type(array))
+    return list(getters["flat"].__get__(array)) if getters["dtype"].__get__(array).kind == "O" else ()
 
 
 def _constants(script: Any) -> Iterator[torch.Tensor]:

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.evidence.lines import Holder, Ways, line
+from oomdoctor.evidence.lines import Holder, Ways
 from oomdoctor.evidence.paths import Path
-from oomdoctor.evidence.storages import PLAIN, Bare, plain_storages, storages_of
+from oomdoctor.evidence.storages import Bare, is_plain, plain_storages, storages_of
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
 
@@ -149,6 +149,16 @@ class Ledger:
             return []
         return [one for one in tensors if id(one) not in self._claimed]
 
+    def owned(self, tensors: Sequence[torch.Tensor]) -> set[int]:
+        """Return the keys of the storages of ``tensors`` that have an owner."""
+        return {key for key, *_ in storages_of(tensors)} & self._owned.keys() if tensors else set()
+
+    def share(self, key: int, holder: Holder) -> None:
+        """Note that ``holder``, too, holds the memory of a storage, if that has an owner."""
+        owner = self._owned.get(key)
+        if owner is not None:
+            owner.others[holder.key] = holder
+
     def _at(self, device: torch.device, tensor: torch.Tensor) -> int | None:
         """Return which place a storage is at. A simulated one shares its device's name and must be asked."""
         for at, must_ask in self._candidates(device):
@@ -240,11 +250,10 @@ def _frees(group: list[_Entry], ways: Ways | None) -> str | None:
     if ways is None or (is_gradient and first is None):
         return None
     own = [] if is_gradient else [entry.holder for entry in group]
-    roots = ways.roots([*own, *(other for entry in group for other in entry.others.values())])
-    return None if roots is None else line(roots, first)
+    return ways.line([*own, *(other for entry in group for other in entry.others.values())], first)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    if type(tensor) not in PLAIN or tensor.is_nested:
+    if not is_plain(tensor) or tensor.is_nested:
         return None  # a subclass may answer itself
     return tuple(tensor.shape)

@@ -45,11 +45,22 @@ class Ways:
     def __init__(self) -> None:
         self._again: dict[tuple[int, bool], list[Holder]] = {}
         self._known: dict[tuple[tuple[int, bool], ...], tuple[Root, ...] | None] = {}
+        self._lines: dict[tuple[tuple[Root, ...], str | None], str | None] = {}
         self._steps = 0
 
     def add(self, first: Holder, again: Holder) -> None:
         """Note that ``again`` leads to the object that was first met at ``first``, or to the graph there."""
         self._again.setdefault(first.key, []).append(again)
+
+    def line(self, holders: Iterable[Holder], first: str | None) -> str | None:
+        """Return the line that cuts every way to ``holders``, after the statement ``first``; None if there is none."""
+        roots = self.roots(holders)
+        if roots is None:
+            return None
+        key = roots, first
+        if key not in self._lines:
+            self._lines[key] = line(roots, first)
+        return self._lines[key]
 
     def roots(self, holders: Iterable[Holder]) -> tuple[Root, ...] | None:
         """Return the roots that lead to one of ``holders``; None where they are too many to tell.

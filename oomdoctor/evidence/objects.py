@@ -92,8 +92,9 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
             else:
                 below += _children(path, value, kind)
         level = below
-    inner = {id(child) for _, module in found[Kind.MODULE].values() for _, child in list(submodules(module))[1:]}
-    found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
+    if len(found[Kind.MODULE]) > 1:
+        inner = {id(child) for _, module in found[Kind.MODULE].values() for _, child in list(submodules(module))[1:]}
+        found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
     return {kind: tuple(items.values()) for kind, items in found.items()}
 
 

@@ -7,19 +7,34 @@ tensors are read in bulk, since each attribute of each of 50,000 tensors would e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.evidence.held import attributes
 from oomdoctor.model.kinds import Kind, kind_of, module_of
 
-__all__ = ["PLAIN", "Bare", "Storage", "is_fake", "plain_storages", "storages_of", "tensor_types"]
+__all__ = [
+    "PLAIN",
+    "Bare",
+    "Storage",
+    "begin_of",
+    "is_fake",
+    "is_plain",
+    "plain_storages",
+    "storages_of",
+    "tensor_types",
+    "unobserved",
+]
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that answer for themselves, in C."""
+_PLAIN: Final = frozenset(map(id, PLAIN))
+"""By their ``id``: looked for in a set, other types would ask their metaclass for ``__hash__``."""
 
 _untyped_storage: Final = torch.Tensor.untyped_storage
 _nbytes: Final = torch.UntypedStorage.nbytes
@@ -54,16 +69,23 @@ class Bare:
         return device
 
 
-def tensor_types() -> frozenset[type]:
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Run the body past tensor subclasses and everybody's function and dispatch modes."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def tensor_types() -> tuple[type, ...]:
     """Return every tensor type that exists now, so that objects can be told by their exact type."""
-    found: set[type] = set()
+    found: dict[int, type] = {}
     todo: list[type] = [torch.Tensor]
     while todo:
         cls = todo.pop()
-        if cls not in found:
-            found.add(cls)
+        if id(cls) not in found:
+            found[id(cls)] = cls
             todo += type.__subclasses__(cls)
-    return frozenset(found)
+    return tuple(found.values())
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
@@ -71,6 +93,8 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
 
     None for fake and meta tensors, which have no memory.
     """
+    if len(tensors) == 1 and (alone := _plain_storage(tensors[0])) is not None:
+        return (alone,)
     columns = plain_storages(tensors)
     if columns is not None:
         return zip(*columns, map(_device, tensors), tensors, strict=True)
@@ -78,9 +102,20 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
     return (storage for tensor in tensors for storage in _storages_in(tensor, seen))
 
 
+def _plain_storage(tensor: torch.Tensor) -> Storage | None:
+    """Return the storage of a plain tensor; most come by themselves, and lists for one cost more than it."""
+    if not is_plain(tensor):
+        return None
+    try:
+        storage = _untyped_storage(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return _address(storage), _nbytes(storage), tensor.device, tensor
+
+
 def plain_storages(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
     """Return keys and bytes of the storages of plain tensors, in their order; None if one of them is not plain."""
-    if not PLAIN.issuperset(map(type, tensors)):
+    if not _PLAIN.issuperset(map(id, map(type, tensors))):
         return None
     try:
         storages = list(map(_untyped_storage, tensors))
@@ -89,9 +124,23 @@ def plain_storages(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int
     return list(map(_address, storages)), list(map(_nbytes, storages))
 
 
+def begin_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor; to ask for it copies nothing that is shared until written."""
+    try:
+        address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+        return address - int(tensor.storage_offset()) * tensor.element_size()
+    except (NotImplementedError, RuntimeError):  # one without a storage
+        return 0
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether the type of a tensor answers for itself."""
+    return id(type(tensor)) in _PLAIN
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether the tensor stands for memory that it does not have: fake and meta tensors."""
-    if type(tensor) in PLAIN:
+    if is_plain(tensor):
         return tensor.is_meta
     return module_of(type(tensor)) == "torch._subclasses.fake_tensor"
 
@@ -108,10 +157,10 @@ def _storages_in(tensor: Any, seen: set[int]) -> Iterator[Storage]:
         yield from _known(tensor.storage, tensor)
     elif _is_wrapped(tensor):
         yield from _storages_in(torch._C._functorch.get_unwrapped(tensor), seen)
-    elif type(tensor) in PLAIN and tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    elif is_plain(tensor) and tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
         # Its memory is oneDNN's, without a storage; padding of its blocked layout is not counted.
         yield tensor._cdata, tensor.numel() * tensor.element_size(), tensor.device, tensor
-    elif type(tensor) in PLAIN:
+    elif is_plain(tensor):
         for part in _parts(tensor):
             yield from _own(part)
     else:

@@ -76,7 +76,7 @@ class Walk:
         modules: every ``nn.Module`` once, with its path, until it is taken from here; likewise ``optimizers``.
         stopped: names below which there were more objects than are looked at.
         ways: the other paths by which objects were met again.
-        opaque: what C++ alone can look into, with its path.
+        opaque: what C++ alone can look into, with its path; ``arrays``: those of NumPy, but for those in bulk.
     """
 
     passed_over: frozenset[int] = frozenset()
@@ -85,6 +85,7 @@ class Walk:
     stopped: dict[str, None] = field(default_factory=dict)
     ways: Ways = field(default_factory=Ways)
     opaque: list[tuple[Path, Any]] = field(default_factory=list)
+    arrays: list[tuple[Path, Any]] = field(default_factory=list)
     _later: deque[_Todo | list[_Todo]] = field(default_factory=deque)
     """Large containers, and what hangs on a root of which there was too much."""
     _unwound: list[_Todo] = field(default_factory=list)
@@ -182,6 +183,8 @@ class Walk:
             self.modules.append((path, value))
         elif kind is Kind.OPTIMIZER:
             self.optimizers.append((path, value))
+        elif kind is Kind.ARRAY:
+            self.arrays.append((path, value))
         elif sort.apart is Apart.UNWOUND:
             self._unwound.append(todo)  # what the program holds by other names is theirs
             return

@@ -142,7 +142,7 @@ class MemReport:
     def _collect(self, number: int, options: Options) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
         from oomdoctor import pipeline
-        from oomdoctor.evidence.census import unobserved
+        from oomdoctor.evidence.storages import unobserved
 
         with unobserved():
             if options.snapshot is not None:

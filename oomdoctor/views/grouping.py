@@ -27,6 +27,10 @@ _OWN_ROW_OF_GROUP: Final = 0.5
 _FEW: Final = 3
 """Up to so many items of one container keep rows of their own."""
 
+_MOST_NAMES: Final = 6
+"""A line that unbinds more is not told."""
+_DELETES: Final = re.compile(r"del [\w, ]+")
+
 _STATE: Final = re.compile(r"(?P<optimizer>.+?)(?:\.state\[.+\]| → state of a parameter of .+)\['[^']*'\]")
 _ITEM: Final = re.compile(
     r"(?P<before>(?:local `)?)(?P<root>[^\W\d]\w*)(?P<way>[\[.][^`→]*?)?(?P<after>(?:` of [^→]*?)?(?: → graph)?)"
@@ -121,5 +125,15 @@ def _join(path: str, held: list[Holding]) -> Holding:
         count=sum(holding.count for holding in held),
         dtype=first.dtype if len({holding.dtype for holding in held}) == 1 else None,
         shape=None,
-        frees=first.frees if len({holding.frees for holding in held}) == 1 else None,
+        frees=_line_for_all([holding.frees for holding in held]),
     )
+
+
+def _line_for_all(lines: Sequence[str | None]) -> str | None:
+    """Return the line that frees what each of ``lines`` frees a part of, None where there is none."""
+    if len(set(lines)) == 1:
+        return lines[0]
+    if not all(line is not None and _DELETES.fullmatch(line) for line in lines):
+        return None
+    names = dict.fromkeys(name for line in lines if line for name in line.removeprefix("del ").split(", "))
+    return f"del {', '.join(names)}" if len(names) <= _MOST_NAMES else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ class Plain:
 @pytest.mark.parametrize("hold", [Slotted, Plain, lambda one: {"a": {"b": (one,)}}, lambda one: Plain([Slotted(one)])])
 def test_arrays_are_found_wherever_they_hang(hold: Any) -> None:
     assert _found(held=hold(np.zeros(MIB // 2))) == {"held": _about(4 * MIB)}
+
+
+def test_texts_in_an_array_of_objects_count_for_it_each_once() -> None:
+    texts = [f"{number:0100}" for number in range(20_000)]
+    column = np.array(texts * 2, dtype=object)
+    (found,) = arrays.largest([("column", column[5:])])
+    assert found.array_bytes == column.nbytes
+    assert found.bytes == _about(column.nbytes + sum(map(sys.getsizeof, texts)))
 
 
 def test_each_array_counts_once_and_a_view_counts_as_all_of_it() -> None:

@@ -286,6 +286,14 @@ def test_a_checkpoint_is_not_run_again_by_looking_and_is_told() -> None:
     assert "torch.utils.checkpoint" in found.notes[0]
 
 
+def test_the_random_states_that_a_checkpoint_keeps_are_its_graphs() -> None:
+    leaf = torch.randn(64, requires_grad=True)
+    output = checkpoint(torch.sin, leaf, use_reentrant=False)
+    found = taken({"leaf": leaf, "output": output}).holdings
+    held = {one.path: one.bytes for one in found if one.role is Role.GRAPH_KEPT_ALIVE}
+    assert held["output → graph"] == torch.get_rng_state().nbytes
+
+
 def test_what_a_hook_packs_out_of_sight_is_told() -> None:
     class Packed:
         pass

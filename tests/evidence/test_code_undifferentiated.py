@@ -322,6 +322,8 @@ def test_a_name_that_the_next_step_may_still_read_keeps_its_gradients(steps: str
         "kept = outs = []\nfor x in xs:\n    outs.append(model(x))\nsum(kept).backward()",
         "outs = []\nkept = outs\nfor x in xs:\n    outs.append(model(x))\nouts = None\nsum(kept).backward()",
         "out = model(x)\nout, last = None, out\nlast.sum().backward()",
+        "out = model(x)\nfor step in steps:\n    criterion(prior, y).backward()\n    prior = prior + out",
+        "out = model(x)\nwhile go:\n    criterion(prior, y).backward()\n    if on:\n        break\n    prior += out",
         "out = model(x)\ndef loss_of():\n    return out.sum()\nloss_of().backward()",
         "def loss_of():\n    return out.sum()\nout = model(x)\nloss_of().backward()",
         "def loss_of():\n    return out.sum()\nout = model(x)\nloss = loss_of()\nloss.backward()",

@@ -44,6 +44,27 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
     "alone": ("x = big()", {"x": "del x"}),
     "two names": ("x = big(); y = x", {"x": "del x, y"}),
     "a view": ("base = big(); view = base[10:]", {"base": "del base, view"}),
+    "what a view was made of": ("x = big(); x = x.view(-1, 2)", {"x": "del x"}),
+    "what a view of a graph was made of": (
+        "w = big().requires_grad_(); x = w.exp(); x = x.view(-1, 2)",
+        {"w": "del w, x", "x": "del x"},
+    ),
+    "a view without the graph of what it was made of": (
+        "w = big().requires_grad_(); x = w.exp().exp()\nwith torch.no_grad():\n    x = x.view(-1, 2)",
+        {"w": "del w, x", "x": "del x", "x → graph": "del x"},
+    ),
+    "a view that a graph saved": (
+        "w = big().requires_grad_(); x = w.exp().view(-1, 2); x = (x[1:] * x[1:]).sum()",
+        {"w": "del w, x", "x → graph": "del x"},
+    ),
+    "states of a recurrent model": (
+        "m = nn.LSTM(9, 99); h = None; out = []\nfor x in torch.ones(3, 9, 9):\n    y, h = m(x, h); out += [y.sum()]",
+        {"y → graph": "del y, h, out"},
+    ),
+    "a buffer that is a view": (
+        "model = nn.Module(); model.register_buffer('table', big().unsqueeze(0))",
+        {"model.table": "del model"},
+    ),
     "a detached twin": ("x = big().requires_grad_(); twin = x.detach()", {"x": "del x, twin"}),
     "a list twice": ("xs = [big() for _ in range(5)]; ys = xs", {"xs[0:5]": "del xs, ys"}),
     "an item of a list": ("xs = [big() for _ in range(5)]; last = xs[-1]", {"xs[0:5]": "del xs, last"}),
@@ -154,6 +175,18 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
     "a dict's values": ("d = {n: big() for n in range(5)}; vs = d.values()", {"d.values()": "del d, vs"}),
     "a cache of a function": ("@functools.lru_cache\ndef f(n):\n    return big()\nx = f(3)", {"x": "del x, f"}),
     "an array": ("x = big(); a = x.numpy()", {"x": "del x, a"}),
+    "an array that a tensor lies in": (
+        "import numpy; a = numpy.ones(1 << 18); x = torch.from_numpy(a[10:])",
+        {"x": "del x, a"},
+    ),
+    "an array that others look into": (
+        "import numpy; a = {'of': numpy.ones(1 << 18)}; b = a['of'][:5]; x = torch.from_numpy(a['of'])",
+        {"x": "del x, a, b"},
+    ),
+    "an array of its own": (
+        "import numpy; b = numpy.ones(9); x = torch.from_numpy(numpy.ones(1 << 18))",
+        {"x": "del x"},
+    ),
     "an error that is kept": (
         "def work(x):\n    raise ValueError\nx = big()\ntry:\n    work(x)\nexcept ValueError as e:\n    err = e",
         {"x": "del x, err"},
@@ -286,6 +319,13 @@ def test_a_holder_that_no_name_leads_to_leaves_no_line(accelerator: Any) -> None
     hidden = [namespace["x"][1:]]
     lines = {one.path: one.frees for one in taken(namespace, accelerator).holdings}
     assert (lines["x"], lines["y"], len(hidden)) == (None, "del y", 1)
+
+
+def test_what_a_view_was_made_of_may_have_another_holder(accelerator: Any) -> None:
+    namespace = run("x = big(); y = x.view(-1, 2)")
+    hidden = [namespace.pop("x")]
+    lines = {one.path: one.frees for one in taken(namespace, accelerator).holdings}
+    assert (lines["y"], len(hidden)) == (None, 1)
 
 
 def test_nothing_is_promised_where_not_all_was_looked_at(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,26 @@ def test_a_cache_is_one_row_and_so_are_the_many_items_of_a_container() -> None:
     assert dict(_rows(*cache, *many))["kv"] == "2 tensors float16"
 
 
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["del model, h", "del model, b, h"], "del model, h, b"),
+        (["del model", "del model"], "del model"),
+        (["del model", None], None),
+        (["del model", "%xdel _7"], None),
+        (["del model, a, b, c", "del model, d, e, f"], None),
+        (["del model", "del b; x.grad = None"], None),
+    ],
+)
+def test_a_row_for_several_holders_has_the_line_that_frees_all_of_them(
+    lines: list[str | None], told: str | None
+) -> None:
+    paths = ("model.a", "model.b")
+    held = [replace(one, frees=line) for one, line in zip(_items(Role.PARAMETER, *paths), lines, strict=True)]
+    census = Census(device="cuda:0", found=2 * MIB, allocated=0, holdings=tuple(held))
+    assert [row.frees for row in holders(census, (cases.MODEL,)).rows] == [told]
+
+
 def test_what_hangs_on_a_nameless_parameter_belongs_to_the_optimizer_as_well() -> None:
     state = _items(
         Role.OPTIMIZER_STATE, *["opt → state of a parameter of opt['exp_avg']"] * 3, "opt.state[w]['exp_avg']"

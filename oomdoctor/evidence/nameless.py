@@ -1,0 +1,67 @@
+"""Tensors of the program that no way from a name has met: found by the collector, told by who counts them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import Any, Final
+
+import torch
+
+from oomdoctor.evidence.storages import Bare, storages_of, tensor_types, unobserved
+from oomdoctor.model.aside import without_apart
+
+__all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c"]
+
+_LONG_S: Final = 10.0
+_MOST_TYPES: Final = 40
+"""To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
+_base: Final = vars(torch._C.TensorBase)["_base"].__get__
+
+
+def bases_of(views: Sequence[Any], keys: set[int]) -> Iterator[Any]:
+    """Yield what those of ``views`` were made of that lie in the storages of ``keys``."""
+    view: Any
+    for key, _, _, view in storages_of(views):
+        if key in keys and type(view) is not Bare:
+            yield _base(view)
+
+
+def held_by_c(some: list[Any], others: list[Any]) -> list[Any]:
+    """Return those of ``some`` that nothing of Python's holds beside these two lists, in each of which they are."""
+    alone = object()
+    some.append(alone)
+    others.append(alone)
+    counts = list(map(sys.getrefcount, some))  # this variable holds one of them, C++ the others
+    some.pop()
+    others.pop()
+    return [one for one, count in zip(some, counts, strict=False) if count <= counts[-1]]
+
+
+def _counts_of_c() -> bool:
+    """Return whether Python counts a reference where C++ holds a tensor too; older versions of torch do not tell it."""
+    with unobserved():
+        tensor = torch.empty(0)
+        before = sys.getrefcount(tensor)
+        view = tensor.view(0)
+        return sys.getrefcount(tensor) - before == len(view.shape)
+
+
+C_COUNTS: Final = _counts_of_c()
+
+
+def all_tensors() -> list[Any]:
+    """Return every tensor of the program that the garbage collector knows."""
+    types, pause = tensor_types(), sys.getswitchinterval()
+    # By their ``id``: as members of a set, types ask their metaclass for ``__hash__``.
+    keys = frozenset(map(id, types))
+    # Among all objects are tuples that other threads are making: none may run on before the list of them is dropped.
+    sys.setswitchinterval(_LONG_S)
+    try:
+        # Each object refers to its type, if that was made at run time, as those of tensors are.
+        objects = gc.get_referrers(*types) if len(types) <= _MOST_TYPES else gc.get_objects()
+        return without_apart(list(compress(objects, map(keys.__contains__, map(id, map(type, objects))))))
+    finally:
+        sys.setswitchinterval(pause)
