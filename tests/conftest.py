@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -10,12 +9,6 @@ import pytest
 from kernels import Kernel
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def pytest_collection_finish() -> None:
-    """Take the thousands of tests out of the collector's list, which each census and each collection goes through."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
