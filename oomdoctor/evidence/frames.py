@@ -36,7 +36,7 @@ _MACHINERY: Final = frozenset(
     {
         *("IPython", "ipykernel", "traitlets", "tornado", "asyncio", "zmq", "jupyter_client", "nbclient", "debugpy"),
         *("threading", "concurrent", "queue", "selectors", "socketserver", "multiprocessing", "subprocess", "runpy"),
-        *("pytest", "_pytest", "pluggy", "xdist", "execnet", "oomdoctor"),
+        *("pytest", "_pytest", "pluggy", "xdist", "execnet", "__channelexec__", "oomdoctor"),
     }
 )
 """Packages whose frames hold nothing of the user's but lead to a great deal."""
