@@ -143,6 +143,6 @@ def _status(error: Any) -> int:
     if not isinstance(error, SystemExit):
         return _FAILED
     if error.code is None or isinstance(error.code, int):
-        return error.code or os.EX_OK
+        return error.code or 0
     print(error.code, file=sys.stderr)
     return _FAILED

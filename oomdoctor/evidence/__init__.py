@@ -19,7 +19,7 @@ from oomdoctor.evidence.objects import class_attributes, output_cache, user_name
 from oomdoctor.evidence.storages import unobserved
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
-from oomdoctor.model.kinds import spelled
+from oomdoctor.model.kinds import Kind, spelled
 from oomdoctor.model.names import bound_names, loop_targets
 from oomdoctor.model.session import Session
 
@@ -38,7 +38,8 @@ def collect(
         filenames: number of the cell by the file name of its code.
         line: line of the failing cell that was running.
     """
-    cells, objects = session.cells, (session.modules, session.optimizers, session.loaders)
+    cells, found = session.cells, session.objects()
+    objects = [found.get(kind, ()) for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER)]
     running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
     with unobserved():
         code = facts(cells, spelled(session.namespace), *objects, line=line, running=running, passed=passed(exc))

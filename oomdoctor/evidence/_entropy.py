@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes
+from oomdoctor.evidence._program import Program, Scope, own_nodes
 from oomdoctor.model.evidence import LossFacts
 from oomdoctor.model.kinds import plain_dict, submodules
+from oomdoctor.model.names import call_name
 
 __all__ = ["classes", "cross_entropies"]
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes, statements, target_names
+from oomdoctor.evidence._program import Program, Scope, own_nodes, statements, target_names
+from oomdoctor.model.names import call_name
 
 __all__ = ["history_appends"]
 

@@ -18,12 +18,12 @@ from oomdoctor.evidence._program import (
     Program,
     Scope,
     Statement,
-    call_name,
     own_nodes,
     place,
     statements,
     target_names,
 )
+from oomdoctor.model.names import call_name
 
 __all__ = [
     "ADDING",

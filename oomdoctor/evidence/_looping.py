@@ -9,7 +9,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes
+from oomdoctor.evidence._program import Program, Scope, own_nodes
+from oomdoctor.model.names import call_name
 
 __all__ = ["looped"]
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from oomdoctor.evidence._program import Program, Scope, call_name, short
+from oomdoctor.evidence._program import Program, Scope, short
 from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.model.names import call_name
 
 __all__ = ["Makers", "home_of"]
 

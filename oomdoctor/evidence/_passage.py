@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from oomdoctor.evidence._naming import names_captured
-from oomdoctor.evidence._program import call_name
+from oomdoctor.model.names import call_name
 
 __all__ = ["Passage"]
 

@@ -11,7 +11,8 @@ import torch
 
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._models import parameters, sizes
-from oomdoctor.evidence._program import call_name, own_nodes, place
+from oomdoctor.evidence._program import own_nodes, place
+from oomdoctor.model.names import call_name
 
 __all__ = ["apex", "autocast", "half_weights", "native_bfloat16"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from oomdoctor.model.magics import MaskedCell, mask
+from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "Program",
     "Scope",
     "Statement",
-    "call_name",
     "is_gradless",
     "own_nodes",
     "place",
@@ -160,18 +160,6 @@ def short(text: str) -> str:
     """Return ``text`` on one line, cut where it is long."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
-
-
-def call_name(node: ast.AST) -> str:
-    """Return the dotted name of what is called (``torch.no_grad``), empty where it is not a plain name."""
-    if isinstance(node, ast.Call):
-        return call_name(node.func)
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = call_name(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
 
 
 def target_names(target: ast.AST) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes, short
+from oomdoctor.evidence._program import Program, Scope, own_nodes, short
 from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.names import call_name
 
 __all__ = ["not_repeatable"]
 

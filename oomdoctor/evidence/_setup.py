@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.evidence._program import Program, Scope, call_name, own_nodes, place
+from oomdoctor.evidence._program import Program, Scope, own_nodes, place
 from oomdoctor.model.kinds import mro_of
+from oomdoctor.model.names import call_name
 
 __all__ = [
     "compiles",

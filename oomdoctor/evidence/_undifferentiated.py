@@ -15,7 +15,8 @@ from typing import Final
 
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._outflow import Outflow
-from oomdoctor.evidence._program import Program, Scope, call_name, is_gradless, own_nodes, short
+from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes, short
+from oomdoctor.model.names import call_name
 
 __all__ = ["undifferentiated"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
+from oomdoctor.model.homes import is_users_file
 from oomdoctor.model.kinds import (
     Kind,
     held_by,
@@ -23,8 +23,6 @@ from oomdoctor.model.kinds import (
 from oomdoctor.model.names import is_users
 
 __all__ = ["class_attributes", "find", "is_home_of_users", "output_cache", "user_names"]
-
-_INSTALLED: Final = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 _DEPTH: Final = 3
 _MOST_ITEMS: Final = 64
@@ -58,8 +56,7 @@ def is_home_of_users(name: str) -> bool:
 
 def _is_users_module(module: ModuleType) -> bool:
     """Return whether a module lies in no folder of Python's or of installed packages."""
-    home = spelled(vars(module)).get("__file__")
-    return type(home) is str and not home.startswith(_INSTALLED) and "site-packages" not in home
+    return is_users_file(spelled(vars(module)).get("__file__"))
 
 
 def output_cache(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from oomdoctor.fixes._dataflow import own
+from oomdoctor.model.names import call_name
 
 __all__ = [
     "FUNCTIONS",
@@ -17,7 +18,6 @@ __all__ = [
     "argument_for",
     "assigned",
     "binds",
-    "call_name",
     "calls",
     "default_of",
     "is_given",
@@ -39,18 +39,6 @@ SETTINGS: Final = re.compile(
     r"|OmegaConf\.create)$"
 )
 """Calls that make settings which can be changed of the settings that they are given."""
-
-
-def call_name(node: ast.AST) -> str:
-    """Return the dotted name of what is called, empty where it is not a plain name."""
-    if isinstance(node, ast.Call):
-        return call_name(node.func)
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = call_name(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
 
 
 def calls(tree: ast.AST) -> Iterator[ast.Call]:

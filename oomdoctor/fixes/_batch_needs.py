@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import SETTINGS, Book, Number, Page, call_name, calls, key_of
+from oomdoctor.fixes._batch_notebook import SETTINGS, Book, Number, Page, calls, key_of
 from oomdoctor.fixes._dataflow import bound
 from oomdoctor.model.magics import mask
-from oomdoctor.model.names import FirstUse, first_uses
+from oomdoctor.model.names import FirstUse, call_name, first_uses
 
 __all__ = [
     "DEFINITIONS",

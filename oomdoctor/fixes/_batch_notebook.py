@@ -21,7 +21,6 @@ from oomdoctor.fixes._batch_bindings import (
     argument_for,
     assigned,
     binds,
-    call_name,
     calls,
     default_of,
     is_given,
@@ -36,6 +35,7 @@ from oomdoctor.fixes._batch_bindings import (
 )
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, parsed
 from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["SETTINGS", "Book", "Function", "Number", "Page", "Place", "call_name", "calls", "key_of", "literal"]

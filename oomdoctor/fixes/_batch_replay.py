@@ -31,11 +31,12 @@ from oomdoctor.fixes._batch_needs import (
     rebound,
     receivers,
 )
-from oomdoctor.fixes._batch_notebook import Book, Number, Page, call_name, calls
+from oomdoctor.fixes._batch_notebook import Book, Number, Page, calls
 from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import bound, own, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["LOADERS", "exchange_numbers", "node_of", "write"]

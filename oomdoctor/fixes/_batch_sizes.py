@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, call_name, calls, literal
+from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, calls, literal
 from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
+from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
 
 __all__ = ["hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller"]

@@ -11,7 +11,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _trainer_terms
-from oomdoctor.fixes._batch_notebook import Book, Place, call_name, calls
+from oomdoctor.fixes._batch_notebook import Book, Place, calls
 from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
 from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import reads
@@ -19,6 +19,7 @@ from oomdoctor.fixes._imports import insert_at_top
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts
 from oomdoctor.model.fix import Patch
+from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
 
 __all__ = ["Maker", "adams", "replaced"]

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book, Number, Place, call_name, calls
+from oomdoctor.fixes._batch_notebook import Book, Number, Place, calls
 from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
 from oomdoctor.fixes._call_keywords import with_keyword
 from oomdoctor.fixes._cst import exchange
@@ -26,6 +26,7 @@ from oomdoctor.fixes._trainer_loader import numbers_in_loader, why_counted
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, TrainerFacts
 from oomdoctor.model.fix import Dose, Patch
+from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
 
 __all__ = ["BATCH", "owner", "patched", "setting"]

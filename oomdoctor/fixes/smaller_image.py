@@ -14,13 +14,14 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._batch_notebook import Book, Number, call_name, calls
+from oomdoctor.fixes._batch_notebook import Book, Number, calls
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which names a cell binds, reads and deletes at its top level, in the order in which it does so."""
+"""Which names a cell binds, reads and deletes at its top level, in the order in which it does so; and what it calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 from oomdoctor.model.magics import mask
 
-__all__ = ["FirstUse", "bound_names", "first_uses", "is_users", "loop_targets", "read_names"]
+__all__ = ["FirstUse", "bound_names", "call_name", "first_uses", "is_users", "loop_targets", "read_names"]
 
 _SHELL_NAMES: Final = frozenset({"In", "Out", "get_ipython", "exit", "quit"})
 _SHELL_UNDERSCORED: Final = re.compile(r"_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__|__[a-z]+")
@@ -24,6 +24,18 @@ def is_users(name: object) -> bool:
     if name[:1] != "_":
         return name not in _SHELL_NAMES
     return _SHELL_UNDERSCORED.fullmatch(name) is None
+
+
+def call_name(node: ast.AST) -> str:
+    """Return the dotted name of what is called (``torch.no_grad``), empty where it is not a plain name."""
+    if isinstance(node, ast.Call):
+        return call_name(node.func)
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = call_name(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
 
 
 class FirstUse(Enum):

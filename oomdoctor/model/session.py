@@ -96,6 +96,10 @@ class Session:
     find: Callable[[Mapping[str, Any]], Mapping[Kind, Named]] = field(default=_nothing, repr=False)
     shell: Any = None
 
+    def objects(self) -> Mapping[Kind, Named]:
+        """Find the objects, of all kinds at once."""
+        return self.find(self.namespace)
+
     @property
     def modules(self) -> Named:
         """Every root ``nn.Module`` of the namespace."""
@@ -117,7 +121,7 @@ class Session:
         return self._of(Kind.LOADER)
 
     def _of(self, kind: Kind) -> Named:
-        return self.find(self.namespace).get(kind, ())
+        return self.objects().get(kind, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["is_installed", "is_ours"]
+from oomdoctor.model.homes import is_users_file
 
-_FOLDERS: Final = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+__all__ = ["is_installed", "is_ours"]
 
 _OURS: Final = __name__.partition(".")[0]
 
@@ -25,8 +24,7 @@ def is_installed(module: object) -> bool:
     if is_ours(module):
         return True
     found = sys.modules.get(module) if type(module) is str else None
-    path = getattr(found, "__file__", None)
-    return type(path) is not str or path.startswith(_FOLDERS) or "site-packages" in path or "dist-packages" in path
+    return not is_users_file(getattr(found, "__file__", None))
 
 
 def is_ours(module: object) -> bool:
