@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Dose, Effect, Patch
 
-__all__ = ["Candidate", "Forecast", "Plan", "Verdict"]
+__all__ = ["Candidate", "Course", "Forecast", "Plan", "Verdict"]
 
 
 class Verdict(StrEnum):
@@ -18,6 +19,26 @@ class Verdict(StrEnum):
     BORDERLINE = "borderline"
     TOO_LARGE = "too large"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How the memory of a cell goes, as its shadow run saw it. Bytes are those of tensors, before any rounding.
+
+    Attributes:
+        at_peak: what was alive at the peak, ``(role, bytes)``, largest first; together the peak of tensors.
+        points: ``(bytes alive, line of the cell)`` in the order of the operations. Where several operations share a
+            point, it is the highest of them.
+        temporaries: what operations needed for their own time at the peak, ``(name, bytes)``: buffers of optimizers,
+            workspaces of libraries.
+        flops: floating point operations of the part that was followed; ``moved``: bytes that it read and wrote.
+    """
+
+    at_peak: tuple[tuple[Role, int], ...] = ()
+    points: tuple[tuple[int, int | None], ...] = ()
+    temporaries: tuple[tuple[str, int], ...] = ()
+    flops: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +53,7 @@ class Forecast:
         error_ratio: how far off such forecasts may be, as a share of the peak.
         peak_line: line of the failing cell at which the peak stands, None where it was not seen.
         refused: why there is no number, where there is none.
+        course: how the memory goes on the way, None where no shadow run saw it.
     """
 
     basis: str
@@ -42,6 +64,7 @@ class Forecast:
     error_ratio: float = 0.0
     peak_line: int | None = None
     refused: str | None = None
+    course: Course | None = None
 
     @property
     def verdict(self) -> Verdict:
