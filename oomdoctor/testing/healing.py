@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import linecache
 from typing import Any
 
 from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import UsageError
+from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.sizes import parse_size
 from oomdoctor.retry import Transaction, release
 
 __all__ = ["assert_heals"]
 
 _ROOM_BYTES = 1 << 30
+_ENDLESS_BYTES = 1 << 60
 
 
 def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str, Any] | None = None) -> Case:
@@ -24,7 +28,7 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
     Args:
         fix: the id of the fix.
         sources: the cells of a program; all but the last run before the device is simulated.
-        budget: memory of the simulated device.
+        budget: memory of the simulated device, besides what the tensors take that are alive when this is called.
         namespace: the globals to run in; the healed state is left there.
 
     Returns:
@@ -34,10 +38,11 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
         AssertionError: it did not fail, the fix was not offered, or it did not heal.
     """
     globals_: dict[str, Any] = {"__name__": "__main__"} if namespace is None else namespace
+    capacity = parse_size(budget) + _held_already()
     *setup, last = (Cell(number=number, source=source) for number, source in enumerate(sources, 1))
     for cell in setup:
         _run(cell.source, _filename(cell), globals_)
-    with simulate(budget):
+    with simulate(capacity):
         transaction = Transaction(globals_, last.source, lambda: _ROOM_BYTES)
         with transaction.armed():
             failure = _error_of(last.source, _filename(last), globals_)
@@ -58,6 +63,14 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
         )
     assert case.outcome.kind is OutcomeKind.HEALED, f"{case.outcome.kind}: {case.outcome.why or error}"
     return case
+
+
+def _held_already() -> int:
+    """Return the bytes of the tensors that the process holds, those of other tests among them."""
+    gc.collect()
+    with simulate(_ENDLESS_BYTES) as device:
+        held = device.read().allocated
+    return 0 if isinstance(held, Unavailable) else held
 
 
 def _diagnose(failure: BaseException, cells: Cells, namespace: dict[str, Any]) -> tuple[Case, Session]:
