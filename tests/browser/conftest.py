@@ -1,0 +1,61 @@
+"""One server and one browser for all tests of this folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+from pages import Page
+from playwright.sync_api import BrowserContext, expect, sync_playwright
+from servers import Server
+
+_ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+)
+_SOON_MS = 20_000
+"""Longer than the first import of torch takes on a busy machine."""
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """JupyterLab and Notebook."""
+    running = Server()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[BrowserContext]:
+    """Chromium as the system has it."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert executable, "these tests need Chromium: apt-get install chromium"
+    expect.set_options(timeout=_SOON_MS)
+    with tempfile.TemporaryDirectory(prefix="oomdoctor-browser-") as folder, sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            folder,
+            executable_path=executable,
+            headless=True,
+            args=list(_ARGUMENTS),
+            viewport={"width": 1200, "height": 1000},
+        )
+        context.set_default_timeout(30_000)
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def open_notebook(server: Server, browser: BrowserContext) -> Iterator[Callable[..., Page]]:
+    """Open a notebook of these cells: ``open_notebook("name", *cells, interface="lab")``."""
+    opened: list[Page] = []
+
+    def open_one(name: str, *cells: str, interface: str = "lab") -> Page:
+        server.write(name, cells)
+        opened.append(Page(browser, server, name, interface=interface))
+        return opened[-1]
+
+    yield open_one
+    for page in opened:
+        page.page.close()
