@@ -9,16 +9,24 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: help demo test check docs new clean
+COLAB := .venv-colab
+COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py release.py bad_input.py memreport.py) \
+  tests/views/test_views_panel.py
+
+.PHONY: help demo test test-colab check docs new clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves demo-output/
 	$(BIN)/oomdoctor demo
 
 test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
+	  -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
 	$(BIN)/ruff check .
@@ -34,7 +42,7 @@ new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COLAB) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -52,3 +60,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing into $(VENV); the first time this takes a few minutes.'
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
+
+$(COLAB)/.installed: pyproject.toml constraints-colab.txt
+	$(PYTHON) -m venv $(COLAB)
+	@$(COLAB)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-colab.txt \
+	  -e '.[demo]' pytest pytest-timeout pytest-xdist
+	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[BrowserContext]:
     """Chromium as the system has it."""
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert executable, "these tests need Chromium: apt-get install chromium"
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if executable is None and "CI" not in os.environ:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    assert executable, "there is no Chromium: apt-get install chromium"
     expect.set_options(timeout=_SOON_MS)
     with tempfile.TemporaryDirectory(prefix="oomdoctor-browser-") as folder, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
