@@ -14,7 +14,8 @@ How each is used:
     * Lightning: ``Tuner.scale_batch_size`` from the wanted batch size on, then ``fit``.
     * Trainer: ``auto_find_batch_size=True``.
     * oomdoctor: ``%oomdoctor auto exact`` with the setup and the loop as two cells of a notebook, and
-      ``oomdoctor run`` with both as one script. Neither changes a line of the script.
+      ``oomdoctor run`` with both as one script. Neither changes a line of the script. ``with oomdoctor.heal():`` around
+      the loop, in a script that plain Python runs.
 
 What is measured:
     * done: it ran to its end, with no error shown.
@@ -324,6 +325,12 @@ def run_script(program: Program, budget: str) -> tuple[dict[str, Any], str]:
     return namespace, outcome(status)
 
 
+def run_heal(program: Program, budget: str) -> tuple[dict[str, Any], str]:
+    block = f"import oomdoctor\n\nwith oomdoctor.heal():\n{textwrap.indent(program.loop, '    ')}"
+    namespace, error = run_text("", program.setup + block, budget)
+    return namespace, outcome(error)
+
+
 def outcome(error: Any) -> str:
     """Return what oomdoctor did, with what it offers instead where it did not heal."""
     import oomdoctor
@@ -346,6 +353,7 @@ RETRIES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "Trainer": (run_trainer, run_trainer),
     "oomdoctor, notebook": (run_notebook, run_plain),
     "oomdoctor, script": (run_script, run_plain),
+    "oomdoctor, heal": (run_heal, run_plain),
 }
 """By name: how it runs a script that runs out of memory, and how the same runs with memory to spare."""
 

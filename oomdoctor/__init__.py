@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.pipeline import explain, last_case, report
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
+    from oomdoctor.shell.script_plan import plan
     from oomdoctor.shell.scripts import heal
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "heal",
     "last_case",
     "load_ipython_extension",
+    "plan",
     "report",
     "simulate",
     "unload_ipython_extension",
@@ -33,6 +35,7 @@ _HOMES: Final = {
     "heal": "oomdoctor.shell.scripts",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
+    "plan": "oomdoctor.shell.script_plan",
     "report": "oomdoctor.pipeline",
     "simulate": "oomdoctor.allocator.virtual",
     "unload_ipython_extension": "oomdoctor.shell",

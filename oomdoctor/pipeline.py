@@ -12,35 +12,48 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import Fault, NotAvailable, UsageError
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.explanation import Explanation
-from oomdoctor.model.fix import Effect
+from oomdoctor.model.finding import Cause
+from oomdoctor.model.fix import Effect, Proposal
+from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.kinds import spelled
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
+from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
+    from oomdoctor.forecast.calibration import Calibration
+    from oomdoctor.forecast.planning import Planning
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.fix import Fix
+    from oomdoctor.model.memplan import MemPlan
     from oomdoctor.retry import Transaction, Trial
     from oomdoctor.retry.heal import Run
+    from oomdoctor.retry.remedies import Remedy
     from oomdoctor.rulebook import RuleBook
     from oomdoctor.views.displayed import Report
 
 __all__ = [
+    "beyond_cure",
+    "calibration_of",
     "cases",
     "check_snapshot",
     "diagnose",
     "explain",
+    "forecasts_kept",
+    "foresee",
     "heal",
     "last_case",
     "observe",
     "open_session",
     "plan",
+    "planning",
+    "recall",
     "record",
     "report",
     "snapshot",
@@ -70,8 +83,10 @@ def observe(
 
     incident = from_exception(exc, filenames)
     session = open_on(accelerator_of(incident.device))
+    cell = incident.cell
+    line = cell.line if cell is not None and cell.number == session.cells.failing.number else None
     with _uncounted():
-        evidence = collect(session, exc, filenames, line=incident.cell.line if incident.cell else None)
+        evidence = collect(session, exc, filenames, line=line)
     incident = replace(incident, device=incident.device or evidence.device.name)
     unpriced = Plan(unchanged=Forecast(basis="not priced yet"))
     case = Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced)
@@ -83,16 +98,26 @@ def diagnose(case: Case, rules: RuleBook) -> Case:
     return replace(case, findings=rules.match(case.incident, case.evidence))
 
 
-def plan(case: Case, session: Session, prepare: Callable[[], None], *, time_budget_s: float, reserve: int) -> Case:
+def plan(
+    case: Case,
+    session: Session,
+    prepare: Callable[[], None],
+    *,
+    time_budget_s: float,
+    reserve: int,
+    keep_forecasts: bool = False,
+) -> Case:
     """Price the fixes. The frames of the failure should be released by now.
 
     Args:
         prepare: restores the start of the cell, in the process of a shadow run.
         reserve: bytes of the budget that something else will take.
+        keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
     """
+    from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.planning import make_plan
 
-    with _uncounted():
+    with _uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
         priced = make_plan(
             session,
             case.incident,
@@ -101,8 +126,75 @@ def plan(case: Case, session: Session, prepare: Callable[[], None], *, time_budg
             budget=_budget(case.evidence, reserve),
             prepare=prepare,
             time_budget_s=time_budget_s,
+            leaks=_freeing(case),
         )
     return replace(case, plan=priced)
+
+
+def planning(
+    case: Case,
+    session: Session,
+    prepare: Callable[[], None],
+    *,
+    time_budget_s: float,
+    reserve: int,
+    keep_forecasts: bool = False,
+) -> Planning:
+    """Begin to price the fixes while the user's process goes on. For the arguments see ``plan``."""
+    from oomdoctor.forecast.calibration import applied
+    from oomdoctor.forecast.planning import Planning
+
+    with _uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+        return Planning(
+            *(session, case.incident, case.evidence, _fixes_in_order(case)),
+            budget=_budget(case.evidence, reserve),
+            prepare=prepare,
+            time_budget_s=time_budget_s,
+            leaks=_freeing(case),
+        )
+
+
+def _freeing(case: Case) -> frozenset[str]:
+    """Return the fixes of what was found to be a leak: they free what should not be there."""
+    leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
+    return frozenset(fix for finding in leaks for fix in finding.fixes)
+
+
+def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Case | None:
+    """Plan with what healed this failure before at the head, in the dose that did, and with no forecast made.
+
+    Returns:
+        The case with its plan; None where that dose is no longer proposed, or needed more then than there is now.
+    """
+    from oomdoctor import fixes
+    from oomdoctor.forecast.planning import make_plan
+
+    if remedy.fix not in fixes.ids():
+        return None  # two together, which are found anew
+    healer = fixes.get(remedy.fix)
+
+    def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+        found = healer.propose(incident, evidence)
+        alike = () if isinstance(found, Refused) else tuple(one for one in found if one.dose == remedy.dose)
+        return alike or Refused("the dose that healed the cell before is not proposed any more")
+
+    in_order = [replace(one, propose=propose) if one.id == remedy.fix else one for one in _fixes_in_order(case)]
+    budget = _budget(case.evidence, reserve)
+    with _uncounted():
+        estimated = make_plan(
+            session, case.incident, case.evidence, in_order, budget=budget, prepare=lambda: None, time_budget_s=0
+        )
+    known = next((one for one in estimated.candidates if one.fix == remedy.fix), None)
+    if known is None:
+        return None
+    basis = f"measured when it healed {'the cell' if remedy.cell is None else f'In[{remedy.cell}]'}"
+    measured = Forecast(basis=basis, budget=budget, peak=remedy.peak, slowdown=known.forecast.slowdown)
+    if measured.fits is False:
+        return None
+    others = [one for one in estimated.candidates if one is not known]
+    unchanged = replace(estimated.unchanged, refused="what healed the cell before comes before any new forecast")
+    candidates = (replace(known, forecast=measured), *others)
+    return replace(case, plan=replace(estimated, unchanged=unchanged, candidates=candidates))
 
 
 async def heal(
@@ -115,8 +207,14 @@ async def heal(
     most_attempts: int,
     time_budget_s: float,
     anyway: bool = False,
+    failed: set[str] | None = None,
+    keep_forecasts: bool = False,
 ) -> tuple[Case, BaseException | None]:
-    """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``."""
+    """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``.
+
+    Args:
+        keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
+    """
     from oomdoctor.incident import find_oom
     from oomdoctor.retry import heal as retry
 
@@ -135,36 +233,84 @@ async def heal(
         is_oom=lambda exc: find_oom(exc) is not None,
         most_attempts=most_attempts,
         time_budget_s=time_budget_s,
+        failed=failed,
         shell=session.shell,
     )
+    if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
+        outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
     made = next((candidate for candidate, _ in trials if candidate.label in outcome.fixes), None)
     if made is not None and outcome.kind is OutcomeKind.HEALED and isinstance(made.patch, Refused) and made.caveat:
         outcome = replace(outcome, state=State.UNVERIFIED, why=made.caveat)
+    if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
+        _keep_forecast(made.forecast, outcome, session)
     return replace(case, plan=_with(case.plan, made), outcome=outcome), error
+
+
+def calibration_of(session: Session, *, keep_forecasts: bool = True) -> Calibration:
+    """Return what the forecasts kept say of the error of those for this program on this device."""
+    from oomdoctor.forecast import calibration
+
+    kept = calibration.rows() if keep_forecasts else ()
+    if isinstance(kept, Unavailable) or not kept:
+        return calibration.Calibration()
+    return calibration.calibration(kept, **_terms(session))
+
+
+def forecasts_kept() -> str:
+    """Say how many forecasts are kept beside what was measured, and how far off they were."""
+    from oomdoctor.forecast import calibration
+
+    return calibration.summary(calibration.rows())
+
+
+def _keep_forecast(forecast: Forecast, outcome: Outcome, session: Session) -> None:
+    """Keep a forecast beside what was measured. What was not forecast, or is measured otherwise, says nothing.
+
+    The host's memory is measured as the growth of the process, not as what its tensors take.
+    """
+    from oomdoctor.forecast import calibration
+
+    terms = _terms(session)
+    is_forecast = forecast.refused is None and forecast.basis.partition(",")[0] == terms["basis"]
+    if is_forecast and forecast.peak and outcome.peak and terms["device"] != "cpu":
+        calibration.keep(calibration.Row(forecast=forecast.peak, measured=outcome.peak, **terms))
+
+
+def _terms(session: Session) -> dict[str, str]:
+    """Return what tells which forecasts are alike."""
+    import torch
+
+    from oomdoctor.forecast.calibration import hash_of
+    from oomdoctor.forecast.pricing import BASIS
+
+    device = session.accelerator
+    kind = "virtual" if device.read().simulated else device.name.partition(":")[0]
+    models = hash_of(type(module).__qualname__ for _, module in session.modules)
+    return {"basis": BASIS, "models": models, "torch": str(torch.__version__), "device": kind}
 
 
 def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Trial]]:
     """Return the trials: each candidate, and its stronger doses after it."""
     from oomdoctor import fixes
-    from oomdoctor.forecast.planning import attempt_with, stronger
+    from oomdoctor.forecast.planning import attempt_with_all, stronger
     from oomdoctor.retry import Trial
 
     trials = []
     for candidate in chosen:
-        fix = fixes.get(candidate.fix)
-        for dose in (candidate.dose, *stronger(fix, candidate.dose, case.incident, case.evidence)):
-            patch, attempt = attempt_with(fix, dose, session, case.evidence)
-            if isinstance(attempt, Refused):
-                continue
-            made = candidate
-            if dose != candidate.dose:
-                unpriced = Forecast(
-                    basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget
-                )
-                made = replace(candidate, dose=dose, patch=patch, forecast=unpriced)
-            trials.append((made, Trial(fix=made.fix, label=made.label, attempt=attempt)))
+        parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
+        tried = [(candidate, parts)]
+        if len(parts) == 1:
+            unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
+            fix = parts[0][0]
+            for dose in stronger(fix, candidate.dose, case.incident, case.evidence):
+                tried.append((replace(candidate, dose=dose, forecast=unpriced), [(fix, dose)]))
+        for made, of in tried:
+            patch, attempt = attempt_with_all(of, session, case.evidence)
+            if not isinstance(attempt, Refused):
+                trial = Trial(fix=made.fix, label=made.label, attempt=attempt)
+                trials.append((replace(made, patch=patch), trial))
     return trials
 
 
@@ -184,10 +330,53 @@ def _fixes_in_order(case: Case) -> list[Fix]:
     return [catalogue[fix_id] for fix_id in dict.fromkeys([*suggested, *catalogue]) if fix_id in catalogue]
 
 
+def beyond_cure(case: Case) -> str | None:
+    """Return why no change of the cell cures this failure, None where one may. It is not retried by itself then."""
+    if case.incident.family in _BEYOND_CURE:
+        return _BEYOND_CURE[case.incident.family]
+    if _is_held_by_others(case) and not any(_was_seen_to_fit(one) for one in case.plan.candidates):
+        return "other processes hold the device, and no change was forecast to fit into what they leave"
+    return None
+
+
+_BEYOND_CURE: Final = {
+    Family.CUDA_INIT: "there was no room for this process on the device at all, which no change of the cell makes",
+    Family.WORKER_KILLED: "a worker process died, and no change of the cell is known to have kept it alive",
+    Family.RANK_KILLED: "another process was killed, and no change of the cell brings it back",
+    Family.KERNEL_KILLED: "a kernel was killed, and no change of the cell brings it back",
+}
+
+
+def _is_held_by_others(case: Case) -> bool:
+    """Return whether the likeliest cause is that other processes hold the device."""
+    return bool(case.findings) and case.findings[0].cause is Cause.OTHER_PROCESS
+
+
+def _was_seen_to_fit(candidate: Candidate) -> bool:
+    """Return whether a shadow run fits: an estimate goes by what the cell held, and it may have only begun."""
+    return candidate.forecast.fits is True and candidate.forecast.course is not None
+
+
+def _device_fault(error: BaseException) -> str | None:
+    """Return what a fault of the device means for the state on it, None where ``error`` is none."""
+    from oomdoctor.incident import describe, from_exception
+
+    incident = from_exception(error, {})
+    if incident.is_oom or incident.format not in ("device_assert", "illegal_access", "misaligned", "device_fault"):
+        return None
+    return f"{describe(incident)} What was on the device can be neither read nor put back until the kernel is restarted"
+
+
 def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
-    """Return the candidates that an automatic retry may use under this setting, best first."""
+    """Return the candidates that an automatic retry may use under this setting, best first.
+
+    What other processes hold comes and goes: beside them, a shadow run of the change must fit.
+    """
     from oomdoctor import fixes
 
+    if beyond_cure(case) is not None:
+        return ()
+    must_fit = _is_held_by_others(case)
     effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
     return tuple(
         candidate
@@ -195,16 +384,18 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
         if auto != "off"
         and candidate.effect in effects
         and candidate.forecast.fits is not False
-        and not fixes.get(candidate.fix).asks
+        and (_was_seen_to_fit(candidate) or not must_fit)
+        and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
     )
 
 
 def _budget(evidence: Evidence, reserve: int) -> int | None:
-    """Return what tensors may take: what the allocator holds, and what the driver or the system can still give."""
-    held, free = evidence.device.reserved, evidence.device.free
+    """Return what tensors may take: what the allocator holds, and what the driver or the system can and may give."""
+    held, free, cap = evidence.device.reserved, evidence.device.free, evidence.device.cap
     if isinstance(held, Unavailable) or isinstance(free, Unavailable):
         return None
-    return max(held + free - reserve, 0)
+    room = held + free if isinstance(cap, Unavailable) else min(held + free, cap)
+    return max(room - reserve, 0)
 
 
 def accelerator_of(name: str | None) -> Accelerator:
@@ -293,6 +484,77 @@ def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) 
     with _uncounted():
         session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])
         return Report(collect(session, None, {}), devices.absent())
+
+
+def foresee(
+    namespace: dict[str, Any],
+    cells: Cells,
+    *,
+    device: str | None = None,
+    memory: int | None = None,
+    shell: Any = None,
+    time_s: float = 10.0,
+) -> MemPlan:
+    """Find out what the last of ``cells`` needs, without running it.
+
+    Args:
+        device: the name, or the beginning of it, of the device to plan for: the one in use by default.
+        memory: bytes of another card to plan for.
+        time_s: for each part of the work: the forecast, the cards, the fixes, the batch.
+
+    Raises:
+        UsageError: no device in use is called so.
+    """
+    from oomdoctor.allocator import virtual
+    from oomdoctor.evidence import devices
+    from oomdoctor.forecast.foresee import another_card
+
+    simulated = virtual.active()
+    in_use = [*([simulated] if simulated is not None else []), *devices.in_use()]
+    chosen = next((one for one in in_use if device is None or one.name == device), None)
+    chosen = chosen or next((one for one in in_use if device and one.name.startswith(device)), None)
+    if chosen is None:
+        names = " and ".join(dict.fromkeys(one.name for one in in_use))
+        raise UsageError(f"no device {device!r} is in use: there is {names}; --device-memory SIZE plans for another")
+    with _uncounted():
+        if memory is None:
+            return _foreseen(open_session(spelled(namespace), cells, chosen, shell), None, time_s)
+        with another_card() as card:
+            return _foreseen(open_session(spelled(namespace), cells, card, shell), memory, time_s)
+
+
+def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
+    from oomdoctor import fixes
+    from oomdoctor.evidence import collect, devices
+    from oomdoctor.fixes import _batch_at
+    from oomdoctor.forecast.foresee import Batches, foresee
+    from oomdoctor.model.memplan import Place
+    from oomdoctor.views.words import device_name, known
+
+    def observed(line: int | None = None) -> Evidence:
+        found = collect(session, None, {}, line=line)
+        if memory is None:
+            return found
+        held = known(found.device.reserved) or 0
+        return replace(found, devices=(replace(found.device, total=memory, free=memory - held), *found.devices[1:]))
+
+    found = observed()
+    device = found.device
+    if memory is None:
+        total = None if isinstance(device.total, Unavailable) else device.total
+        here = Place(name=device_name(device), total=total, budget=_budget(found, 0), source=device.basis)
+    else:
+        name = f"a device of {format_size(memory)}"
+        here = Place(name=name, total=memory, budget=memory, source="as it was asked for")
+    return foresee(
+        session,
+        here,
+        lambda line: found if line is None else observed(line),
+        list(fixes.catalogue().values()),
+        Batches(now=_batch_at.batch_size, at=_batch_at.at_batch),
+        host=devices.in_use()[-1],
+        time_s=time_s,
+    )
 
 
 def _source_of(namespace: dict[str, Any]) -> str:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from kernels import Kernel
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test writes to the user's cache, nor tells by what another has left there: where its folder would be is a file.
+_no_cache = tempfile.TemporaryDirectory(prefix="oomdoctor-tests-")
+(Path(_no_cache.name) / "oomdoctor").touch()
+os.environ["XDG_CACHE_HOME"] = _no_cache.name
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ def test_the_surface_is_pinned():
         "heal",
         "last_case",
         "load_ipython_extension",
+        "plan",
         "report",
         "simulate",
         "unload_ipython_extension",

@@ -3,48 +3,37 @@
 It exists because ``reserved`` and fragmentation decide whether a program fits, not the sum of its tensors. The virtual
 accelerator counts through it as the program runs; the forecast replays recorded allocations through it.
 
-Limits: one device, the native backend with its default settings. Expandable segments, ``max_split_size_mb``, rounding
-to powers of two, private pools of CUDA graphs and ``record_stream`` are not modelled. The driver is taken to grant
-every segment that still fits into the capacity.
+Limits: one device, the native backend. The driver is taken to grant every segment and page that still fits into the
+capacity. A block that another stream used is taken to be in use until ``synchronize``, or until room is short: how fast
+a device works nobody can tell here. Private pools of CUDA graphs are kept as ``seed`` found them.
 
-Source: ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.x; the names of the constants below are those used there.
+Source: ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.x; functions are named for what they are called there.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.allocator import expandable, reclaim, snapshot
+from oomdoctor.allocator.blocks import ACTIVE, FREE, PENDING, UNMAPPED, Block, BlockPool, Searches, Segment
+from oomdoctor.allocator.settings import MIN_BLOCK_SIZE, SMALL_BUFFER, SMALL_SIZE, AllocatorSettings
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.sizes import MIB, format_size
+from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = [
-    *("Block", "CachingAllocator", "Event", "OutOfSpace", "Replay"),
-    *("least_asked", "replay", "round_size", "segment_size"),
-]
+__all__ = ["Block", "CachingAllocator", "OutOfSpace", "least_asked"]
 
-MIN_BLOCK_SIZE: Final = 512
-"""Every block is a multiple of this. Source: ``kMinBlockSize``."""
-SMALL_SIZE: Final = 1 * MIB
-"""Largest request that the small pool serves. Source: ``kSmallSize``."""
-SMALL_BUFFER: Final = 2 * MIB
-"""Segment of the small pool. Source: ``kSmallBuffer``."""
-MIN_LARGE_ALLOC: Final = 10 * MIB
-"""Requests from here on get a segment of their own size. Source: ``kMinLargeAlloc``."""
-LARGE_BUFFER: Final = 20 * MIB
-"""Segment for the requests in between. Source: ``kLargeBuffer``."""
-ROUND_LARGE: Final = 2 * MIB
-"""Segments of large requests are multiples of this. Source: ``kRoundLarge``."""
-
-_FIRST_ADDRESS: Final = 1 << 40
+_DEFAULTS: Final = AllocatorSettings()
+_SHARED: Final = (0, 0)
+_SOME_STREAM: Final = -1
+"""The stream that a block of a snapshot waits for, which the snapshot does not tell."""
 _ADDRESS_STEP: Final = 1 << 40
-
-Event: TypeAlias = "tuple[Literal['alloc'], Hashable, int] | tuple[Literal['free'], Hashable]"
-"""``("alloc", id, nbytes)`` or ``("free", id)``."""
+_UNLIMITED_SPACE: Final = 1 << 39
 
 
 class OutOfSpace(OomDoctorError):
@@ -60,74 +49,9 @@ class OutOfSpace(OomDoctorError):
         super().__init__(f"no room for a segment of {format_size(segment)}")
 
 
-def round_size(nbytes: int) -> int:
-    """Return the size of the block that serves a request of ``nbytes``. Source: ``round_size``."""
-    return max(-(-nbytes // MIN_BLOCK_SIZE), 1) * MIN_BLOCK_SIZE
-
-
-def segment_size(size: int) -> int:
-    """Return the size of a new segment for a block of ``size``. Source: ``get_allocation_size``."""
-    if size <= SMALL_SIZE:
-        return SMALL_BUFFER
-    if size < MIN_LARGE_ALLOC:
-        return LARGE_BUFFER
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-class Block:
-    """A part of a segment, in use or free; ``prev`` and ``next`` are its neighbours in the segment."""
-
-    __slots__ = ("address", "allocated", "next", "pool", "prev", "size", "stream")
-
-    def __init__(self, pool: _Pool, stream: int, address: int, size: int) -> None:
-        self.pool, self.stream, self.address, self.size = pool, stream, address, size
-        self.allocated = False
-        self.prev: Block | None = None
-        self.next: Block | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
-        return self.prev is not None or self.next is not None
-
-
-def least_asked(segment: int) -> int:
-    """Return the bytes that were asked for at least where a segment of this size could not be had.
-
-    It is the segment that "Tried to allocate" tells, and it can be much larger than the tensor. See ``segment_size``.
-    """
-    if segment == SMALL_BUFFER:
-        return 1
-    return SMALL_SIZE + 1 if segment == LARGE_BUFFER else max(segment - ROUND_LARGE + 1, 1)
-
-
-class _Pool:
-    """The free blocks of one kind, ordered by (stream, size, address) as in ``BlockComparatorSize``."""
-
-    __slots__ = ("blocks", "keys", "least_remainder")
-
-    def __init__(self, *, least_remainder: int) -> None:
-        self.least_remainder = least_remainder
-        self.keys: list[tuple[int, int, int]] = []
-        self.blocks: list[Block] = []
-
-    def add(self, block: Block) -> None:
-        key = (block.stream, block.size, block.address)
-        at = bisect_left(self.keys, key)
-        self.keys.insert(at, key)
-        self.blocks.insert(at, block)
-
-    def remove(self, block: Block) -> None:
-        at = bisect_left(self.keys, (block.stream, block.size, block.address))
-        del self.keys[at], self.blocks[at]
-
-    def take(self, size: int, stream: int) -> Block | None:
-        """Take out the smallest block of ``stream`` that holds ``size``, of several the lowest."""
-        at = bisect_left(self.keys, (stream, size, 0))
-        if at == len(self.keys) or self.keys[at][0] != stream:
-            return None
-        del self.keys[at]
-        return self.blocks.pop(at)
+def least_asked(segment: int, settings: AllocatorSettings = _DEFAULTS) -> int:
+    """Return the bytes that were asked for at least where a segment of this size could not be had."""
+    return settings.least_asked(segment)
 
 
 class CachingAllocator:
@@ -136,20 +60,61 @@ class CachingAllocator:
     Attributes:
         capacity_bytes: what the driver has to give; None for no limit.
         allocated: bytes of the blocks in use, rounded as the allocator rounds them.
-        reserved: bytes of all segments, free or in use.
+        reserved: bytes of all segments, free or in use; of expandable ones the pages that are mapped.
         peak_allocated: high-water mark of ``allocated`` since ``reset_peak``; likewise ``peak_reserved``.
         retries: requests for which cached segments had to be given back first; ``failures``: those refused.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, *, addresses: Iterator[int] | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        settings: AllocatorSettings = _DEFAULTS,
+        addresses: Iterator[int] | None = None,
+    ) -> None:
         """Begin with nothing reserved; ``addresses`` says where the driver puts the next segments."""
         self.capacity_bytes = capacity_bytes
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.retries = self.failures = 0
-        self._small = _Pool(least_remainder=MIN_BLOCK_SIZE)
-        self._large = _Pool(least_remainder=SMALL_SIZE + MIN_BLOCK_SIZE)
+        self._small: dict[int, BlockPool] = {}
+        self._large: dict[int, BlockPool] = {}
+        self._private: dict[tuple[int, int, bool, int], BlockPool] = {}
+        self._segments: dict[int, Segment] = {}
+        self._uses: dict[Block, set[int]] = {}
+        self._pending: dict[Block, set[int]] = {}
         self._addresses = addresses
-        self._next_address = _FIRST_ADDRESS
+        self._next_address = _ADDRESS_STEP
+        self.settings = settings
+
+    @property
+    def settings(self) -> AllocatorSettings:
+        """The settings in force. Set others, and they hold from the next request on."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: AllocatorSettings) -> None:
+        self._settings = settings
+        self._rounds_simply = max(settings.roundup_power2_divisions) <= 1
+        self._splits_below = sys.maxsize
+        if settings.max_split_size is not None and not settings.expandable_segments:
+            self._splits_below = settings.max_split_size
+        collects = settings.garbage_collection_threshold > 0 and settings.per_process_memory_fraction < 1
+        self._searches = Searches() if collects else None
+        for pool in self._large.values():
+            pool.searches, pool.least_remainder = self._searches, self._least_remainder(small=False)
+            for block in pool.blocks:
+                block.since = 0
+        self._note_kinds()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What ``per_process_memory_fraction`` lets this process reserve; None for no such limit."""
+        fraction = self._settings.per_process_memory_fraction
+        return None if fraction >= 1 or self.capacity_bytes is None else int(fraction * self.capacity_bytes)
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        """Let ``fraction`` of the capacity be reserved from the next segment on, as the function of torch.cuda does."""
+        self.settings = replace(self._settings, per_process_memory_fraction=fraction)
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """Return a block in use of at least ``nbytes``; None for nothing, which needs no block.
@@ -159,14 +124,18 @@ class CachingAllocator:
         """
         if nbytes <= 0:
             return None
-        size = -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
-        pool = self._small if size <= SMALL_SIZE else self._large
-        block = pool.take(size, stream) or self._new_segment(pool, size, stream)
+        size = (
+            -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE if self._rounds_simply else self._settings.round_size(nbytes)
+        )
+        pool = (self._small if size <= SMALL_SIZE else self._large).get(stream)
+        if pool is None:
+            pool = self._pool(size <= SMALL_SIZE, stream)
+        block = pool.take(size) if self._plain else self._best_fit(pool, size)
         if block is None:
-            block = self._retry(nbytes, pool, size, stream)
-        if block.size - size >= pool.least_remainder:
-            self._split(block, size)
-        block.allocated = True
+            block = self._obtain(pool, size, nbytes)
+        if block.size - size >= pool.least_remainder and size < self._splits_below:
+            pool.add(block.cut(size))
+        block.state, block.requested = ACTIVE, nbytes
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
@@ -176,30 +145,40 @@ class CachingAllocator:
         """Take ``block`` back into its pool, joined with its free neighbours. None is nothing."""
         if block is None:
             return
-        block.allocated = False
         self.allocated -= block.size
-        pool = block.pool
-        before, after = block.prev, block.next
-        if before is not None and not before.allocated:
-            pool.remove(before)
-            block.address, block.prev = before.address, before.prev
-            block.size += before.size
-            if block.prev is not None:
-                block.prev.next = block
-        if after is not None and not after.allocated:
-            pool.remove(after)
-            block.next = after.next
-            block.size += after.size
-            if block.next is not None:
-                block.next.prev = block
-        pool.add(block)
+        if self._uses and block in self._uses:
+            block.state, self._pending[block] = PENDING, self._uses.pop(block)
+            return
+        block.state = FREE
+        block.absorb_neighbours()
+        block.segment.pool.add(block)
+
+    def record_stream(self, block: Block | None, stream: int) -> None:
+        """Note that ``stream`` uses ``block`` too: its memory serves nobody else before that stream has come so far."""
+        if block is not None and stream != block.segment.pool.stream:
+            self._uses.setdefault(block, set()).add(stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Take back the blocks that only waited for ``stream``; None: for any. Source: ``process_events``."""
+        for block, streams in list(self._pending.items()):
+            streams.difference_update(tuple(streams) if stream is None else (stream,))
+            if not streams:
+                del self._pending[block]
+                self.allocated += block.size
+                self.free(block)
 
     def empty_cache(self) -> None:
-        """Give every segment that is wholly free back to the driver. Source: ``release_cached_blocks``."""
-        for pool in (self._small, self._large):
-            for block in [block for block in pool.blocks if not block.is_split]:
-                pool.remove(block)
-                self.reserved -= block.size
+        """Give every segment and page in which nothing lives back to the driver. Source: ``release_cached_blocks``."""
+        self.synchronize()
+        for pool in (*self._large.values(), *self._small.values()):
+            expands = [block for block in pool.blocks if block.segment.page is not None]
+            self._release([block for block in pool.blocks if block.segment.page is None and not block.is_split])
+            for block in expands:
+                self.reserved -= expandable.unmap(block)
+                head = block.segment.head
+                if head.state == UNMAPPED and not head.is_split:
+                    pool.remove(head)
+                    del self._segments[head.address]
 
     def reset_peak(self) -> None:
         """Begin new high-water marks at what is held now."""
@@ -207,141 +186,183 @@ class CachingAllocator:
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the cached blocks that serve no request, small pool first, ordered by stream and size."""
-        yield from self._small.blocks
-        yield from self._large.blocks
+        for pools in (self._small, self._large):
+            for stream in sorted(pools):
+                yield from pools[stream].blocks
 
     @property
     def inactive_split(self) -> int:
-        """Bytes of free blocks in segments that are partly in use, which cannot be given back."""
-        return sum(block.size for block in self.free_blocks() if block.is_split)
+        """Bytes of free blocks in segments that are partly in use, which cannot be given back.
+
+        Expandable segments are left out, as in ``memory_stats``: their free pages can be given back.
+        """
+        return sum(block.size for block in self.free_blocks() if block.is_split and block.segment.page is None)
 
     @property
     def largest_free_block(self) -> int:
         """Bytes of the largest cached block that serves no request."""
         return max((block.size for block in self.free_blocks()), default=0)
 
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """Return the segments and their blocks in the form of ``torch.cuda.memory_snapshot()``, without frames."""
+        return snapshot.of_segments(self._segments.values())
+
     def seed(self, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
         """Take over the segments of a real allocator and return its blocks in use by address.
 
         Args:
-            segments: as ``torch.cuda.memory_snapshot()`` returns them, of one device. Free blocks of private pools
-                count as reserved and serve nothing.
+            segments: as ``torch.cuda.memory_snapshot()`` returns them, of one device. Blocks of private pools that are
+                freed go back there, and serve nothing. Blocks that wait for another stream do so until ``synchronize``.
         """
         in_use: dict[int, Block] = {}
-        for segment in segments:
-            pool = self._small if segment["segment_type"] == "small" else self._large
-            shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
-            address, before = segment["address"], None
-            for part in segment["blocks"]:
-                block = Block(pool, segment.get("stream", 0), address, part["size"])
-                block.prev, before, address = before, block, address + block.size
-                if block.prev is not None:
-                    block.prev.next = block
-                if part["state"] == "inactive" and shared:
-                    continue
-                block.allocated = True
-                if part["state"] != "inactive":
+        for segment in snapshot.rebuild(segments, self._pool, self._page):
+            self._segments[segment.address] = segment
+            self._next_address = max(self._next_address, _beyond(segment.address + segment.size))
+            for block in segment.blocks():
+                if block.state in (FREE, UNMAPPED):
+                    segment.pool.add(block)
+                elif block.state == PENDING:
+                    self._pending[block] = {_SOME_STREAM}
+                else:
                     in_use[block.address] = block
                     self.allocated += block.size
-            self.reserved += segment["total_size"]
-            _pool_free_blocks(before)
+                self.reserved += block.size if block.state != UNMAPPED else 0
+        self._note_kinds()
         self.reset_peak()
         return in_use
 
-    def _new_segment(self, pool: _Pool, size: int, stream: int) -> Block | None:
-        wanted = segment_size(size)
-        if self.capacity_bytes is not None and self.reserved + wanted > self.capacity_bytes:
-            return None
-        self.reserved += wanted
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
-        if self._addresses is not None:
-            return Block(pool, stream, next(self._addresses), wanted)
-        self._next_address += _ADDRESS_STEP
-        return Block(pool, stream, self._next_address, wanted)
+    def _note_kinds(self) -> None:
+        """Note whether each search is a plain one for the smallest block that fits."""
+        settings = self._settings
+        expands = settings.expandable_segments or any(one.page is not None for one in self._segments.values())
+        self._plain = not expands and settings.max_split_size is None and self._searches is None
 
-    def _retry(self, nbytes: int, pool: _Pool, size: int, stream: int) -> Block:
-        self.retries += 1
-        self.empty_cache()
-        block = self._new_segment(pool, size, stream)
-        if block is None:
-            self.failures += 1
-            raise OutOfSpace(requested=nbytes, segment=segment_size(size))
+    def _least_remainder(self, *, small: bool) -> int:
+        """Source: ``should_split``."""
+        return MIN_BLOCK_SIZE + (0 if small or self._settings.expandable_segments else SMALL_SIZE)
+
+    def _pool(self, small: bool, stream: int, owner: tuple[int, int] = _SHARED) -> BlockPool:
+        """Return the pool of a stream, made when it is first asked for."""
+        pools: dict[Any, BlockPool] = self._small if small else self._large
+        key: Any = stream
+        if owner != _SHARED:
+            pools, key = self._private, (*owner, small, stream)
+        if key not in pools:
+            searches = None if small else self._searches
+            remainder = self._least_remainder(small=small)
+            pools[key] = BlockPool(
+                small=small, stream=stream, least_remainder=remainder, searches=searches, owner=owner
+            )
+        return pools[key]
+
+    def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
+        """Take out the block for a request where settings narrow the choice. Source: ``get_free_block``."""
+        if pool.searches is not None:
+            pool.searches.count += 1
+        blocks, at = pool.blocks, bisect_left(pool.keys, (size, 0))
+        if at < len(blocks) and blocks[at].segment.page is not None:
+            if self._settings.expandable_segments:
+                # What it can grow to counts, so that the block at the end of a segment is taken last.
+                while (
+                    at + 1 < len(blocks)
+                    and blocks[at].segment.page is not None
+                    and _reach(blocks[at + 1]) < _reach(blocks[at])
+                ):
+                    at += 1
+            else:
+                while at < len(blocks) and blocks[at].segment.page is not None:
+                    at += 1
+        if at == len(blocks):
+            return None
+        block, oversize = blocks[at], self._settings.max_split_size
+        if oversize is not None:
+            if size < oversize <= block.size:
+                return None
+            if size >= oversize and block.size >= size + self._settings.max_non_split_rounding_size:
+                return None
+        pool.remove(block)
         return block
 
-    @staticmethod
-    def _split(block: Block, size: int) -> None:
-        """Cut ``block`` down to ``size``; what lies behind becomes a free block."""
-        rest = Block(block.pool, block.stream, block.address + size, block.size - size)
-        rest.prev, rest.next = block, block.next
-        if rest.next is not None:
-            rest.next.prev = rest
-        block.next, block.size = rest, size
-        block.pool.add(rest)
+    def _obtain(self, pool: BlockPool, size: int, nbytes: int) -> Block:
+        """Return new memory for a request that no free block serves, giving back what is cached where need be."""
+        settings, limit = self._settings, self.limit_bytes
+        if self._searches is not None and limit is not None:
+            excess = self.reserved - int(settings.garbage_collection_threshold * limit)
+            free = (block for stream in sorted(self._large) for block in self._large[stream].blocks)
+            self._release(reclaim.oldest(free, self._searches.count, excess))
+        block = self._new_block(pool, size)
+        if block is None and settings.max_split_size is not None:
+            blocks, makes_room = reclaim.oversize(pool, size, settings.max_split_size)
+            self._release(blocks)
+            block = self._new_block(pool, size) if makes_room else None
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new_block(pool, size)
+        if block is None:
+            self.failures += 1
+            raise OutOfSpace(requested=nbytes, segment=settings.segment_size(size))
+        return block
+
+    def _new_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Source: ``alloc_block``."""
+        wanted, limit = self._settings.segment_size(size), self.limit_bytes
+        if limit is not None and self.reserved + wanted > limit:
+            return None
+        if self._settings.expandable_segments:
+            return self._expand(pool, size)
+        if not self._grant(wanted):
+            return None
+        segment = Segment(pool, self._place(wanted), wanted)
+        self._segments[segment.address] = segment
+        return segment.head
+
+    def _expand(self, pool: BlockPool, size: int) -> Block | None:
+        first = expandable.find(pool, size)
+        if first is None:
+            page, space = self._page(pool.small)
+            if space < size:
+                return None
+            segment = Segment(pool, self._place(space), space, page=page)
+            self._segments[segment.address], first = segment, segment.head
+            pool.add(first)
+        return expandable.map_in(first, size, self._grant)
+
+    def _page(self, small: bool) -> tuple[int, int]:
+        """Return the page of an expandable segment, and the size of its address space."""
+        page = SMALL_BUFFER if small else self._settings.large_segment_size
+        capacity = _UNLIMITED_SPACE if self.capacity_bytes is None else self.capacity_bytes
+        return page, expandable.address_space(capacity, page)
+
+    def _grant(self, nbytes: int) -> bool:
+        """Reserve ``nbytes`` of the driver's; False where it has not as much."""
+        if self.capacity_bytes is not None and self.reserved + nbytes > self.capacity_bytes:
+            return False
+        self.reserved += nbytes
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+        return True
+
+    def _place(self, nbytes: int) -> int:
+        if self._addresses is not None:
+            return next(self._addresses)
+        address = self._next_address
+        self._next_address = _beyond(address + nbytes)
+        return address
+
+    def _release(self, blocks: Iterable[Block]) -> None:
+        """Give segments that are one free block each back to the driver. Source: ``release_block``."""
+        for block in blocks:
+            block.segment.pool.remove(block)
+            del self._segments[block.segment.address]
+            self.reserved -= block.size
 
 
-def _pool_free_blocks(last: Block | None) -> None:
-    while last is not None:
-        if not last.allocated:
-            last.pool.add(last)
-        last = last.prev
+def _reach(block: Block) -> int:
+    """Return the size of a free block with the unmapped addresses behind it."""
+    after = block.next
+    return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """What a sequence of allocations comes to, in bytes.
-
-    Attributes:
-        peak_allocated: high-water mark over the replay, what was allocated before it included.
-        failed_at: index of the event that found no room, where the replay ended; None if all of it fits.
-        refused: bytes that this event asked for.
-    """
-
-    peak_allocated: int
-    peak_reserved: int
-    allocated: int
-    reserved: int
-    retries: int
-    failed_at: int | None = None
-    refused: int | None = None
-
-
-def replay(
-    events: Iterable[Event],
-    capacity_bytes: int | None = None,
-    *,
-    allocator: CachingAllocator | None = None,
-    blocks: Mapping[Hashable, Block] | None = None,
-) -> Replay:
-    """Run ``events`` through an allocator, to their end or to the first request that does not fit.
-
-    Args:
-        events: ``("alloc", id, nbytes)`` and ``("free", id)`` in order. A free of an unknown id is passed over.
-        capacity_bytes: the limit; None leaves that of ``allocator``, or none.
-        allocator: one that already holds what was there before; it is used up. None begins with an empty device.
-        blocks: the blocks of ``allocator`` that the events may free, by id.
-    """
-    model = CachingAllocator(capacity_bytes) if allocator is None else allocator
-    if capacity_bytes is not None:
-        model.capacity_bytes = capacity_bytes
-    model.reset_peak()
-    retries, live = model.retries, dict[Any, Any](blocks or {})
-    failed_at = refused = None
-    for index, event in enumerate(events):
-        if event[0] == "free":
-            model.free(live.pop(event[1], None))
-            continue
-        try:
-            live[event[1]] = model.malloc(event[2])
-        except OutOfSpace as full:
-            failed_at, refused = index, full.requested
-            break
-    return Replay(
-        peak_allocated=model.peak_allocated,
-        peak_reserved=model.peak_reserved,
-        allocated=model.allocated,
-        reserved=model.reserved,
-        retries=model.retries - retries,
-        failed_at=failed_at,
-        refused=refused,
-    )
+def _beyond(address: int) -> int:
+    return -(-address // _ADDRESS_STEP) * _ADDRESS_STEP

@@ -5,6 +5,7 @@ It only keeps count; ``mode`` shows it what the program does, ``virtual`` switch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import torch
 from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
 from oomdoctor.allocator.ledger import Ledger, storages_alive, storages_of
 from oomdoctor.allocator.message import cuda_out_of_memory
+from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.errors import UsageError
 from oomdoctor.model.evidence import DeviceMemory
 
 if TYPE_CHECKING:
@@ -26,6 +29,9 @@ __all__ = ["VirtualAccelerator"]
 class VirtualAccelerator:
     """A device of ``capacity_bytes`` on which all CPU tensors of this thread live.
 
+    Its allocator has the settings that it is given, or else those of the environment, which raises ``UsageError`` where
+    they cannot be used.
+
     Attributes:
         number: tells it from others that were switched on in this process.
         allocator: the model of its allocator.
@@ -35,17 +41,33 @@ class VirtualAccelerator:
     measure: str = "live storages counted by the virtual accelerator"
     _numbers = count(1)
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, settings: AllocatorSettings | None = None) -> None:
         self.number = next(self._numbers)
-        self.capacity_bytes = capacity_bytes
-        self.allocator = CachingAllocator(capacity_bytes)
+        self.capacity_bytes = self._room = capacity_bytes
+        self.allocator = CachingAllocator(capacity_bytes, settings=settings or AllocatorSettings.from_environment())
         self._ledger = Ledger(self.allocator)
+        self._note_limit()
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        """Let ``fraction`` of the memory be reserved from now on, as ``torch.cuda``'s function of this name does.
+
+        Raises:
+            UsageError: ``fraction`` is not a number from 0 to 1.
+        """
+        if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+            raise UsageError(f"a memory fraction of {fraction!r} cannot be used: it is a number from 0 to 1")
+        self.allocator.set_per_process_memory_fraction(fraction)
+        self._note_limit()
+
+    def _note_limit(self) -> None:
+        limit = self.allocator.limit_bytes
+        self._room = self.capacity_bytes if limit is None else limit
 
     def read(self) -> DeviceMemory:
         """Return the memory as it stands."""
         self._ledger.settle()
         model = self.allocator
-        return DeviceMemory(
+        memory = DeviceMemory(
             name=self.name,
             tensor_device="cpu",
             simulated=True,
@@ -60,6 +82,12 @@ class VirtualAccelerator:
             peak_reserved=model.peak_reserved,
             basis="capacity of the virtual accelerator",
         )
+        return memory if model.limit_bytes is None else replace(memory, cap=model.limit_bytes)
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """Return what ``torch.cuda.memory_snapshot()`` returns of a device: segments with their blocks, no frames."""
+        self._ledger.settle()
+        return self.allocator.memory_snapshot()
 
     def reset_peak(self) -> None:
         """Begin a new high-water mark at what is held now."""
@@ -124,8 +152,8 @@ class VirtualAccelerator:
                 self.allocator.free(block)
 
     def headroom(self) -> int:
-        """Return the bytes that are not allocated."""
-        return self.capacity_bytes - self.allocator.allocated
+        """Return the bytes that may be allocated still."""
+        return self._room - self.allocator.allocated
 
     def failure(self, full: OutOfSpace) -> torch.OutOfMemoryError:
         """Return the error that CUDA would raise for ``full``."""
@@ -134,6 +162,7 @@ class VirtualAccelerator:
             total=self.capacity_bytes,
             allocated=self.allocator.allocated,
             reserved=self.allocator.reserved,
+            allowed=self.allocator.limit_bytes,
         )
         return torch.OutOfMemoryError(text)
 

@@ -4,6 +4,9 @@ While it is on, the storage of every CPU tensor counts as device memory: each go
 allocator, and where the capacity ends ``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else
 changes: results are those of the CPU, ``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
 
+The allocator's settings are those of ``PYTORCH_CUDA_ALLOC_CONF`` when it is switched on, with ``expandable_segments``
+and the others as CUDA would use them, so that they can be tried out. What is set later holds for the next one.
+
 Limits:
     * Dispatch modes belong to a thread. What other threads allocate is not counted until an operation of this thread
       returns a tensor in it. Forked processes, the workers of a DataLoader among them, are not counted.
@@ -15,8 +18,9 @@ Limits:
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import warnings
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from oomdoctor.allocator import stack
 from oomdoctor.allocator.device import VirtualAccelerator
@@ -25,10 +29,11 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator
 
 __all__ = ["VirtualAccelerator", "active", "simulate", "switch_off", "switch_on", "uncounted"]
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 _mode: CountingMode | None = None
 _held_by_block = False
@@ -42,11 +47,50 @@ def active() -> VirtualAccelerator | None:
 def simulate(size: str | int) -> AbstractContextManager[VirtualAccelerator]:
     """Return a context in which CPU tensors live on a virtual accelerator of ``size`` (``"512MiB"``, or bytes).
 
+    The call alone switches nothing on. Where what it returns is dropped unused, a warning says so, and where a notebook
+    shows it, that does.
+
     Raises:
         SizeError: ``size`` is not one.
-        UsageError: on entry, when one is on already, or when the tensors that are alive do not fit.
+        UsageError: on entry, when one is on already, when the tensors that are alive do not fit, or when the
+            allocator's settings in the environment cannot be used.
     """
-    return _simulating(parse_size(size))
+    return _Block(parse_size(size))
+
+
+class _Block(AbstractContextManager["VirtualAccelerator"], ContextDecorator):
+    """One ``simulate(...)``, for one ``with`` or for any number of calls of the function that it decorates."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._context: AbstractContextManager[VirtualAccelerator] | None = None
+        self._used = False
+
+    def __repr__(self) -> str:
+        state = "was used" if self._used else "is not switched on"
+        return f"<simulate: {format_size(self._capacity_bytes)}, {state}; {_USE}>"
+
+    def __enter__(self) -> VirtualAccelerator:
+        self._used, self._context = True, _simulating(self._capacity_bytes)
+        return self._context.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return None if self._context is None else self._context.__exit__(*raised)
+
+    def _recreate_cm(self) -> _Block:
+        self._used = True
+        return _Block(self._capacity_bytes)
+
+    def __call__(self, function: F) -> F:
+        self._used = True  # what it decorates may never be called
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if not self._used:
+            warnings.warn(f"simulate(...) was dropped, and nothing was switched on: {_USE}", UserWarning, stacklevel=2)
+
+
+_USE: Final = "write `with oomdoctor.simulate(...):`, or `%oomdoctor simulate SIZE` in a notebook"
 
 
 @contextmanager
@@ -70,8 +114,9 @@ def switch_on(size: str | int) -> VirtualAccelerator:
 
     Raises:
         SizeError: ``size`` is not one.
-        UsageError: inside a ``with simulate(...)`` block, in another thread than the one that is on, or when the
-            tensors that are alive do not fit. One that was on stays on.
+        UsageError: inside a ``with simulate(...)`` block, in another thread than the one that is on, when the tensors
+            that are alive do not fit, or when the allocator's settings in the environment cannot be used. One that was
+            on stays on.
     """
     capacity_bytes = parse_size(size)
     previous = _mode

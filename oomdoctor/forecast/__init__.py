@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from oomdoctor.forecast.search import Choice, mildest
-from oomdoctor.forecast.shadow import Pricer, price
+from oomdoctor.forecast.pricing import Pricer, price
 
-__all__ = ["Choice", "Pricer", "mildest", "price"]
+__all__ = ["Pricer", "price"]

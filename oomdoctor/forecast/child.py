@@ -15,29 +15,43 @@ import inspect
 import linecache
 import re
 import signal
+from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.allocator.caching import replay
-from oomdoctor.errors import ForecastError
+from oomdoctor.allocator import virtual
+from oomdoctor.allocator.device import VirtualAccelerator
+from oomdoctor.allocator.replay import replay
+from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.errors import ForecastError, UsageError
+from oomdoctor.forecast.card import CACHED
+from oomdoctor.forecast.course import course_of
+from oomdoctor.forecast.device_in_use import Held, relabel
+from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
+from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
+from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.loaders import orphan_workers
+from oomdoctor.forecast.loops import asker, follow_functions, follow_loops, to_follow
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.reading import Reading, one_sentence
+from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.stand_ins import replace_all
-from oomdoctor.forecast.survey import live_storages, optimizer_count
+from oomdoctor.forecast.survey import live_modules, live_storages, optimizer_count
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.magics import mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.forecast.card import Card
+    from oomdoctor.model.session import Accelerator, Attempt, Session
 
 __all__ = ["Start", "bring_back", "run", "warm_up"]
 
@@ -57,42 +71,62 @@ class OutOfTime(StopForecast):
 
 
 class Start:
-    """The start of the cell, as every shadow finds it: what is alive, and how many optimizers there are."""
+    """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers and threads.
 
-    __slots__ = ("ledger", "optimizers")
+    Where a device is in use, ``held`` is what lies there, and ``prepare`` is still to be done, on fakes.
+    """
 
-    def __init__(self, ledger: Ledger, optimizers: int) -> None:
-        self.ledger, self.optimizers = ledger, optimizers
+    __slots__ = ("held", "ledger", "modules", "optimizers", "prepare", "threads")
+
+    def __init__(self, ledger: Ledger, modules: list[ref[torch.nn.Module]], optimizers: int, threads: int) -> None:
+        self.ledger, self.modules, self.optimizers, self.threads = ledger, modules, optimizers, threads
+        self.held: Held | None = None
+        self.prepare: Callable[[], None] | None = None
 
 
-def bring_back(prepare: Callable[[], None]) -> Start:
-    """Restore the start of the cell in this process and count what is alive there.
+def bring_back(prepare: Callable[[], None], namespace: dict[str, Any], card: Card | None = None) -> Start:
+    """Restore the start of the cell in this process and count what is alive there; have its functions followed.
 
     Raises:
         ForecastError: it could not be restored, or tensors live on a real device.
     """
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads of OpenMP did not survive the fork: a parallel operation would hang
     torch.autograd.set_multithreading_enabled(False)
     orphan_workers()
-    try:
-        prepare()
-    except Exception as error:
-        raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
+    in_use = card if card is not None and card.held is not None else None
+    if in_use is None:
+        try:
+            prepare()
+        except Exception as error:
+            raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
     gc.unfreeze()
     gc.collect()
     ledger = Ledger()
-    for storage in live_storages():
+    for storage, role in live_storages():
         if storage.device.type == "cpu":
             ledger.hold(storage)
-        elif storage.device.type != "meta":
+            if role is not None:
+                ledger.mark(storage, role)
+        elif storage.device.type != "meta" and in_use is None:
             raise ForecastError(f"a tensor lives on {storage.device}: only tensors in host memory are forecast so far")
-    optimizers = optimizer_count()
+    start = Start(ledger, live_modules(), optimizer_count(), threads)
+    if in_use is not None:
+        start.held, start.prepare = Held(in_use), prepare
+    follow_functions(namespace)
     gc.freeze()  # what was alive stays alive, and its pages stay shared
-    return Start(ledger, optimizers)
+    return start
 
 
 def run(
-    session: Session, attempt: Attempt, start: Start, *, budget: int | None, cached: bool, time_s: float
+    session: Session,
+    attempt: Attempt,
+    start: Start,
+    *,
+    budget: int | None,
+    cached: bool,
+    card: Card | None = None,
+    time_s: float,
 ) -> Reading:
     """Run ``attempt`` on fake tensors in this process, which is of no use for anything else afterwards.
 
@@ -102,18 +136,34 @@ def run(
         start: what was alive before.
         budget: capacity to replay the allocations in.
         cached: whether a caching allocator stands between the tensors and the device.
+        card: the device to be emulated, None for none.
         time_s: time after which the run is cut.
     """
-    tracker, pace = Tracker(start.ledger), Pace(start.optimizers)
+    # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
+    kernels = Kernels(0 if cached or card is not None else start.threads)
+    tracker = Tracker(start.ledger, kernels)
+    if card is not None:
+        asks_host = card.held is not None and session.accelerator.name == "cpu"
+        tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
+    pace = Pace(start.optimizers, asker)
+    settings = AllocatorSettings()
     try:
+        if cached or card is not None:
+            settings = _allocator_settings(session.accelerator)
         codes = [_compiled(text, session.shell, _EARLIER) for text in attempt.replays]
         codes.append(_compiled(attempt.source, session.shell, CELL))
         with _time_limit(time_s):
+            follow_loops(pace, tracker.ledger)
+            follow_roles(tracker)
             replace_all(tracker, pace, session.shell)
+            if isinstance(tracker, DeviceTracker):
+                emulate(tracker)
+                if start.held is not None:
+                    relabel(tracker, start.held)
             forbid()
-            _follow(session, attempt, codes, tracker)
+            _follow(session, attempt, codes, tracker, start.prepare)
     except OutOfTime:
-        if not _is_steady(start.ledger, pace):
+        if not _is_steady(tracker.ledger, pace):
             return Reading(why="out of time")
     except StopForecast:
         pass
@@ -123,8 +173,17 @@ def run(
         return Reading(why=str(error))
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
         if not (isinstance(error, StopIteration) and pace.ended_early):
-            return Reading(why=_failure(error))
-    return _reading(tracker, pace, budget=budget, cached=cached)
+            return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
+    note_roles(tracker, start.modules)
+    course = course_of(tracker.ledger, tracker.meter, _statements(attempt.source))
+    reading = _reading(
+        tracker,
+        pace,
+        settings,
+        budget=budget,
+        cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
+    )
+    return replace(reading, course=course, card=card.type if card is not None and card.held is None else None)
 
 
 def _compiled(source: str, shell: Any, name: str) -> CodeType:
@@ -135,7 +194,8 @@ def _compiled(source: str, shell: Any, name: str) -> CodeType:
             raise ForecastError("the cell runs a script by %run, which a forecast does not follow")
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | getattr(getattr(shell, "compile", None), "flags", 0)
     try:
-        code: CodeType = compile(masked.text, name, "exec", flags=flags, dont_inherit=True)
+        tree = compile(masked.text, name, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+        code: CodeType = compile(to_follow(tree, name), name, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ForecastError(f"the cell is not Python: {one_sentence(error)}") from error
     if source.lstrip().startswith("%%") and not _does_anything(masked.text):
@@ -144,21 +204,35 @@ def _compiled(source: str, shell: Any, name: str) -> CodeType:
     return code
 
 
+def _statements(source: str) -> list[int]:
+    """Return the lines at which the statements of a cell begin, in order."""
+    return sorted({node.lineno for node in ast.walk(ast.parse(mask(source).text)) if isinstance(node, ast.stmt)})
+
+
 def _does_anything(text: str) -> bool:
     return any(not isinstance(node, ast.Pass) for node in ast.parse(text).body)
 
 
-def _follow(session: Session, attempt: Attempt, codes: list[CodeType], tracker: Tracker) -> None:
+def _follow(
+    session: Session,
+    attempt: Attempt,
+    codes: list[CodeType],
+    tracker: Tracker,
+    prepare: Callable[[], None] | None,
+) -> None:
     *replays, cell = codes
     with contextlib.ExitStack() as modes:
         modes.enter_context(_disable_current_modes())  # those of the user's process
         modes.enter_context(tracker.fake_mode)
         modes.enter_context(tracker)
+        if prepare is not None:
+            bring_back_on_fakes(tracker, prepare)
         changes = contextlib.ExitStack()
         for make in attempt.live:
             changes.enter_context(make())
         for code in replays:
             _execute(code, session.namespace)
+        tracker.ledger.begin()
         _execute(cell, session.namespace)
 
 
@@ -192,16 +266,17 @@ def _is_steady(ledger: Ledger, pace: Pace) -> bool:
     return not pace.trains and since >= max(_STEADY_OPERATIONS, ledger.clock // 2)
 
 
-def _reading(tracker: Tracker, pace: Pace, *, budget: int | None, cached: bool) -> Reading:
+def _reading(tracker: Tracker, pace: Pace, settings: AllocatorSettings, *, budget: int | None, cached: bool) -> Reading:
     ledger, meter = tracker.ledger, tracker.meter
     peak, reserved, margin = ledger.peak, None, meter.margin
     if cached:
-        # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
-        margin = meter.least_margin
-        found = replay(ledger.events)
+        if ledger is tracker.host:
+            # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
+            margin = meter.least_margin
+        found = replay(ledger.events, settings=settings)
         if budget is not None and found.peak_reserved > budget:
             # Short of room the allocator gives cached segments back: that run is the one that would be.
-            squeezed = replay(ledger.events, budget)
+            squeezed = replay(ledger.events, budget, settings=settings)
             found = found if squeezed.failed_at is not None else squeezed
         peak, reserved = found.peak_allocated, found.peak_reserved
     return Reading(
@@ -211,6 +286,20 @@ def _reading(tracker: Tracker, pace: Pace, *, budget: int | None, cached: bool) 
         cost=meter.cost * pace.share,
         error_ratio=margin,
     )
+
+
+def _allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
+    """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.
+
+    Raises:
+        ForecastError: a real device would not start with them either.
+    """
+    device = accelerator if isinstance(accelerator, VirtualAccelerator) else virtual.active()
+    try:
+        settings = AllocatorSettings.from_environment() if device is None else device.allocator.settings
+    except UsageError as error:
+        raise ForecastError(str(error)) from error
+    return replace(settings, per_process_memory_fraction=1.0)
 
 
 def _failure(error: BaseException) -> str:

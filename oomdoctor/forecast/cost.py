@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from oomdoctor.forecast.kernels import Kernels
+
 __all__ = ["Meter"]
 
 _FLOPS_PER_BYTE: Final = 8.0
@@ -25,6 +27,7 @@ _BYTES_PER_CALL: Final = 64 * 1024
 """Price of one operation whatever its size: about 5 µs of dispatch at 12 GB/s of memory traffic."""
 
 _MARGIN: Final = 0.02
+_MARGIN_MEASURED: Final = 0.05
 _MARGIN_CONVOLUTION: Final = 0.15
 _MARGIN_RECURRENT: Final = 0.35
 """Margins for what the kernels of operators need inside, which no dispatcher sees.
@@ -44,6 +47,8 @@ def _packets(*names: str) -> frozenset[Any]:
 _CONVOLUTIONS: Final = _packets(
     *("convolution", "_convolution", "convolution_backward", "mkldnn_convolution", "cudnn_convolution")
 )
+_ESTIMATED: Final = _packets("_cudnn_rnn", "miopen_rnn", "cudnn_convolution")
+"""Operations of libraries that are not asked what they need."""
 _RECURRENT: Final = _packets("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "miopen_rnn", "lstm", "gru")
 
 
@@ -52,14 +57,15 @@ class Meter:
 
     Attributes:
         cost: time so far in bytes moved.
-        margin: calibrated error of the peak of a run with these operations, as a ratio.
+        flops: floating point operations so far, as far as a formula tells them; ``moved``: bytes read and written.
     """
 
     least_margin: Final = _MARGIN
 
-    def __init__(self) -> None:
-        self.cost = 0.0
-        self.margin = _MARGIN
+    def __init__(self, kernels: Kernels) -> None:
+        self.cost = self.flops = self.moved = 0.0
+        self._kernels = kernels
+        self._recurrent = self._convolutions = self._estimated = False
         self._views: dict[Any, bool] = {}
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -67,12 +73,21 @@ class Meter:
         if self._is_view(func):
             return
         moved = _bytes(args) + _bytes(tuple(kwargs.values())) + _bytes(out)
-        self.cost += max(moved, self._flops(func, args, kwargs, out) / _FLOPS_PER_BYTE) + _BYTES_PER_CALL
-        packet = func._overloadpacket
-        if packet in _RECURRENT:
-            self.margin = max(self.margin, _MARGIN_RECURRENT)
-        elif packet in _CONVOLUTIONS:
-            self.margin = max(self.margin, _MARGIN_CONVOLUTION)
+        flops = self._flops(func, args, kwargs, out)
+        self.cost += max(moved, flops / _FLOPS_PER_BYTE) + _BYTES_PER_CALL
+        self.flops, self.moved = self.flops + flops, self.moved + moved
+        self._recurrent = self._recurrent or func._overloadpacket in _RECURRENT
+        self._convolutions = self._convolutions or func._overloadpacket in _CONVOLUTIONS
+        self._estimated = self._estimated or func._overloadpacket in _ESTIMATED
+
+    @property
+    def margin(self) -> float:
+        """Calibrated error of the peak of a run with the operations so far, as a ratio."""
+        if not (self._recurrent or self._convolutions):
+            return _MARGIN
+        if not (self._kernels.unmeasured or self._estimated):
+            return _MARGIN_MEASURED
+        return _MARGIN_RECURRENT if self._recurrent else _MARGIN_CONVOLUTION
 
     def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         formula = flop_registry.get(func._overloadpacket)

@@ -3,23 +3,64 @@
 A storage is known by the address of its ``StorageImpl`` for as long as it lives; a weak reference to its Python
 object, which PyTorch keeps alive as long as the storage, tells of its end. Twins (see ``tracker``) are not counted
 again: the real storage and the fake one that stands for it are one entry, which ends when both are gone.
+
+What a storage is there for is often known only after the peak: a gradient is one once it has become ``.grad``. So each
+allocation keeps a note of how it came to be, and ``course`` reads the notes at the end.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from oomdoctor.model.evidence import Role
 
 if TYPE_CHECKING:
     import torch
 
-    from oomdoctor.allocator.caching import Event
-
-__all__ = ["CELL", "Ledger"]
+__all__ = ["CELL", "Ledger", "Note"]
 
 CELL: Final = "<oomdoctor: shadow of the cell>"
 """File name under which the shadowed cell is compiled, by which its frames are known."""
+
+_Event: TypeAlias = tuple[Literal["alloc"], int, int] | tuple[Literal["free"], int]
+
+_RANKS: Final = {
+    role: rank
+    for rank, role in enumerate(
+        (
+            *(Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER, Role.KV_CACHE, Role.BATCH),
+            *(Role.USER_TENSOR, Role.GRAPH_KEPT_ALIVE, Role.ACTIVATION),
+        )
+    )
+}
+"""Of two roles that one storage has, the one that comes first here counts, as it does in a census."""
+
+
+@dataclass(slots=True)
+class Note:
+    """How an allocation came to be, and what became of it.
+
+    Attributes:
+        line: that the innermost frame of the cell was at, None outside of the cell.
+        statement: line of the statement of the cell that was running, outside of its functions; ``turn``: count of the
+            iterations of its loops at the time. Both together tell whether the statement is over.
+        role: where something has told it.
+        temporary: what it is for, where that is an operation's own need.
+        in_graph: whether a tensor that requires grad lay in it; ``detached``: whether one was detached.
+        fed: whether it was given to an operation that is differentiated, and is not itself.
+    """
+
+    line: int | None
+    statement: int | None
+    turn: int
+    role: Role | None = None
+    temporary: str | None = None
+    in_graph: bool = False
+    detached: bool = False
+    fed: bool = False
 
 
 class _Entry:
@@ -35,19 +76,49 @@ class Ledger:
 
     Attributes:
         events: ``("alloc", id, nbytes)`` and ``("free", id)`` in order, what was alive at the start included.
-        live: sum now; ``peak``: highest sum so far.
+        live: sum now; ``peak``: highest sum so far; ``peak_at``: how many events there were when it was reached.
         peak_line: line of the cell that was running when the peak was reached, None before it ran.
         raised_at: ``clock`` when the peak was last raised.
         clock: operations seen so far; whoever sees them counts them here.
+        begun: how many events there were when the cell began, None before that.
+        turn: iterations of loops of the cell so far; whoever sees them counts them here.
+        making: what whatever is allocated now is an operation's own need of, None for none.
     """
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.live = self.peak = self.clock = self.raised_at = 0
-        self.peak_line: int | None = None
+        self.events: list[_Event] = []
+        self.live = self.peak = self.clock = self.raised_at = self.peak_at = self.turn = 0
+        self.begun: int | None = None
+        self.making: str | None = None
+        self._notes: list[Note] = []
         self._entries: dict[int, _Entry] = {}
-        self._twins: dict[int, torch.UntypedStorage] = {}
-        self._count = 0
+        self._twins: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    @property
+    def peak_line(self) -> int | None:
+        """Line of the cell that was running when the peak was reached, None before it ran."""
+        return self.note(self.events[self.peak_at - 1][1]).line if self.peak_at else None
+
+    def note(self, number: int) -> Note:
+        """Return the note of the allocation with this number in ``events``."""
+        return self._notes[number - 1]
+
+    def note_of(self, storage: torch.UntypedStorage) -> Note | None:
+        """Return the note of what ``storage``, or the one that it stands for, is now; None where it is not counted."""
+        key = storage._cdata
+        twin = self._twins.get(key)
+        entry = self._entries.get(key if twin is None else twin[1])
+        return None if entry is None else self._notes[entry.number - 1]
+
+    def mark(self, storage: torch.UntypedStorage, role: Role) -> None:
+        """Tell what ``storage`` is there for, unless it is known to be there for something that counts for more."""
+        note = self.note_of(storage)
+        if note is not None and (note.role is None or _RANKS[role] < _RANKS[note.role]):
+            note.role = role
+
+    def begin(self) -> None:
+        """Note that the cell begins: what is alive now was there before it."""
+        self.begun = len(self.events)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage`` from now until its end; again after it was resized in place."""
@@ -56,15 +127,13 @@ class Ledger:
             return
         entry, nbytes = self._entries.get(key), storage.nbytes()
         if entry is None:
-            self._count += 1
-            entry = self._entries[key] = _Entry(self._count, nbytes)
+            entry = self._entries[key] = _Entry(0, nbytes)
             entry.watch = weakref.ref(storage, lambda _: self._end(key))
-            self._allocate(entry)
+            self._allocate(entry, None)
         elif entry.bytes != nbytes:
             self._free(entry)
-            self._count += 1
-            entry.number, entry.bytes = self._count, nbytes
-            self._allocate(entry)
+            entry.bytes = nbytes
+            self._allocate(entry, self._notes[entry.number - 1].role)
 
     def twin(self, real: torch.UntypedStorage, fake: torch.UntypedStorage) -> None:
         """Count ``real``, and let ``fake`` stand for the same memory: views of either keep it alive."""
@@ -72,8 +141,8 @@ class Ledger:
             return
         self.hold(real)
         entry = self._entries[real._cdata]
-        self._twins[fake._cdata] = fake
         key, heir = real._cdata, fake._cdata
+        self._twins[heir] = fake, key
         entry.watch = weakref.ref(real, lambda _: self._inherit(key, heir))
 
     def is_twin(self, fake: torch.UntypedStorage) -> bool:
@@ -82,7 +151,7 @@ class Ledger:
 
     def _inherit(self, key: int, heir: int) -> None:
         """The real storage is gone: from now on the fake one alone decides."""
-        entry, fake = self._entries.pop(key), self._twins.pop(heir)
+        entry, (fake, _) = self._entries.pop(key), self._twins.pop(heir)
         self._entries[heir] = entry
         entry.watch = weakref.ref(fake, lambda _: self._end(heir))
 
@@ -91,24 +160,29 @@ class Ledger:
         if entry is not None:
             self._free(entry)
 
-    def _allocate(self, entry: _Entry) -> None:
+    def _allocate(self, entry: _Entry, role: Role | None) -> None:
+        line, statement = (None, None) if self.begun is None else _place()
+        self._notes.append(Note(line, statement, self.turn, role, self.making))
+        entry.number = len(self._notes)
         self.events.append(("alloc", entry.number, entry.bytes))
         self.live += entry.bytes
         if self.live > self.peak:
-            self.peak, self.raised_at = self.live, self.clock
-            self.peak_line = _line_of_cell()
+            self.peak, self.raised_at, self.peak_at = self.live, self.clock, len(self.events)
 
     def _free(self, entry: _Entry) -> None:
         self.events.append(("free", entry.number))
         self.live -= entry.bytes
 
 
-def _line_of_cell() -> int | None:
-    """Return the line that the cell's innermost running frame is at."""
-    frame = sys._getframe(1)
-    walk: Any = frame
+def _place() -> tuple[int | None, int | None]:
+    """Return the line that the cell's innermost running frame is at, and that of its outermost."""
+    line: int | None = None
+    walk: Any = sys._getframe(1)
     while walk is not None:
-        if walk.f_code.co_filename == CELL:
-            return int(walk.f_lineno)
+        code = walk.f_code
+        if code.co_filename == CELL:
+            line = line or walk.f_lineno
+            if code.co_name == "<module>":
+                return line, walk.f_lineno
         walk = walk.f_back
-    return None
+    return line, None

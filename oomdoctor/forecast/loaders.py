@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from oomdoctor.model.evidence import Role
+
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
@@ -58,21 +60,19 @@ def _first_batch(loader: Any) -> Any:
 
 def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
     total = _length(loader)
-    batches, before = 0, pace.backwards
-    pace.loop_begins(id(loader))
+    loop = pace.begins(total, id(loader))
     try:
-        while (total is None or batches < total) and pace.wants_more(batches, before):
+        while (total is None or loop.turns < total) and pace.wants_more(loop):
             with _disable_current_modes():
                 batch = tree_map_only(torch.Tensor, torch.clone, first)
             for leaf in tree_iter(batch):
                 if isinstance(leaf, torch.Tensor):
-                    tracker.hold_real(leaf)
+                    tracker.hold_real(leaf, Role.BATCH)
             leaf = None
-            batches += 1
             yield batch
             del batch
     finally:
-        pace.loop_ended(id(loader), total, batches)
+        pace.ended(loop)
 
 
 def _length(loader: Any) -> int | None:

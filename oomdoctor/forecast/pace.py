@@ -1,17 +1,21 @@
 """When a shadow run has seen enough: loops are cut once the memory has reached its steady state.
 
 The first optimizer step allocates the optimizer's state, the second runs with it; after that every iteration is
-alike. A loop over a ``DataLoader`` then just ends, so that what comes after it (an evaluation, say) is still seen;
-any other loop is left by ``StopForecast``. Code without an optimizer is followed for a few batches. Limits: what comes
-after a training loop that is not over a ``DataLoader`` is not seen.
+alike. A loop that can be followed (one of the user's code, see ``loops``, or one over a ``DataLoader``) asks before
+each iteration whether to go on; when it is cut, the code after it is still seen, and each loop around it is cut in its
+turn. A loop of a library over anything else is left by ``StopForecast``, and the cell with it. Code without an
+optimizer is followed for a few backward passes. Limits: what comes after a training loop of a library is not seen where
+that loop is not over a ``DataLoader``, or goes over one for more than one epoch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
-__all__ = ["Pace", "StopForecast"]
+__all__ = ["Asker", "Loop", "Pace", "StopForecast"]
 
 _STEPS: Final = 2
 _STEPS_OF_ONE: Final = 6
@@ -26,52 +30,80 @@ class StopForecast(BaseException):
     """Leaves the shadowed cell. Not an ``Exception``, so that the user's handlers do not catch it."""
 
 
+class Asker(Enum):
+    """Who wants the next item: a loop that asks itself, code whose loops ask, or a library, whose loops do not."""
+
+    LOOP = auto()
+    CODE = auto()
+    LIBRARY = auto()
+
+
+class Loop:
+    """One run of a loop that asks before each of its iterations.
+
+    Attributes:
+        total: how many iterations it would have, None where that is not known.
+        loader: identity of the loader that it goes over, None for other loops.
+        turns: how many iterations it has had.
+        steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
+    """
+
+    __slots__ = ("backwards", "loader", "steps", "total", "turns")
+
+    def __init__(self, total: int | None, loader: int | None = None) -> None:
+        self.total, self.loader = total, loader
+        self.turns = self.backwards = 0
+        self.steps: Counter[int] = Counter()
+
+
 class Pace:
-    """Counts optimizer steps, backward passes and batches.
+    """Counts optimizer steps, backward passes and iterations.
 
     Attributes:
         optimizers: optimizers known to exist.
         ended_early: whether a loader was ended before its time.
+        has_trained: whether a training loop was followed to its steady state.
     """
 
-    def __init__(self, optimizers: int) -> None:
+    def __init__(self, optimizers: int, asker: Callable[[], Asker]) -> None:
+        """Begin to count.
+
+        Args:
+            optimizers: how many exist.
+            asker: tells who calls, past torch.
+        """
         self.optimizers = optimizers
-        self.ended_early = False
-        self._steps: Counter[int] = Counter()
+        self.ended_early = self.has_trained = False
+        self._asker = asker
+        self._running: list[Loop] = []
+        self._steps: Counter[int] = Counter()  # those of libraries since a loop asked
         self._backwards = 0
-        self._running: list[int] = []
-        self._trained: dict[int, list[int]] = {}
+        self._trained_on: set[int] = set()
+        self._first: Loop | None = None
         self._depth = 0
 
     @property
-    def steady(self) -> bool:
-        """Whether each optimizer that steps has stepped often enough."""
-        counts = self._steps.values()
-        return bool(counts) and (min(counts) >= _STEPS or max(counts) >= _STEPS_OF_ONE)
-
-    @property
     def trains(self) -> bool:
-        """Whether there is an optimizer that may yet step."""
-        return self.optimizers > 0
+        """Whether there is an optimizer that may yet step, and no training was followed to its steady state."""
+        return self.optimizers > 0 and not self.has_trained
 
     @property
     def share(self) -> float:
         """How many times the followed part of the training loop the whole of it is; 1 where that is not known."""
-        seen = [(total, batches) for total, batches in self._trained.values() if batches and total]
-        return seen[0][0] / seen[0][1] if seen else 1.0
+        return 1.0 if self._first is None else (self._first.total or 0) / self._first.turns
 
     def stepped(self, optimizer: object) -> None:
         """Count a finished optimizer step.
 
         Raises:
-            StopForecast: nothing new is to be expected from this loop.
+            StopForecast: nothing new is to be expected from this loop, and it does not ask.
         """
-        was_steady = self.steady
-        self._steps[id(optimizer)] += 1
-        for loader in self._running:
-            self._trained.setdefault(loader, [0, 0])
-        if was_steady or (self.steady and not self._running):
-            raise StopForecast
+        for loop in self._running:
+            loop.steps[id(optimizer)] += 1
+        if self._asker() is Asker.LIBRARY:
+            self._steps[id(optimizer)] += 1
+            if _is_steady(self._steps):
+                raise StopForecast
 
     def backward_begins(self) -> None:
         """Count a backward pass; those inside another, as reentrant checkpoints make them, are part of it."""
@@ -81,43 +113,64 @@ class Pace:
         """End what ``backward_begins`` began.
 
         Raises:
-            StopForecast: there is no optimizer, and enough was seen.
+            StopForecast: there is no optimizer, and enough was seen of a loop that does not ask.
         """
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth:
+            return
+        for loop in self._running:
+            loop.backwards += 1
+        if not self.optimizers and self._asker() is Asker.LIBRARY:
             self._backwards += 1
-            if not self.trains and self._backwards >= _BACKWARDS and not self._running:
+            if self._backwards >= _BACKWARDS:
                 raise StopForecast
 
-    def loop_begins(self, loader: int) -> None:
-        """Note that the loader with this identity is being iterated over.
+    def begins(self, total: int | None = None, loader: int | None = None) -> Loop:
+        """Return a new run of a loop that will ask.
 
         Raises:
-            StopForecast: it is the loader of a training loop that was seen already.
+            StopForecast: a library goes over a loader again after its training on it was followed: the next epoch.
         """
-        if self.steady and loader in self._trained:
+        if loader in self._trained_on and self._asker() is Asker.LIBRARY:
             raise StopForecast
-        self._running.append(loader)
+        return Loop(total, loader)
 
-    def loop_ended(self, loader: int, total: int | None, batches: int) -> None:
-        """Note that the iteration is over after ``batches`` of ``total``."""
-        self._running.remove(loader)
-        if loader in self._trained:
-            self._trained[loader] = [total or 0, batches]
+    def wants_more(self, loop: Loop) -> bool:
+        """Whether another iteration of ``loop`` would show anything new.
 
-    def wants_more(self, batches: int, backwards_before: int) -> bool:
-        """Whether another batch would show anything new.
-
-        Args:
-            batches: how many the loop has had.
-            backwards_before: ``backwards`` when the loop began.
+        A loop over a loader that has no backward is an evaluation, and ends after a few batches; any other may be
+        anything, and goes on. A loader whose batches are taken one by one ends with the loop in which they are.
         """
-        here = self._backwards - backwards_before
-        more = not self.steady and (batches < _IDLE_BATCHES or (here > 0 and (self.trains or here < _BACKWARDS)))
-        self.ended_early = self.ended_early or not more
-        return more or batches == 0
+        self._steps.clear()
+        self._backwards = 0
+        if loop not in self._running:
+            self._running.append(loop)
+        asker = Asker.LOOP if loop.loader is None else self._asker()
+        if asker is not Asker.CODE and self._is_seen(loop):
+            self.ended_early = self.ended_early or loop.loader is not None
+            return False
+        loop.turns += 1
+        return True
 
-    @property
-    def backwards(self) -> int:
-        """Backward passes so far."""
-        return self._backwards
+    def ended(self, loop: Loop) -> None:
+        """Note that a loop is over: it has come to its end, was cut or was left."""
+        if loop in self._running:
+            self._running.remove(loop)
+        if self._first is None and loop.steps and loop.total and loop.turns:
+            self._first = loop
+
+    def _is_seen(self, loop: Loop) -> bool:
+        if _is_steady(loop.steps):
+            self.has_trained = True
+            if loop.loader is not None:
+                self._trained_on.add(loop.loader)
+            return True
+        if not self.optimizers and loop.backwards >= _BACKWARDS:
+            return True
+        return loop.loader is not None and not loop.backwards and loop.turns >= _IDLE_BATCHES
+
+
+def _is_steady(steps: Counter[int]) -> bool:
+    """Return whether each optimizer that steps has stepped often enough."""
+    counts = steps.values()
+    return bool(counts) and (min(counts) >= _STEPS or max(counts) >= _STEPS_OF_ONE)

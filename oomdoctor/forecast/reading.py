@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from oomdoctor.model.evidence import Role
+from oomdoctor.model.plan import Course
 
 __all__ = ["Reading", "one_sentence"]
 
@@ -24,7 +28,10 @@ class Reading:
         peak_line: line of the cell at which the peak stood.
         cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
         error_ratio: calibrated margin for the operations that were seen.
+        course: how the memory went on the way.
         why: why there are no numbers.
+        lacks: type of the device that the cell asked for in vain, where that is why.
+        card: type of the device that was emulated.
     """
 
     peak: int = 0
@@ -32,7 +39,10 @@ class Reading:
     peak_line: int | None = None
     cost: float = 0.0
     error_ratio: float = 0.0
+    course: Course | None = None
     why: str | None = None
+    lacks: str | None = None
+    card: str | None = None
 
     def to_json(self) -> str:
         """Return the reading on one line."""
@@ -41,7 +51,19 @@ class Reading:
     @classmethod
     def from_json(cls, text: str) -> Reading:
         """Return the reading that ``to_json`` wrote."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        course = fields.pop("course")
+        return cls(course=None if course is None else _course(course), **fields)
+
+
+def _course(fields: dict[str, Any]) -> Course:
+    return Course(
+        at_peak=tuple((Role(role), nbytes) for role, nbytes in fields["at_peak"]),
+        points=tuple((nbytes, line) for nbytes, line in fields["points"]),
+        temporaries=tuple((name, nbytes) for name, nbytes in fields["temporaries"]),
+        flops=fields["flops"],
+        moved=fields["moved"],
+    )
 
 
 def one_sentence(error: BaseException) -> str:

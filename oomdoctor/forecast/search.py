@@ -1,72 +1,85 @@
-"""Finds the mildest change that fits, with as few forecasts as there need be.
+"""Finds the mildest dose that fits, with as few forecasts as there need be.
 
-A forecast costs seconds, and proposals come in order of strength, so the first that fits is found by bisection. That
-needs the peak to fall from each proposal to the next; where it does not, what is found fits all the same, but may not
-be the mildest.
+A forecast costs seconds, and doses come in order of strength, so the first that fits is closed in on from both sides:
+where an estimate points at first, at the middle of what is left once that has missed twice. This needs the peak to fall
+from each dose to the next; where it does not, what is found fits all the same, but may not be the mildest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Final
 
-from oomdoctor.model.plan import Forecast, Verdict
+__all__ = ["Search"]
 
-__all__ = ["Choice", "mildest"]
-
-P = TypeVar("P")
+_POINTED: Final = 3
+"""Questions that go where the estimate points; those after them halve what is left."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The proposal that was chosen.
-
-    Attributes:
-        index: its place among the proposals.
-        forecast: its forecast; only if its verdict is FITS was one found that fits.
-        priced: every forecast that was asked for, by index.
-    """
-
-    index: int
-    forecast: Forecast
-    priced: tuple[tuple[int, Forecast], ...]
-
-
-def mildest(
-    proposals: Sequence[P], price: Callable[[Sequence[P]], Sequence[Forecast]], *, at_once: int = 1
-) -> Choice | None:
-    """Return the mildest of ``proposals`` that fits, or the strongest if none does; None where there are none.
+class Search:
+    """The search among the doses of one change: it says what to ask next and is told the answers.
 
     Args:
-        proposals: mildest first.
-        price: prices some of them; called again and again.
-        at_once: how many forecasts are made at the same time, which then cost no more than one.
+        count: how many doses there are, mildest first.
+
+    Attributes:
+        asked: the dose that an answer is awaited for, None where there is none.
     """
-    if not proposals:
-        return None
-    priced: dict[int, Forecast] = {}
-    low, high = 0, len(proposals) - 1  # the answer, if there is one, is in low..high
-    best: int | None = None
-    while low <= high:
-        asked = _spread(low, high, at_once, with_last=best is None and not priced)
-        priced.update(zip(asked, price([proposals[index] for index in asked]), strict=True))
-        fitting = [index for index in asked if priced[index].verdict is Verdict.FITS]
-        if fitting:
-            best = fitting[0]
-            high = best - 1
-        failing = [index for index in asked if index not in fitting and (best is None or index < best)]
-        low = max([low, *(index + 1 for index in failing)])
-    chosen = len(proposals) - 1 if best is None else best
-    return Choice(index=chosen, forecast=priced[chosen], priced=tuple(sorted(priced.items())))
 
+    def __init__(self, count: int) -> None:
+        self._low, self._high, self._count = -1, count, count
+        self._answers = 0
+        self._ended = False
+        self.asked: int | None = None
 
-def _spread(low: int, high: int, count: int, *, with_last: bool) -> list[int]:
-    """Return up to ``count`` indices of low..high that cut it into equal parts.
+    @property
+    def found(self) -> int | None:
+        """The mildest dose that is known to fit."""
+        return self._high if self._high < self._count else None
 
-    Asked first for the last alone or with others: if even the strongest does not fit, the search is over.
-    """
-    cuts = {low + (high - low + 1) * part // (count + 1) for part in range(1, count + 1)}
-    if with_last:
-        cuts = {high} if count == 1 else {*sorted(cuts)[1:], high}
-    return sorted(cuts)
+    @property
+    def open(self) -> range:
+        """The doses that may yet be the mildest that fits, apart from the one that was found."""
+        return range(self._low + 1, self._high)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to ask."""
+        return self._ended or not self.open
+
+    def ask(self, points_at: Callable[[range], int | None]) -> int | None:
+        """Return the dose to forecast next, None where the search is over or waits for an answer.
+
+        Args:
+            points_at: returns the one of some doses that is likely to be the mildest that fits, None where none is.
+        """
+        if self.over or self.asked is not None:
+            return None
+        self.asked = self._pointed(points_at) if self._answers < _POINTED else self.open[len(self.open) // 2]
+        return self.asked
+
+    def _pointed(self, points_at: Callable[[range], int | None]) -> int:
+        # Where none is thought to fit, the strongest is asked: it settles whether there is one, or that the one below
+        # what was found does not fit either.
+        pointed = points_at(self.open)
+        return self.open[-1] if pointed is None else pointed
+
+    def answer(self, fits: bool) -> None:
+        """Take the answer for the dose that was asked."""
+        assert self.asked is not None
+        self._answers += 1
+        if fits:
+            self._high = self.asked
+        else:
+            self._low = self.asked
+        self.asked = None
+
+    def leave_out_from(self, dose: int) -> None:
+        """Leave out this dose and all stronger ones: they cannot be made."""
+        self._count = min(self._count, dose)
+        self._high = min(self._high, dose)
+        self.asked = None
+
+    def end(self) -> None:
+        """Ask nothing more."""
+        self.asked, self._ended = None, True

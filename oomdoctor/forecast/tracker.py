@@ -19,10 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.forecast.answers import ANSWERS, Scalars
 from oomdoctor.forecast.cost import Meter
-from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.kernels import Kernels
+from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.workspaces import WORKSPACES
+from oomdoctor.model.evidence import Role
 
-__all__ = ["Tracker", "raw_data"]
+__all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
 _HANDLERS = {**ANSWERS, **WORKSPACES}
@@ -40,20 +42,28 @@ _FOLLOWED_ELEMENTS: Final = 1024
 fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
 
 
+class NoDevice(AssertionError):
+    """The cell asks for a device that there is none of. Torch raises this type for CUDA."""
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on twins and accounts for what they allocate.
 
     Attributes:
         fake_mode: the mode that the twins belong to; to be entered before this one.
         meter: what the operations cost.
+        ledger: counts the memory that is asked about; ``host``: that of the host, which is the same without a device.
+        ledgers: by the type of the device.
+        handlers: operations to be run on fake tensors by a function of their own: ``(func, args, kwargs)``.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, kernels: Kernels) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Fallback kernels would run for real, on zeros of full size.
         self.fake_mode = FakeTensorMode(allow_fallback_kernels=False)
-        self.ledger, self.meter, self.scalars = ledger, Meter(), Scalars()
-        self._repointed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.ledger, self.kernels, self.meter, self.scalars = ledger, kernels, Meter(kernels), Scalars()
+        self.host, self.ledgers, self.handlers = ledger, {"cpu": ledger}, dict(_HANDLERS)
+        self._repointed: Any = WeakIdKeyDictionary()
         self._twins: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()
 
@@ -75,7 +85,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_kwargs = {name: self._swapped(value, originals) for name, value in kwargs.items()}
         out = self._run(func, fake_args, fake_kwargs)
         self.meter.count(func, fake_args, fake_kwargs, out)
+        if func in WORKSPACES:
+            self._account_as(f"workspace of {func.__name__}", out[3])
         self._account(out)
+        if torch.is_grad_enabled():
+            self._note_graph(args, out)
+        nbytes = self.kernels.scratch(func, fake_args, fake_kwargs, out)
+        if nbytes:  # alive beside the results, and gone again at once
+            self._account_as(f"scratch of {func._overloadpacket.__name__}", torch.empty(nbytes, dtype=torch.uint8))
         if originals and func._schema.is_mutable:
             self._mark_written(args, kwargs)
         return originals.get(id(out), out) if isinstance(out, torch.Tensor) else out
@@ -94,9 +111,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def twin(self, real: torch.Tensor) -> torch.Tensor:
         """Return the fake tensor that stands for ``real`` and shares its storage's entry in the ledger."""
-        moved = self._repointed.get(id(real))
+        moved = self.moved(real)
         if moved is not None:
-            return moved[1]
+            return moved
         twin: torch.Tensor | None = self._twins.get(real)
         if twin is None:
             with no_dispatch():
@@ -105,7 +122,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             twin = converter.from_real_tensor(self.fake_mode, plain, make_constant=_is_small_index(plain))
             self._twins[real] = twin
             if real.layout is torch.strided:
-                self.ledger.twin(real.untyped_storage(), twin.untyped_storage())
+                self.host.twin(real.untyped_storage(), twin.untyped_storage())
         return twin
 
     def repoint(self, real: torch.Tensor, fake: torch.Tensor) -> None:
@@ -114,29 +131,32 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place_holder = torch.empty((), dtype=fake.dtype).expand(fake.shape)
         raw_data.__set__(real, place_holder)
         self._twins.pop(real, None)
-        self._repointed[id(real)] = (real, fake.detach())
+        self._repointed[real] = fake.detach()
+        if isinstance(real, torch.nn.Parameter):
+            self.mark(real, Role.PARAMETER)
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what ``tensor.data`` is."""
-        moved = self._repointed.get(id(tensor))
-        found: torch.Tensor = raw_data.__get__(tensor) if moved is None else moved[1].detach()
+        moved = self.moved(tensor)
+        found: torch.Tensor = raw_data.__get__(tensor) if moved is None else moved.detach()
         return found
 
-    def hold_real(self, real: torch.Tensor) -> None:
-        """Count a real tensor that came to be outside of the modes."""
+    def hold_real(self, real: torch.Tensor, role: Role) -> None:
+        """Count a real tensor that came to be outside of the modes, and is there for this."""
         if real.layout is torch.strided:
-            self.ledger.hold(real.untyped_storage())
+            self.host.hold(real.untyped_storage())
+            self.mark(real, role)
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a real tensor with the values that ``tensor`` would have in a real run; None if they are not known."""
         if isinstance(tensor, FakeTensor):
             return tensor.constant
-        if tensor in self._written or id(tensor) in self._repointed:
+        if tensor in self._written or tensor in self._repointed:
             return getattr(self.twin(tensor), "constant", None)
         return tensor
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = self.handlers.get(func)
         try:
             return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
         except (NotImplementedError, fake_tensor.UnsupportedOperatorException):
@@ -147,12 +167,67 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _account(self, out: Any) -> Any:
         if isinstance(out, FakeTensor):
-            if out.layout is torch.strided and out.fake_device.type == "cpu":
-                self.ledger.hold(out.untyped_storage())
+            if out.layout is torch.strided and out.fake_device.type != "meta":
+                self._ledger_of(out.fake_device).hold(out.untyped_storage())
         elif isinstance(out, (tuple, list)):
             for part in out:
                 self._account(part)
         return out
+
+    def _ledger_of(self, device: torch.device) -> Ledger:
+        found = self.ledgers.get(device.type)
+        if found is None:
+            raise NoDevice(f"Torch not compiled with {device.type.upper()} enabled")  # as torch would say
+        return found
+
+    def moved(self, real: torch.Tensor) -> torch.Tensor | None:
+        """Return the fake tensor that the data of ``real`` was replaced by, None if it was not."""
+        moved: torch.Tensor | None = self._repointed.get(real)
+        return moved
+
+    def _account_as(self, temporary: str, out: torch.Tensor) -> None:
+        """Account for what an operation needs for itself."""
+        self.hold_as(temporary, out.untyped_storage())
+
+    def hold_as(self, temporary: str, storage: torch.UntypedStorage) -> None:
+        """Count a storage that the device's libraries or an operation need for themselves."""
+        aside, self.ledger.making = self.ledger.making, temporary
+        self.ledger.hold(storage)
+        self.ledger.making = aside
+
+    def _note_graph(self, args: Any, out: Any) -> None:
+        """Take down which storages a differentiated operation puts into the graph, and which are fed to it."""
+        given = [value for value in _flat(args) if isinstance(value, torch.Tensor)]
+        if not any(value.requires_grad for value in given):
+            return
+        made = [self.note_of(value) for value in _flat((out,)) if isinstance(value, torch.Tensor)]
+        first = made[0] if made else None
+        for note in made:
+            # One result that is not a floating point number leads nowhere; of several, the graph keeps them all.
+            if note is not None and (len(made) > 1 or _is_floating(out)):
+                note.in_graph = True
+        for value in given:
+            note = self.note_of(value)
+            if note is None:
+                continue
+            of_one_statement = first is not None and (note.turn, note.statement) == (first.turn, first.statement)
+            if value.requires_grad or of_one_statement:
+                note.in_graph = True
+            else:
+                note.fed = True
+
+    def note_of(self, tensor: torch.Tensor) -> Note | None:
+        """Return what the ledger notes of the memory of a tensor, None where that is not counted."""
+        moved = self.moved(tensor)
+        tensor = tensor if moved is None else moved
+        return self.ledger.note_of(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+    def mark(self, tensor: torch.Tensor, role: Role) -> None:
+        """Tell what the memory of a tensor is there for."""
+        moved = self.moved(tensor)
+        tensor = tensor if moved is None else moved
+        if tensor.layout is torch.strided:
+            self.ledger.mark(tensor.untyped_storage(), role)
 
     def _mark_written(self, args: Any, kwargs: Any) -> None:
         """Remember real tensors that an operation wrote to: what they hold is no longer what the cell would see."""
@@ -173,3 +248,18 @@ def _is_small_index(tensor: torch.Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.numel() > _FOLLOWED_ELEMENTS:
         return False
     return not tensor.untyped_storage().is_shared()  # which other processes would see being written
+
+
+def _is_floating(out: Any) -> bool:
+    return not isinstance(out, torch.Tensor) or out.dtype.is_floating_point or out.dtype.is_complex
+
+
+def _flat(values: Any) -> list[Any]:
+    """Return what an operation was given, or has returned, with the items of its lists."""
+    found: list[Any] = []
+    for value in values:
+        if type(value) in (list, tuple):
+            found += value
+        else:
+            found.append(value)
+    return found

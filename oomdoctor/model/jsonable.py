@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Census, Evidence
     from oomdoctor.model.finding import Finding
     from oomdoctor.model.incident import Incident
+    from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["SCHEMA", "case", "diagnosis", "evidence", "plain"]
+__all__ = ["SCHEMA", "case", "diagnosis", "evidence", "memplan", "plain"]
 
 SCHEMA: Final = 1
 
@@ -82,6 +83,35 @@ def case(whole: Case) -> dict[str, Any]:
         "fixes": [_candidate(candidate) for candidate in whole.plan.candidates],
         "outcome": plain(whole.outcome),
     }
+
+
+def memplan(whole: MemPlan) -> dict[str, Any]:
+    """Return a cell's plan: the forecast, the places, the largest batch and the fixes."""
+    batch = whole.batch
+    return {
+        "schema": SCHEMA,
+        "cell": plain(whole.cell),
+        "device": plain(whole.here.place),
+        "forecast": _forecast(whole.forecast),
+        "fits": whole.fits,
+        "verdict": whole.here.verdict.value,
+        "least": None if whole.least is None else {"peak": whole.least.peak, "basis": whole.least.basis},
+        "cards": [_fit(fit) for fit in whole.elsewhere],
+        **_fields([("largest_batch", batch if isinstance(batch, Refused) else _batch(batch))]),
+        "fixes": [_candidate(candidate) for candidate in whole.plan.candidates] if whole.plan is not None else [],
+        "refusals": dict(whole.plan.refusals) if whole.plan is not None else {},
+        "elapsed_s": round(whole.elapsed_s, 3),
+    }
+
+
+def _fit(fit: Fit) -> dict[str, Any]:
+    forecast = fit.forecast
+    numbers = {"peak": forecast.peak, "reserved": forecast.reserved, "error_ratio": forecast.error_ratio}
+    return {**plain(fit.place), **numbers, "fits": fit.fits, "verdict": fit.verdict.value}
+
+
+def _batch(batch: LargestBatch) -> dict[str, Any]:
+    return {**plain(batch), "forecast": _forecast(batch.forecast)}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

@@ -84,11 +84,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One fix in one dose, priced.
+    """One fix in one dose, priced; or two, where no single one fits.
 
     Attributes:
+        fix: the id of the fix; of two, both with `` + `` between them, and ``title`` and ``dose`` tell both.
         patch: the change in the user's source; where it is refused, the live change alone is offered.
         applies_live: whether the fix can change the live objects.
+        parts: the two that it is made of, each as its id and its dose; empty where it is one.
     """
 
     fix: str
@@ -99,6 +101,12 @@ class Candidate:
     patch: Patch | Refused
     applies_live: bool
     caveat: str | None = None
+    parts: tuple[tuple[str, Dose], ...] = ()
+
+    @property
+    def made_of(self) -> tuple[tuple[str, Dose], ...]:
+        """The fixes that it is made of, each with its dose."""
+        return self.parts or ((self.fix, self.dose),)
 
     @property
     def label(self) -> str:
@@ -108,8 +116,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The candidates, best first, what the cell needs unchanged, and what was considered and refused."""
+    """The candidates, best first, what the cell needs unchanged, and what was considered and refused.
+
+    Attributes:
+        pending: whether forecasts are still being made, so that figures and order may change.
+    """
 
     unchanged: Forecast
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[tuple[str, str], ...] = field(default=())
+    pending: bool = False

@@ -40,6 +40,7 @@ async def heal(
     is_oom: Callable[[BaseException], bool],
     most_attempts: int,
     time_budget_s: float,
+    failed: set[str] | None = None,
     shell: Any = None,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``trials`` in their order until one runs through.
@@ -49,15 +50,20 @@ async def heal(
         most_attempts: how many trials may run out of memory. A fix that finds itself unfit for the program does not
             count, and its stronger doses are passed over.
         time_budget_s: no further trial is begun after this time.
+        failed: labels of the trials that ran out of memory from this very state, by which they are passed over: they
+            would again. Those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
 
     Returns:
         The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
         ``healed`` the state is that of the changed cell, after everything else that of the cell's start.
     """
-    log = _Log(transaction, accelerator)
+    log = _Log(transaction, accelerator, failed=set() if failed is None else failed)
     for trial in trials:
         if trial.fix in log.unfit:
+            continue
+        if trial.label in log.failed:
+            log.why = log.why if log.tried else "memory ran out before with all that could be tried"
             continue
         if log.ran_out == most_attempts:
             break
@@ -89,6 +95,7 @@ class _Log:
     """What was tried, and how the last of it ended.
 
     Attributes:
+        failed: labels of the trials that ran out of memory, in an earlier loop or in this one.
         unfit: ids of the fixes that found themselves unfit for the program.
         ran_out: how many trials ran out of memory.
         error: what the user's code raised in the last trial, unless it was a fix that stopped it.
@@ -96,6 +103,7 @@ class _Log:
 
     transaction: Transaction
     accelerator: Accelerator
+    failed: set[str]
     started_s: float = field(default_factory=time.monotonic)
     tried: list[str] = field(default_factory=list)
     unfit: set[str] = field(default_factory=set)
@@ -122,6 +130,7 @@ class _Log:
             self.error = None
         elif error is not None and is_oom(error):
             self.ran_out += 1
+            self.failed.add(trial.label)
             self.why, self.error = f"memory ran out with {trial.label} as well", error
         else:
             return False

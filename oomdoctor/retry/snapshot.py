@@ -113,6 +113,8 @@ class Snapshot:
             for label in self._vault.lost():
                 why = f" ({self._vault.full})" if self._vault.full else ""
                 yield f"`{label}` was written in place and no copy was kept{why}"
+            for label in self._vault.unhooked():
+                yield f"a hook of `{label}` was removed by the cell, and cannot be put back"
         for path, owner, values in self._shape.fixed:
             yield from (f"`{path}.{name}` was changed, and cannot be put back" for name in _changed(owner, values))
         for recipe in self._shape.long:

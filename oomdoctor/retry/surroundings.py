@@ -10,22 +10,45 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 __all__ = ["Surroundings"]
 
 _PATCHED: Final = frozenset({FunctionType, BuiltinFunctionType, type})
 
 
-def _torch_settings(torch: Any) -> list[tuple[Callable[..., Any], Any]]:
-    """Return how to set each of torch's settings, with what it is set to."""
-    return [
-        (torch.set_grad_enabled, torch.is_grad_enabled()),
-        (torch.set_default_dtype, torch.get_default_dtype()),
-        (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+_Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
+"""How to read a setting, and how to set it."""
+
+
+def _torch_settings(torch: Any) -> list[_Setting]:
+    """Return torch's settings that a program may change; none of them initialises a device."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    calls = [
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
     ]
+    calls += [(partial(getattr, cudnn, flag), partial(setattr, cudnn, flag)) for flag in _CUDNN]
+    kernels = [name for name in _SDP if hasattr(cuda, f"enable_{name}_sdp")]  # cudnn's came with torch 2.5
+    calls += [(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")) for name in kernels]
+    return calls
+
+
+_CUDNN: Final = ("enabled", "benchmark", "deterministic")
+_SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _where_told() -> AbstractContextManager[None]:
+    """Pass over what torch will not tell: the matmul precision, once it was set by other means for one backend."""
+    return suppress(RuntimeError)
 
 
 class Surroundings:
@@ -44,7 +67,11 @@ class Surroundings:
             (module, {name: value for name, value in vars(module).items() if type(value) in _PATCHED})
             for module in modules
         ]
-        self._torch = _torch_settings(sys.modules["torch"]) if "torch" in sys.modules else []
+        torch = sys.modules.get("torch")
+        self._torch: list[tuple[_Setting, Any]] = []
+        for setting in _torch_settings(torch) if torch is not None else []:
+            with _where_told():
+                self._torch.append((setting, setting[0]()))
         self._logs = dict(_log_sizes())
 
     def lost(self) -> Iterator[str]:
@@ -68,8 +95,10 @@ class Surroundings:
             for name, value in before.items():
                 if now.get(name) is not value:
                     now[name] = value
-        for put, value in self._torch:
-            put(value)
+        for (read, put), value in self._torch:
+            with _where_told():
+                if read() != value:
+                    put(value)
 
 
 def _log_sizes() -> Iterator[tuple[str, int]]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.model.aside import keep_apart
+from oomdoctor.retry.tensor_hooks import hooks_of, take_new_hooks_away
 
 __all__ = ["TensorVault", "Watched", "outside_modes"]
 
@@ -35,6 +36,7 @@ class Watched:
         "copy",
         "device",
         "dtype",
+        "hooks",
         "label",
         "pointer",
         "ref",
@@ -50,6 +52,7 @@ class Watched:
         self.version, self.pointer = _stamp(tensor)
         self.device, self.dtype = tensor.device, tensor.dtype
         self.requires_grad = tensor.requires_grad
+        self.hooks = hooks_of(tensor)
         self.copy: torch.Tensor | None = None
         self.uncopied = self.unrestored = False
 
@@ -161,6 +164,14 @@ class TensorVault:
             and (watched.uncopied or not watched.unchanged(tensor))
         ]
 
+    def unhooked(self) -> list[str]:
+        """Return the labels of living tensors that lack a hook which they had."""
+        return [
+            watched.label
+            for watched in self._watched.values()
+            if watched.hooks and (tensor := watched.ref()) is not None and watched.hooks - hooks_of(tensor)
+        ]
+
     def unrestored(self) -> list[str]:
         """Return the labels of living tensors that could not be brought back."""
         return [f"`{one.label}`" for one in self._watched.values() if one.unrestored and one.ref() is not None]
@@ -200,6 +211,7 @@ class TensorVault:
 
 
 def _restore(watched: Watched, tensor: torch.Tensor) -> None:
+    take_new_hooks_away(tensor, watched.hooks)
     if tensor.is_leaf and tensor.requires_grad != watched.requires_grad:
         tensor.requires_grad_(watched.requires_grad)
     if watched.has_moved(tensor) and watched.unchanged(tensor) and watched.copy is None:

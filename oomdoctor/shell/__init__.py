@@ -1,7 +1,7 @@
 """The IPython extension: ``%load_ext oomdoctor``.
 
-Loading is silent and light: two methods of the shell are wrapped, two magics and the configuration are registered,
-and nothing of torch or ipywidgets is imported until a cell fails or asks for it.
+Loading is silent and light: methods of the shell and the hook for threads that fail are wrapped, the magics and the
+configuration are registered, and nothing of torch or ipywidgets is imported until a cell fails or asks for it.
 """
 
 from __future__ import annotations

@@ -8,13 +8,19 @@ from typing import Any, Final
 
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["cells_until", "filenames", "is_own", "only_looks"]
+__all__ = ["asks_for_retry", "cells_until", "filenames", "is_own", "looks_at_plan", "only_looks", "planned", "runs_apart"]
 
 _LOOKING: Final = frozenset(
     {"print", "len", "type", "str", "repr", "sum", "min", "max", "sorted", "list", "dict", "dir"}
 )
 
+_LOOKING_MAGIC: Final = re.compile(r"\s*%(debug|tb|xmode|who|who_ls|whos|pwd|lsmagic)\b")
+"""Line magics that show something. What is done in a debugger shows in the names and the tensors."""
 _PLAIN_NAME: Final = re.compile(r"<ipython-input-(\d+)-")
+_RETRY: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry)\b")
+_LOOKS_AT_PLAN: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry|diff|undo|cases)\b")
+_RUN: Final = re.compile(r"\s*%run\b")
+_SHARES: Final = re.compile(r"-[a-zA-Z]*i")
 _OWN: Final = re.compile(r"\s*%(oomdoctor|memreport|(re|un)?load_ext|load_ext|config|time\s*$|matplotlib)\b")
 
 
@@ -22,30 +28,65 @@ def cells_until(shell: Any, number: int, source: str) -> Cells:
     """Return the history up to the cell of this number, which is the one that failed."""
     manager = getattr(shell, "history_manager", None)
     raw = list(getattr(manager, "input_hist_raw", ()))
-    earlier = [Cell(number=at, source=text) for at, text in enumerate(raw) if text and at < number]
+    run = ((at, text) for at, text in enumerate(raw) if text and at < number and planned(text) is None)
+    earlier = [Cell(number=at, source=text) for at, text in run]
     return Cells(history=(*earlier, Cell(number=number, source=source)))
 
 
-def filenames(shell: Any) -> dict[str, int]:
-    """Return the number of the cell by the file name of its code."""
-    known = getattr(shell.compile, "_filename_map", None)
-    if isinstance(known, dict):
-        return dict(known)
-    import linecache
+def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
+    """Return the number of the cell by the file name of its code.
 
-    return {name: int(match[1]) for name in list(linecache.cache) if (match := _PLAIN_NAME.match(name))}
+    Args:
+        number: of the cell that is running. Cells that it runs in their turn, as `%%capture` does its body, are
+            compiled as the next one, and count as it.
+    """
+    known = getattr(shell.compile, "_filename_map", None)
+    if not isinstance(known, dict):
+        import linecache
+
+        known = {name: int(match[1]) for name in list(linecache.cache) if (match := _PLAIN_NAME.match(name))}
+    return {name: at if number is None else min(at, number) for name, at in known.items()}
 
 
 def is_own(source: str) -> bool:
-    """Return whether a cell is nothing but line magics of ours and of loading, which change no state of the user's."""
+    """Return whether a cell is nothing but magics of ours and of loading, which change no state of the user's."""
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return bool(lines) and all(_OWN.match(line) for line in lines)
+    return bool(lines) and (planned(source) is not None or all(_OWN.match(line) for line in lines))
+
+
+def planned(source: str) -> str | None:
+    """Return what a cell forecasts and does not run, None where it is another cell; `--run` makes a cell of its own."""
+    text = source.lstrip("\n")
+    return text.partition("\n")[2] if re.match(r"%%memplan\b", text) else None
+
+
+def asks_for_retry(source: str) -> bool:
+    """Return whether a cell of ours is one that has the failed cell run again."""
+    return is_own(source) and any(map(_RETRY.match, source.splitlines()))
+
+
+def looks_at_plan(source: str) -> bool:
+    """Return whether a cell of ours looks at the plan of the last failure, or acts on it."""
+    return is_own(source) and any(map(_LOOKS_AT_PLAN.match, source.splitlines()))
+
+
+def run_lines(source: str) -> list[str]:
+    """Return the lines of a cell that run a script."""
+    return [line.strip() for line in source.splitlines() if _RUN.match(line)]
+
+
+def runs_apart(source: str) -> str | None:
+    """Return the line of a cell that runs a script in a namespace of its own, None where there is none."""
+    for line in run_lines(source):
+        if not any(_SHARES.match(word) for word in line.split()):
+            return line
+    return None
 
 
 def only_looks(source: str) -> bool:
     """Return whether a cell does nothing but show values, so that the state after it is that before it."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("\n".join(line for line in source.splitlines() if not _LOOKING_MAGIC.match(line)))
     except (SyntaxError, ValueError):
         return False
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -1,6 +1,6 @@
 """The wiring: what happens around each cell.
 
-    begin: snapshot ─► the cell runs ─► if it ran out of memory: diagnose, release, price, show or retry
+    begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``failing``; if a retry was asked for: ``retrying``
 
 The cell runs in the shell's own ``run_cell_async``, which this wraps; a retry runs there as well, so that cells which
 await are retried on the loop that they belong to. Each stage stands behind a border: a failure of ours prints one
@@ -9,48 +9,41 @@ line, and the user's result and traceback stay as they were.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
-from oomdoctor.errors import OomDoctorError, UsageError
-from oomdoctor.model.case import Case, OutcomeKind
-from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Attempt, Session
-from oomdoctor.shell.cells import cells_until, filenames, is_own, only_looks
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.retry.remedies import Remedies
+from oomdoctor.shell import failing
+from oomdoctor.shell.borders import Borders, quietly
+from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, only_looks, planned
 from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.failing import CellRun, find_oom
 from oomdoctor.shell.magics import register, unregister
+from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport
-from oomdoctor.shell.script_watch import is_told, left_alone
+from oomdoctor.shell.retrying import OpenCase, Request, heal
+from oomdoctor.shell.running import Run, current
+from oomdoctor.shell.script_watch import is_left_alone
+from oomdoctor.shell.stragglers import running_tasks
 from oomdoctor.shell.tracebacks import TracebackWatch
 from oomdoctor.shell.wrapping import Wrapped
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.session import Cell
+    from oomdoctor.shell.filling import Filling
 
 __all__ = ["Extension", "OpenCase", "Request"]
 
 
-@dataclass(slots=True)
-class OpenCase:
-    """A failure that can still be retried: its live side, kept until the user's state moves on."""
-
-    session: Session
-    transaction: Any
-    candidates: tuple[Candidate, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A retry that a magic or a button asked for; it runs when their cell is done."""
-
-    case: Case
-    chosen: tuple[Candidate, ...]
-    anyway: bool = False
-
-
 class Extension:
-    """oomdoctor in one shell."""
+    """oomdoctor in one shell.
+
+    Attributes:
+        in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
+    """
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -58,29 +51,35 @@ class Extension:
         self.open: OpenCase | None = None
         self.healed: OpenCase | None = None
         self.request: Request | None = None
-        self.faults: list[str] = []
-        self.memreport = MemReport(shell)
-        self._depth = 0
-        self._is_retrying = False
-        self._failure: BaseException | None = None
-        self._last_result: Any = None
+        self.failed_cell: Cell | None = None
+        self.filling: Filling | None = None
+        self.passed = ""
+        self.remedies = Remedies()
+        self.borders = Borders()
+        self.faults = self.borders.faults
+        self.in_flight = 0
+        self.memreport, self.memplan = MemReport(shell), MemPlanner(shell)
 
     # Coming and going -----------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Wrap the shell's methods; register the magics and the configuration."""
-        self._tracebacks = TracebackWatch(self.shell, self._saw, self._holds)
+        self.tracebacks = TracebackWatch(self.shell, self._saw, self._was_shown, self._holds)
         self._cells = Wrapped(self.shell, "run_cell_async", self._run_cell_async)
+        self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
+        self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
         register(self)
 
     def remove(self) -> None:
         """Put everything back."""
-        self._tracebacks.remove()
-        self._cells.remove()
+        self.tracebacks.remove()
+        for wrapped in (self._cells, self._awaited, self._threads):
+            wrapped.remove()
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        self.end_filling()
         self.open = self.healed = None
         virtual = sys.modules.get("oomdoctor.allocator.virtual")
         if virtual is not None and virtual.active() is not None:
@@ -89,43 +88,95 @@ class Extension:
     # Around each cell -----------------------------------------------------------------------------------------
 
     async def _run_cell_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
-        if self._depth or kwargs.get("silent") or (len(args) > 1 and args[1]):
-            return await self._nested(raw_cell, *args, **kwargs)
-        self._guarded("counters", lambda: self.memreport.mark(raw_cell))
-        transaction = self._guarded("snapshot", lambda: self._begin(raw_cell))
-        self._failure = None
+        run = current(self.shell)
+        if run is not None or kwargs.get("silent") or (len(args) > 1 and args[1]):
+            return await self._run_within(run or Run(self.shell), raw_cell, *args, **kwargs)
+        self.in_flight += 1
         try:
-            result = await self._nested(raw_cell, *args, **kwargs)
+            return await self._run_cell(raw_cell, *args, **kwargs)
+        finally:
+            self.in_flight -= 1
+
+    async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
+        self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
+        self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
+        transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
+        run = Run(self.shell)
+        cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, tasks=running_tasks())
+        try:
+            result = await self._run_within(run, raw_cell, *args, **kwargs)
         finally:
             if transaction is not None:
                 transaction.disarm()
-        failure = self._take_failure()
+        failure = run.take_failure()
         if failure is not None:
             try:
-                await self._failed(failure, result, raw_cell, transaction, (args, kwargs))
+                await failing.answer(self, failure, result, cell)
             except BaseException:  # an interrupt: the failure is the user's to see all the same
-                self._tracebacks.send_held()
+                self.tracebacks.send_held()
                 raise
         elif self.request is not None:
             request, self.request = self.request, None
             if is_own(raw_cell):
-                await self._retry_on_request(request, result, (args, kwargs))
+                await self._retry_on_request(request, result, cell)
             else:
                 print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
         elif transaction is not None:
-            self._guarded("bookkeeping", lambda: self._expire(transaction))
+            self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
+        source = self.memplan.take()
+        if source is not None and result.success:
+            given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
+            return await self._run_cell_async(source, *args, **{**kwargs, **given})
         return result
 
-    def _take_failure(self) -> BaseException | None:
-        failure, self._failure = self._failure, None
-        return failure
+    async def _retry_on_request(self, request: Request, result: Any, cell: CellRun) -> None:
+        if not await heal(self, request, result, cell):
+            self.tracebacks.send_held()
 
-    async def _nested(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
-        self._depth += 1
-        try:
+    async def _run_within(self, run: Run, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
+        with run.entered():
             return await self._cells.original(raw_cell, *args, **kwargs)
-        finally:
-            self._depth -= 1
+
+    async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
+        """Run a text as the cell that was asked for with ``kwargs``, without a place in the history."""
+        given = {
+            **kwargs,
+            "store_history": False,
+            "transformed_cell": self.shell.transform_cell(source),
+            "preprocessing_exc_tuple": None,
+        }
+        return await self._run_within(run, source, **given)
+
+    def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
+        """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
+        asked = planned(raw_cell)
+        if self.open is not None and asks_for_retry(raw_cell):
+            asked = self.open.session.cells.failing.source
+        if asked is not None:
+            raw_cell, args, kwargs = asked, (), {"transformed_cell": self.shell.transform_cell(asked)}
+        return self._awaited.original(raw_cell, *args, **kwargs)
+
+    def is_awaited(self, cell: CellRun) -> bool:
+        """Return whether the loop awaits this cell."""
+        transformed, failed = (cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple"))
+        return bool(
+            self.shell.should_run_async(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=failed)
+        )
+
+    def _tend_filling(self, raw_cell: str) -> None:
+        """Wait for the forecasts where a cell looks at them; end them where it moves the state that they are of."""
+        if self.filling is None:
+            return
+        if looks_at_plan(raw_cell):
+            self.filling.settle()
+        elif not is_own(raw_cell) and not only_looks(raw_cell):
+            self.end_filling()
+
+    def end_filling(self) -> None:
+        """Make no more forecasts of the last failure."""
+        filling, self.filling = self.filling, None
+        if filling is not None:
+            filling.end()
 
     def _begin(self, raw_cell: str) -> Any:
         """Take the snapshot of a cell of the user's; None for a cell of our own magics."""
@@ -143,264 +194,61 @@ class Extension:
         _, free, _ = host.binding_limit(host.read(in_full=False))
         return int(free * self.config.snapshot_share)
 
-    def _expire(self, transaction: Any) -> None:
+    def _expire(self, transaction: Any, result: Any) -> None:
         """Let go of a case that can no longer be retried or undone, because a later cell may have moved the state."""
         if (self.open or self.healed) is None:
             return
         if not only_looks(transaction.source) or transaction.changed_anything():
             self.open = self.healed = None
+            self.passed = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
 
     # What passes by -------------------------------------------------------------------------------------------
 
     def _saw(self, exc: BaseException) -> None:
-        """Note an exception that is about to be shown, if memory ran out."""
-        found = self._guarded("recognition", lambda: _find_oom(exc))
-        if found is None:
-            return
-        if self._depth or self._is_retrying:
-            self._failure = exc
+        """Note an exception that is about to be shown: one that memory ran out with, and of a retry any."""
+        run = current(self.shell)
+        if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
+            run.failure = exc
 
     def _holds(self, exc: BaseException) -> bool:
         """Whether the display of ``exc`` waits for the outcome of a retry."""
-        if self._is_retrying and isinstance(exc, OomDoctorError):
-            return True
-        if _quietly(lambda: _find_oom(exc)) is None:
+        run = current(self.shell)
+        if run is None:
             return False
-        return self._is_retrying or (self._depth == 1 and self.config.auto != "off" and self.config.snapshot)
+        if run.is_retry and isinstance(exc, OomDoctorError):
+            return True
+        if quietly(lambda: find_oom(exc)) is None:
+            return False
+        return run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
 
-    # When memory ran out --------------------------------------------------------------------------------------
+    def _was_shown(self, exc: BaseException) -> None:
+        """Answer a failure that was shown outside of every cell: in a callback of a widget."""
+        if current(self.shell) is None:
+            self._outside(exc, "a callback")
 
-    async def _failed(
-        self, failure: BaseException, result: Any, raw_cell: str, transaction: Any, call: tuple[Any, Any]
-    ) -> None:
-        def observe() -> Case:
-            return self._observe(failure, result, raw_cell, transaction)
+    def _thread_failed(self, given: Any) -> Any:
+        """Answer a failure that ended a thread."""
+        result = self._threads.original(given)
+        if given.exc_value is not None:
+            self._outside(given.exc_value, f"the thread {threading.current_thread().name}")
+        return result
 
-        # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
-        # the census is without what it held.
-        observed = _quietly(observe)
-        if not self.config.keep_frames:
-            self._guarded("release", lambda: _release(failure, self.shell))
-        case = observed or self._guarded("evidence", observe)
-        if case is not None:
-            case = self._guarded("diagnosis", lambda: self._diagnose(case)) or case
-            case = self._guarded("forecast", lambda: self._plan(case)) or case
-            chosen = self._guarded("choice", lambda: _admitted(case, self.config.auto)) or ()
-            may_retry = self.open is not None and chosen and result.error_in_exec is failure
-            if may_retry and await self._guarded_heal(Request(case=case, chosen=chosen), result, call):
-                return
-        self._tracebacks.send_held()
-        if case is not None:
-            self._guarded("display", lambda: self._show(case))
+    def _outside(self, exc: BaseException, where: str) -> None:
+        if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
+            failing.answer_outside(self, exc, where)
 
-    def _observe(self, failure: BaseException, result: Any, raw_cell: str, transaction: Any) -> Case:
-        from oomdoctor import pipeline
-
-        number = result.execution_count or self.shell.execution_count
-        cells = cells_until(self.shell, number, raw_cell)
-        case, session = pipeline.observe(
-            failure,
-            lambda accelerator: pipeline.open_session(self.shell.user_ns, cells, accelerator, self.shell),
-            filenames(self.shell),
-        )
-        self.open = self.healed = None
-        if transaction is not None:
-            self.open = OpenCase(session=session, transaction=transaction, candidates=())
-        pipeline.record(case)
-        return case
-
-    def _diagnose(self, case: Case) -> Case:
-        from oomdoctor import pipeline
-
-        rules = pipeline.rulebook(tuple(map(Path, self.config.rule_paths)))
-        for fault in rules.faults:
-            self._tell(f"rule left out: {fault}")
-        diagnosed = pipeline.diagnose(case, rules)
-        pipeline.record(diagnosed)
-        return diagnosed
-
-    def _plan(self, case: Case) -> Case:
-        from oomdoctor import pipeline
-
-        if self.open is None:
-            return case
-        transaction = self.open.transaction
-        priced = pipeline.plan(
-            case,
-            self.open.session,
-            transaction.restore,
-            time_budget_s=self.config.forecast_time_s,
-            reserve=transaction.bytes_to_copy if self.open.session.accelerator.name == "cpu" else 0,
-        )
-        self.open.candidates = priced.plan.candidates
-        pipeline.record(priced)
-        return priced
-
-    def _show(self, case: Case) -> None:
-        from IPython.display import display
-
-        from oomdoctor.views import bundle, panel
-
-        display(bundle(case, self._names), raw=True)
-        if self.config.panel and hasattr(self.shell, "kernel"):
-            controls = panel.build(case, self._act)
-            if controls is not None:
-                display(controls)
+    # What is shown --------------------------------------------------------------------------------------------
 
     @property
-    def _names(self) -> dict[int, str] | None:
+    def names(self) -> dict[int, str] | None:
         """What the cells are called: by their numbers, unless the shell runs a script."""
         script = getattr(self.shell, "script", None)
         return None if script is None else {1: script.name}
 
-    def _act(self, verb: str, candidate: Candidate | None) -> None:
-        """Do what a button of the panel asks for, as if the user had typed it."""
-        from oomdoctor.shell.anywhere import run_cell_anywhere
-
-        if verb == "fix" and candidate is not None and self.open is not None:
-            number = self.open.candidates.index(candidate) + 1
-            run_cell_anywhere(self.shell, f"%oomdoctor fix {number}")
-        else:
-            run_cell_anywhere(self.shell, f"%oomdoctor {verb}")
-
-    # Retries --------------------------------------------------------------------------------------------------
-
-    async def _retry_on_request(self, request: Request, result: Any, call: tuple[Any, Any]) -> None:
-        if not await self._guarded_heal(request, result, call):
-            self._tracebacks.send_held()
-
-    async def _guarded_heal(self, request: Request, result: Any, call: tuple[Any, Any]) -> bool:
-        """Heal; whatever goes wrong in ours leaves the state of the cell's start and the user's own error."""
-        opened = self.open
-        self._is_retrying = True
-        try:
-            case, error = await self._heal(request, call)
-        except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
-            self._fault("retry", exc)
-            if opened is not None:
-                self._guarded("rollback", opened.transaction.restore)
-            return False
-        except BaseException:  # an interrupt, which may have come in the midst of anything
-            if opened is not None:
-                self._guarded("rollback", opened.transaction.restore)
-            raise
-        finally:
-            self._is_retrying = False
-            self._failure = None
-        is_healed = case.outcome.kind is OutcomeKind.HEALED
-        self._take_over(result, error, is_healed)
-        if is_healed:
-            self._tracebacks.drop_held()
-            self.open, self.healed = None, opened
-        else:
-            self._tracebacks.send_held(error)
-        self._guarded("notice", lambda: self._notice(case))
-        return True
-
-    async def _heal(self, request: Request, call: tuple[Any, Any]) -> tuple[Case, BaseException | None]:
-        from oomdoctor import pipeline
-
-        if self.open is None:
-            raise UsageError("the case can no longer be retried: run its cell again")
-        case, error = await pipeline.heal(
-            request.case,
-            self.open.session,
-            self.open.transaction,
-            request.chosen,
-            functools.partial(self._run_attempt, call=call),
-            most_attempts=self.config.attempts,
-            time_budget_s=self.config.retry_time_s,
-            anyway=request.anyway,
-        )
-        pipeline.record(case)
-        return case, error
-
-    async def _run_attempt(self, attempt: Attempt, call: tuple[Any, Any]) -> BaseException | None:
-        """Run redefined functions and the cell's text the way the shell runs cells."""
-        _, kwargs = call
-        with left_alone():
-            for replay in attempt.replays:
-                if error := _error_of(await self._run_source(replay, {**kwargs, "silent": True})):
-                    return error
-            self._last_result = await self._run_source(attempt.source, kwargs)
-        return _error_of(self._last_result)
-
-    async def _run_source(self, source: str, kwargs: dict[str, Any]) -> Any:
-        given = {
-            **kwargs,
-            "store_history": False,
-            "transformed_cell": self.shell.transform_cell(source),
-            "preprocessing_exc_tuple": None,
-        }
-        return await self._nested(source, **given)
-
-    def _take_over(self, result: Any, error: BaseException | None, is_healed: bool) -> None:
-        """Let the cell answer as its retry did."""
-        if is_healed:
-            result.error_in_exec = error
-            result.result = getattr(self._last_result, "result", None)
-        elif error is not None:
-            result.error_in_exec = error
-        self.shell.last_execution_succeeded = result.success
-        self.shell.last_execution_result = result
-        self._last_result = None
-
-    def _notice(self, case: Case) -> None:
+    def notice(self, case: Case) -> None:
+        """Show how a case ended."""
         from IPython.display import display
 
         from oomdoctor.views import notice_bundle
 
-        display(notice_bundle(case, self._names), raw=True)
-
-    # Borders --------------------------------------------------------------------------------------------------
-
-    def _guarded(self, stage: str, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
-            self._fault(stage, exc)
-            return None
-
-    def _fault(self, stage: str, exc: BaseException) -> None:
-        line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
-        self.faults.append(line)
-        print(f"oomdoctor could not finish ({line})", file=sys.stderr)
-
-    def _tell(self, fault: str) -> None:
-        """Print a fault that is not ours the first time that it is met."""
-        if fault not in self.faults:
-            self.faults.append(fault)
-            print(f"oomdoctor: {fault}", file=sys.stderr)
-
-
-def _find_oom(exc: BaseException) -> BaseException | None:
-    if isinstance(exc, (SyntaxError, KeyboardInterrupt)):
-        return None
-    from oomdoctor.incident import find_oom
-
-    found = find_oom(exc)
-    return None if found is None or is_told(exc) or is_told(found) else found
-
-
-def _quietly(do: Callable[[], Any]) -> Any:
-    try:
-        return do()
-    except Exception:  # noqa: BLE001 - border: what is done so is done twice, and the other time tells the fault
-        return None
-
-
-def _release(exc: BaseException, shell: Any) -> None:
-    from oomdoctor.retry.release import release
-
-    release(exc, shell)
-
-
-def _admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
-    from oomdoctor import pipeline
-
-    return pipeline.admitted(case, auto)
-
-
-def _error_of(result: Any) -> BaseException | None:
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error
+        display(notice_bundle(case, self.names), raw=True)

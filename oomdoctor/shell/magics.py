@@ -1,4 +1,4 @@
-"""The magics ``%oomdoctor`` and ``%memreport``: they read what was typed, and answer bad input with one line."""
+"""The magics ``%oomdoctor``, ``%memreport`` and ``%%memplan``: they read what was typed; bad input gets one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.verbs import VERBS, shown
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "unregister"]
 
-_NAMES: Final = ("oomdoctor", "memreport")
+_NAMES: Final = {"line": ("oomdoctor", "memreport"), "cell": ("memplan",)}
 
 
 def register(extension: Extension) -> None:
@@ -28,16 +29,22 @@ def register(extension: Extension) -> None:
     def memreport(line: str) -> None:
         _answered(lambda: extension.memreport.answer(_split(line)))
 
-    memreport.__doc__ = USAGE
+    def memplan(line: str, cell: str) -> None:
+        number, time_s = extension.memreport.number, extension.config.forecast_time_s
+        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s))
+
+    memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
 
     for magic in (oomdoctor, memreport):
         extension.shell.register_magic_function(magic, magic_kind="line", magic_name=magic.__name__)
+    extension.shell.register_magic_function(memplan, magic_kind="cell", magic_name="memplan")
 
 
 def unregister(extension: Extension) -> None:
     """Take the magics away again."""
-    for name in _NAMES:
-        extension.shell.magics_manager.magics["line"].pop(name, None)
+    for kind, names in _NAMES.items():
+        for name in names:
+            extension.shell.magics_manager.magics[kind].pop(name, None)
 
 
 def _answered(do: Any) -> None:

@@ -14,6 +14,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.growth import Mark
 from oomdoctor.shell.cells import cells_until, is_own
+from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
 
 if TYPE_CHECKING:
     from oomdoctor.model.evidence import Measured
@@ -46,9 +47,6 @@ _TAKES: Final = {
 }
 _FLAGS: Final = frozenset({"diff"})
 _FILES: Final = frozenset({"json", "html", "snapshot"})
-_OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
-_DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 _MOST_DIGITS: Final = 9
 _HELP: Final = frozenset({"--help", "-h"})
 
@@ -77,13 +75,13 @@ class Options:
             device=given.get("device"),
             top=_number(given.get("top")),
             diff="diff" in given,
-            prints_json="json" in given and given["json"] in (None, *_OUTPUT),
-            json=None if given.get("json") in _OUTPUT else _path(given.get("json")),
-            html=_path(given.get("html")),
-            snapshot=_path(given.get("snapshot")),
+            prints_json="json" in given and given["json"] in (None, *OUTPUT),
+            json=None if given.get("json") in OUTPUT else path_of(given.get("json")),
+            html=path_of(given.get("html")),
+            snapshot=path_of(given.get("snapshot")),
         )
         for path in options.paths:
-            _check_writable(path)
+            check_writable(path)
         if len(set(map(os.path.realpath, options.paths))) < len(options.paths):
             raise UsageError("each file needs a path of its own")
         return options
@@ -98,19 +96,22 @@ class MemReport:
     """The magic in one shell.
 
     It keeps plain values alone: no tensor lives longer because it was reported.
+
+    Attributes:
+        number: of the cell that is running, or ran last.
     """
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._last: tuple[int, Report] | None = None
         self._mark: Mark | None = None
-        self._number: int = shell.execution_count
+        self.number: int = shell.execution_count
 
     def mark(self, raw_cell: str) -> None:
         """Note which cell begins, and read the counters if it is one of the user's."""
-        self._number = self._shell.execution_count  # while a cell runs, this is its number or the next one's
+        self.number = self._shell.execution_count  # while a cell runs, this is its number or the next one's
         if raw_cell.strip() and not is_own(raw_cell):
-            self._mark = counters(self._number)
+            self._mark = counters(self.number)
 
     def answer(self, words: list[str]) -> None:
         """Report as ``words`` ask for.
@@ -124,7 +125,7 @@ class MemReport:
             print(USAGE, end="")
             return
         options = Options.read(words)
-        number = self._number
+        number = self.number
         marks = None if self._mark is None else (self._mark, counters(number))  # before this work takes memory itself
         whole = self._collect(number, options)
         report = whole if options.device is None else whole.of(options.device)
@@ -175,13 +176,13 @@ def _write(options: Options, page: str, shape: str) -> None:
 
     said = []
     if options.snapshot is not None:
-        said.append(f"{_shown(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
+        said.append(f"{one_line(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
     if options.html is not None:
-        _put(page, options.html)
-        said.append(f"{_shown(options.html)}: a page that opens offline")
+        put(page, options.html)
+        said.append(f"{one_line(options.html)}: a page that opens offline")
     if options.json is not None:
-        _put(shape, options.json)
-        said.append(f"{_shown(options.json)}: the evidence as JSON")
+        put(shape, options.json)
+        said.append(f"{one_line(options.json)}: the evidence as JSON")
     if options.prints_json:
         print(shape)
     if said:  # beside the JSON, which stays fit to be parsed
@@ -225,11 +226,11 @@ def _pairs(words: list[str]) -> dict[str, str | None]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") and name in _FILES and (begun := given.get(name)):
-            raise UsageError(f"a path with spaces needs quotes: --{name} {_shown(shlex.quote(f'{begun} {word}'))}")
+            raise UsageError(f"a path with spaces needs quotes: --{name} {one_line(shlex.quote(f'{begun} {word}'))}")
         name, equals, attached = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in _TAKES:
             accepted = ", ".join(f"--{name}" for name in _TAKES)
-            raise UsageError(f"%memreport does not take '{_shown(word)}': it takes {accepted}")
+            raise UsageError(f"%memreport does not take '{one_line(word)}': it takes {accepted}")
         value = attached if equals else None
         if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
@@ -248,65 +249,7 @@ def _number(text: str | None) -> int | None:
         return None
     digits = text.lstrip("0")
     if not (text.isascii() and text.isdigit() and digits):
-        raise UsageError(f"--top needs a number above zero, not '{_shown(text)}'")
+        raise UsageError(f"--top needs a number above zero, not '{one_line(text)}'")
     if len(digits) > _MOST_DIGITS:
         raise UsageError(f"--top takes a number of {_MOST_DIGITS} digits at most, not one of {len(digits):,}")
     return int(digits)
-
-
-def _path(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    if text in _OUTPUT or text.startswith(_DESCRIPTORS):
-        raise UsageError(f"{_shown(text)} is no file: only --json is printed, where it has no path")
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{_shown(text)} cannot be written: there is no home folder of that name") from None
-    if text.endswith(os.sep) and not path.is_dir():
-        raise UsageError(f"{_shown(text)} cannot be written: it ends like a folder, and there is none")
-    return path
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a path before anything is written, for the reason that the operating system gives.
-
-    Raises:
-        UsageError: no file can be written there.
-    """
-    try:
-        target = path.resolve()  # of a link that leads to nothing, what it leads to is made and removed, not the link
-        is_there = target.exists()
-        if is_there and not target.is_dir() and not target.is_file():
-            return  # a pipe or a terminal, which could wait for a reader
-        target.open("ab").close()
-        if not is_there:
-            target.unlink()
-    except (OSError, ValueError, RuntimeError) as exc:
-        raise _unwritable(path, exc) from None
-
-
-def _put(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as exc:
-        raise _unwritable(path, exc) from None
-
-
-def _unwritable(path: Path, exc: Exception) -> UsageError:
-    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-    if isinstance(exc, RuntimeError):
-        reason = "its links lead in a circle"
-    folder = (
-        f" (there is no folder {_shown(path.parent)})"
-        if isinstance(exc, FileNotFoundError) and not path.parent.exists()
-        else ""
-    )
-    return UsageError(f"{_shown(path)} cannot be written: {reason}{folder}")
-
-
-def _shown(text: str | Path | None) -> str:
-    """Return what was typed on one line, short, and without characters that a screen would obey."""
-    from oomdoctor.views import words
-
-    return words.clean(str(text), 120)

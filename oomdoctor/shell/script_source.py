@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from oomdoctor.model.absence import Refused
 
-__all__ = ["Body", "begun", "body_of", "future_flags", "global_names", "has_changed", "text_of"]
+__all__ = ["Body", "begun", "body_of", "future_flags", "global_names", "has_changed", "indented", "text_of"]
 
 _FUTURES: Final[int] = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -30,11 +30,13 @@ class Body:
         source: the body, not indented, its lines numbered as in the script.
         before: the script without the ``with``, up to the end of the statement that it stands in.
         line: where the ``with`` stands.
+        indent: what its lines begin with in the script, nothing where it stands on the line of the ``with`` itself.
     """
 
     source: str
     before: str
     line: int
+    indent: str
 
 
 def text_of(code: CodeType, namespace: dict[str, Any]) -> str:
@@ -67,7 +69,8 @@ def has_changed(text: str, code: CodeType) -> bool:
     if not Path(code.co_filename).exists():  # a cell of a notebook, whose text is kept as it was run
         return False
     try:
-        waiting = [compile(text, code.co_filename, "exec", dont_inherit=True)]
+        # Who runs a script by ``exec`` hands on its own futures.
+        waiting = [compile(text, code.co_filename, "exec", flags=future_flags(code), dont_inherit=True)]
     except (SyntaxError, ValueError):
         return True
     while waiting:
@@ -143,20 +146,44 @@ def _body(node: ast.With, tree: ast.Module, text: str, code: CodeType) -> Body |
     before = lines[: top.end_lineno]
     before[node.lineno - 1] = before[node.lineno - 1][: node.col_offset] + "pass"
     before[node.lineno : last] = [""] * (last - node.lineno)
-    return Body(source=source, before="\n".join(before) + "\n", line=node.lineno)
+    return Body(source=source, before="\n".join(before) + "\n", line=node.lineno, indent=_indent(node, lines, first))
+
+
+def indented(source: str, indent: str) -> str:
+    """Return the body of a ``with``, or what it was changed to, as it stands in the script."""
+    if not indent:
+        return source
+    try:
+        inside = _within_strings(ast.parse(source))
+    except (SyntaxError, ValueError):
+        return source
+    lines = source.split("\n")
+    return "\n".join(
+        indent + line if line.strip() and number not in inside else line for number, line in enumerate(lines, 1)
+    )
+
+
+def _indent(node: ast.With, lines: list[str], first: int) -> str:
+    """Return what the lines of a body begin with, nothing where it begins on the line of the ``with`` itself."""
+    header = max(item.context_expr.end_lineno or 0 for item in node.items)
+    start = lines[first - 1].encode()[: node.body[0].col_offset].decode()
+    return "" if first <= header or start.strip() else start
+
+
+def _within_strings(tree: ast.AST) -> set[int]:
+    """Return the numbers of the lines that begin within a string."""
+    strings = (part for part in ast.walk(tree) if isinstance(part, ast.JoinedStr | ast.Constant))
+    return {number for part in strings for number in range(part.lineno + 1, (part.end_lineno or part.lineno) + 1)}
 
 
 def _dedented(node: ast.With, lines: list[str], first: int, last: int) -> Iterator[str]:
     """Yield the lines of a body without their indentation; what lies within a string stays as it is."""
-    header = max(item.context_expr.end_lineno or 0 for item in node.items)
-    column = node.body[0].col_offset
-    start = lines[first - 1].encode()[:column].decode()
-    if first <= header or start.strip():  # on the line of the ``with`` itself
-        yield lines[first - 1].encode()[column:].decode()
+    start = _indent(node, lines, first)
+    if not start:  # on the line of the ``with`` itself
+        yield lines[first - 1].encode()[node.body[0].col_offset :].decode()
         yield from lines[first:last]
         return
-    strings = (part for part in ast.walk(node) if isinstance(part, ast.JoinedStr | ast.Constant))
-    inside = {number for part in strings for number in range(part.lineno + 1, (part.end_lineno or part.lineno) + 1)}
+    inside = _within_strings(node)
     for number in range(first, last + 1):
         line = lines[number - 1]
         yield line if number in inside else line.removeprefix(start) if line.startswith(start) else line.lstrip()

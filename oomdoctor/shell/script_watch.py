@@ -26,10 +26,11 @@ from typing import Any, Final, TypeVar
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.chain import chained, set_traceback, traceback_of
+from oomdoctor.model.fix import Edit
 from oomdoctor.model.names import bound_names
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
-from oomdoctor.shell.script_source import begun
+from oomdoctor.shell.script_source import begun, indented
 
 __all__ = [
     "Part",
@@ -74,6 +75,7 @@ class Part:
         module: what the text around it is called: ``train.py``.
         filename: of the code; ``text``: what stands there; ``flags``: the compiler's, for its futures.
         source: the part as a cell.
+        indent: what the lines of the part begin with where it stands in the text.
         bound: what has to be among the globals for it.
         refused: why it cannot be run again, None if it can.
     """
@@ -85,6 +87,7 @@ class Part:
     text: str = ""
     flags: int = 0
     source: str = ""
+    indent: str = ""
     bound: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
     is_async: bool = False
@@ -198,6 +201,7 @@ class Watch:
             transaction.restore if transaction is not None else lambda: None,
             time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
             reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
+            keep_forecasts=_config().keep_forecasts,
         )
 
     async def _guarded_heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
@@ -230,6 +234,7 @@ class Watch:
             self._run,
             most_attempts=self._settings.attempts,
             time_budget_s=self._settings.time_s,
+            keep_forecasts=_config().keep_forecasts,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self._part.namespace, before)
@@ -269,11 +274,18 @@ class Watch:
             return
         made = next((one for one in case.plan.candidates if one.label in case.outcome.fixes), None)
         if made is not None and not isinstance(made.patch, Refused):
-            for edit in made.patch.edits:
+            for edit in map(self._placed, made.patch.edits):
                 print(replace(made.patch, edits=(edit,)).diff(self._part.names[edit.cell]), file=sys.stderr)
         if self._made:
             names = ", ".join(f"`{name}`" for name in self._made)
             print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)
+
+    def _placed(self, edit: Edit) -> Edit:
+        """Return a change of the part as one of the text that it stands in."""
+        if edit.cell != _PART:
+            return edit
+        before, after = (indented(text, self._part.indent) for text in (edit.before, edit.after))
+        return replace(edit, before=before, after=after)
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -297,7 +297,7 @@ def _part_of(frame: FrameType) -> Part:
     body = body_of(frame, text)
     if isinstance(body, Refused):
         return replace(part, refused=f"{name} cannot be run again: {body.reason}")
-    return replace(part, text=body.before, source=body.source)
+    return replace(part, text=body.before, source=body.source, indent=body.indent)
 
 
 def _place_of(frame: FrameType) -> tuple[int, int]:

@@ -18,13 +18,18 @@ class TracebackWatch:
 
     Args:
         seen: called with every exception that is shown, before it is shown. It must not raise.
+        shown: called with it after it was shown, unless its display is held back. It must not raise.
         holds: asked with the exception whether its display is to be held back for now.
     """
 
     def __init__(
-        self, shell: Any, seen: Callable[[BaseException], None], holds: Callable[[BaseException], bool]
+        self,
+        shell: Any,
+        seen: Callable[[BaseException], None],
+        shown: Callable[[BaseException], None],
+        holds: Callable[[BaseException], bool],
     ) -> None:
-        self._shell, self._seen, self._holds = shell, seen, holds
+        self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
         self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
         self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
 
@@ -42,7 +47,10 @@ class TracebackWatch:
             # callers are run_code and the wrapper.
             if sys._getframe(2).f_code.co_name == "run_code" and self._holds(exc):
                 return self._render_only(exc, *args, **kwargs)
-        return self._wrapped.original(*args, **kwargs)
+        result = self._wrapped.original(*args, **kwargs)
+        if isinstance(exc, BaseException):
+            self._shown(exc)
+        return result
 
     def _render_only(self, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
         """Let the shell render the traceback as always, and keep the rendering instead of sending it."""

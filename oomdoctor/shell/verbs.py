@@ -11,9 +11,11 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.sizes import format_size
+from oomdoctor.shell import keeping
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
+    from oomdoctor.model.fix import Patch
     from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
 
@@ -39,6 +41,9 @@ def status(extension: Extension, words: list[str]) -> None:
     print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
     print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
     print(f"copies of weights kept: {kept}")
+    print(f"forecasts kept: {pipeline.forecasts_kept() if extension.config.keep_forecasts else 'off'}")
+    for remedy in extension.remedies:
+        print(f"remembered, tried first when that cell fails so again: {remedy}")
     for fault in extension.faults:
         print(f"fault: {fault}")
 
@@ -54,20 +59,26 @@ def auto(extension: Extension, words: list[str]) -> None:
 def fix(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor fix [N|ID] [--anyway]`: run the failed cell again with this fix; the first where none is named.
 
+    `%oomdoctor fix [N|ID] --insert` runs nothing: it puts the changed cell into the next one, for you to keep.
     `release_traceback` and `clear_output_cache` free what they can at once where no failed cell waits for them.
     """
     from oomdoctor.shell.extension import Request
 
     anyway = "--anyway" in words
-    named = [word for word in words if word != "--anyway"]
+    named = [word for word in words if word not in ("--anyway", "--insert")]
+    if "--insert" in words:
+        if anyway:
+            raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
+        keeping.insert(extension, *_written(named))
+        return
     if len(named) == 1 and named[0] in _RELEASES and not _waits_for(extension, named[0]):
         _release(extension, named[0])
         return
-    case, candidate = _choose(extension, named)
+    case, candidate = _choose(named)
     if candidate.effect is Effect.ADVICE:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
-    extension.request = Request(case=case, chosen=(candidate,), anyway=anyway)
+    extension.request = Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
 
 
 def retry(extension: Extension, words: list[str]) -> None:
@@ -81,30 +92,21 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        raise UsageError("no fix that keeps the result is likely to fit: `%oomdoctor fix N` takes another one")
+        why = pipeline.beyond_cure(case) or "no fix that keeps the result is likely to fit"
+        raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
     extension.request = Request(case=case, chosen=chosen, anyway=anyway)
 
 
 def diff(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor diff [N|ID]`: the fix as a unified diff of your cells; the one in place where none is named."""
-    case = _case()
-    if not words and case.outcome.fixes:
-        words = [next((str(at) for at, c in enumerate(case.plan.candidates, 1) if c.label in case.outcome.fixes), "1")]
-    _, candidate = _choose(extension, words)
-    if isinstance(candidate.patch, Refused):
-        raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
-    print(candidate.patch.diff(), end="")
+    del extension
+    print(_written(words)[2].diff(), end="")
 
 
 def undo(extension: Extension, words: list[str]) -> None:
-    """`%oomdoctor undo`: go back to the state before the healed cell."""
+    """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
     _no_more("undo", words)
-    opened = extension.healed
-    if opened is None:
-        raise UsageError("there is nothing to undo: no cell was healed, or later cells have changed the state since")
-    lost = (*opened.transaction.losses(), *opened.transaction.settle())
-    extension.open, extension.healed = opened, None
-    print("the state is that from before the cell" + (f", except: {'; '.join(lost)}" if lost else ""))
+    print(keeping.undo(extension))
 
 
 def cases(extension: Extension, words: list[str]) -> None:
@@ -213,9 +215,19 @@ def _case() -> Case:
     return case
 
 
-def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
+def _written(words: list[str]) -> tuple[Case, Candidate, Patch]:
+    """Return the candidate that is named, the one in place where none is, and its change of the source."""
+    case = _case()
+    if not words and case.outcome.fixes:
+        words = [next((str(at) for at, c in enumerate(case.plan.candidates, 1) if c.label in case.outcome.fixes), "1")]
+    _, candidate = _choose(words)
+    if isinstance(candidate.patch, Refused):
+        raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
+    return case, candidate, candidate.patch
+
+
+def _choose(words: list[str]) -> tuple[Case, Candidate]:
     """Return the candidate that a number or an id names, the first where nothing is named."""
-    del extension
     case, word = _case(), words[0] if words else "1"
     candidates = case.plan.candidates
     accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"

@@ -164,7 +164,7 @@ def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
 def _keep(used: _Used, candidate: Candidate) -> str:
     shows = f"`%oomdoctor diff {used.number}` shows the change to make in your source"
     if used.as_priced is not None:
-        return shows
+        return f"{shows}, `%oomdoctor fix {used.number} --insert` puts it into the next cell"
     return f"{shows}, there with {words.clean(str(candidate.dose), 120)}: write {used.dose} instead"
 
 

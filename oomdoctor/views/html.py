@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 
 from oomdoctor.model.evidence import Role
 from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
 from oomdoctor.views.story import tell
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.explanation import Explanation
     from oomdoctor.model.incident import Incident
+    from oomdoctor.model.memplan import MemPlan
     from oomdoctor.model.plan import Plan
     from oomdoctor.views.growth import GrowthRows
+    from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["case", "explanation", "growth", "notice", "page", "plan", "report"]
+__all__ = ["case", "explanation", "growth", "memplan", "notice", "page", "plan", "report"]
 
 _CODE: Final = re.compile(r"`([^`]+)`")
 
@@ -68,9 +71,13 @@ _FILLS: Final = {
 }
 
 
-def case(case: Case) -> str:
-    """Return the diagnosis of ``case``."""
-    return _templates().get_template("case.html.j2").render(story=tell(case))
+def case(case: Case, retry: Retry | None = None) -> str:
+    """Return the diagnosis of ``case``.
+
+    Args:
+        retry: what a retry would do; by the plan alone where nothing else is known.
+    """
+    return _templates().get_template("case.html.j2").render(story=tell(case, retry))
 
 
 def report(survey: Survey) -> str:
@@ -100,6 +107,15 @@ def notice(case: Case) -> str:
 def plan(plan: Plan) -> str:
     """Return what a cell was forecast to need, and what each change would make of it."""
     return _templates().get_template("plan.html.j2").render(prices=prices(plan))
+
+
+def memplan(plan: MemPlan, names: Mapping[int, str] | None = None) -> str:
+    """Return what a cell needs that was not run, where that fits, and what would help.
+
+    Args:
+        names: what the cells are called in a program that is no notebook.
+    """
+    return _templates().get_template("memplan.html.j2").render(plan=foresight(plan, names))
 
 
 def explanation(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> str:
@@ -169,6 +185,7 @@ _CSS: Final = {
     "command": f"{_MONO};font-size:0.95em;display:inline-block;white-space:nowrap;color:inherit;border-radius:3px;"
     "background:rgba(128,128,128,0.15);padding:0 0.5em;margin:0.3em 0.8em 0 0",
     "head": "font-weight:bold;font-size:1em;margin:1.2em 0 0.4em 0",
+    "summary": "cursor:pointer;font-weight:bold",
     "scroll": "overflow-x:auto",
     # Colour is inherited by name: in a page without a doctype tables would be black on any theme.
     "table": "border-collapse:collapse;border:none;table-layout:auto;margin:0;text-align:left;font-size:1em;"

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from oomdoctor.model.explanation import Explanation
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.plan import Plan
+    from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
 __all__ = ["bundle", "explanation_bundle", "notice_bundle", "plan_bundle", "report_bundle"]
 
 
-def bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[str, str]:
+def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None) -> dict[str, str]:
     """Return the diagnosis of ``case`` by MIME type.
 
     Args:
         names: what the cells are called in a program that is no notebook, which has text alone.
+        retry: what a retry would do; by the plan alone where nothing else is known.
     """
-    shown = {"text/plain": text.case(case, names=names)}
-    return shown if names is not None else {**shown, "text/html": html.case(case)}
+    shown = {"text/plain": text.case(case, names=names, retry=retry)}
+    return shown if names is not None else {**shown, "text/html": html.case(case, retry)}
 
 
 def report_bundle(survey: Survey, *, width: int = 100) -> dict[str, str]:

@@ -17,7 +17,7 @@ from oomdoctor.views import words
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
 
-__all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_rows", "prices", "slowdown"]
+__all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_row", "fix_rows", "prices", "slowdown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,17 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixRow:
-    """One numbered fix.
+    """One fix.
 
     Attributes:
+        number: what it is called by; None where the order may still change.
         peak: forecast peak, before → after; ``basis`` is empty where there is none.
         decided_by: what the allocator's cache would hold, where the verdict hangs on that and not on the peak.
         apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
         notes: caveats, and why a part of it cannot be had.
     """
 
-    number: int
+    number: int | None
     title: str
     dose: str
     effect: str
@@ -84,7 +85,7 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
     return Prices(
         unchanged=_unknown_need(plan.unchanged) if unsized else _need(plan.unchanged),
         fixes=fix_rows(plan),
-        unfixed=None if plan.candidates else _unfixed(plan.unchanged, fits=not unsized),
+        unfixed=_unfixed(plan, fits=not unsized),
         refusals=_refusal_rows(plan),
     )
 
@@ -106,8 +107,14 @@ def _unknown_need(unchanged: Forecast) -> str:
     return f"{told} No {lacking}: {_reason(unchanged.refused)}." if unchanged.refused else told
 
 
-def _unfixed(unchanged: Forecast, *, fits: bool) -> str | None:
-    """Return why there are no fixes; None where nothing was priced, which the forecast says already."""
+def _unfixed(plan: Plan, *, fits: bool) -> str | None:
+    """Return why there are no fixes, or none that are settled; None where the forecast of the cell says it already."""
+    unchanged = plan.unchanged
+    if plan.pending:
+        what = "Their numbers and commands are shown" if plan.candidates else "The changes are shown"
+        return f"Forecasts are being made. {what} when they are there."
+    if plan.candidates:
+        return None
     if fits and unchanged.verdict is Verdict.FITS:
         return "No change is needed."
     return None if unchanged.peak is None and unchanged.refused is None else "No fix was found that could be offered."
@@ -135,11 +142,14 @@ def _comma(text: str) -> str:
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
-    """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them."""
-    return tuple(_row(number, candidate, plan.unchanged) for number, candidate in enumerate(plan.candidates, 1))
+    """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them once that is settled."""
+    rows = (fix_row(number, candidate, plan.unchanged) for number, candidate in enumerate(plan.candidates, 1))
+    if plan.pending:
+        return tuple(replace(row, number=None, apply=None, diff=None) for row in rows)
+    return tuple(rows)
 
 
-def _row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
+def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
     """Return one candidate as a row."""
     forecast = candidate.forecast
     effect, promise = words.EFFECTS[candidate.effect]

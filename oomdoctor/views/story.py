@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.evidence import Census, DeviceMemory, Evidence
 from oomdoctor.model.finding import Finding
+from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.bar import Bar, device_bar
 from oomdoctor.views.holders import Holders, holders
 from oomdoctor.views.prices import Prices, prices
+from oomdoctor.views.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FailingLine",
     "FindingRow",
+    "Retry",
     "Story",
     "finding_rows",
     "headline",
@@ -52,6 +56,25 @@ _FATES_BY_FORMAT: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """What `%oomdoctor retry` would do.
+
+    Attributes:
+        chosen: the candidates that it would try, in their order.
+        why: why it would try none, where that is not for their forecasts.
+    """
+
+    chosen: tuple[Candidate, ...] = ()
+    why: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Retry:
+        """Return what it would do by the plan alone: try what keeps the result and is not known to be too large."""
+        keeping = (one for one in plan.candidates if one.effect in (Effect.EXACT, Effect.EQUIVALENT))
+        return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailingLine:
     """The line of the user's own code that was running."""
 
@@ -70,7 +93,11 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """The diagnosis of one case, from the headline to what to type next."""
+    """The diagnosis of one case, from the headline to what to type next.
+
+    Attributes:
+        timeline: how the memory of the unchanged cell goes; None where no shadow run saw it.
+    """
 
     title: str
     headline: str
@@ -79,13 +106,18 @@ class Story:
     bar: Bar | None
     holders: Holders
     findings: tuple[FindingRow, ...]
+    timeline: Timeline | None
     prices: Prices
     missing: tuple[str, ...]
     next: tuple[str, ...]
 
 
-def tell(case: Case) -> Story:
-    """Return the facts of ``case``."""
+def tell(case: Case, retry: Retry | None = None) -> Story:
+    """Return the facts of ``case``.
+
+    Args:
+        retry: what a retry would do; by the plan alone where nothing else is known.
+    """
     incident, evidence = case.incident, case.evidence
     device = _device(incident, evidence)
     census = evidence.census if evidence.census.device == device.name else None
@@ -97,11 +129,12 @@ def tell(case: Case) -> Story:
         bar=device_bar(device, census, total=incident.total, asked=incident.requested),
         holders=holders(census, evidence.code.models, top=_TOP),
         findings=finding_rows(case.findings),
+        timeline=timeline(case.plan.unchanged.course, case.plan.unchanged.budget),
         prices=prices(case.plan, incident),
         missing=words.missing(
             [(name, getattr(device, name)) for name in ("total", "free", "allocated", "reserved")],
         ),
-        next=_next(case),
+        next=_next(case, retry or Retry.of(case.plan)),
     )
 
 
@@ -186,10 +219,28 @@ def finding_rows(findings: tuple[Finding, ...]) -> tuple[FindingRow, ...]:
     )
 
 
-def _next(case: Case) -> tuple[str, ...]:
+def _next(case: Case, retry: Retry) -> tuple[str, ...]:
+    """Return what happened, or what to type next: what is said to be run is what would be."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)
         return (f"{end.mark} {end.title}",)
-    if any(row.apply for row in prices(case.plan).fixes):
+    if case.plan.pending:
+        return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
+    rows = [row for row in prices(case.plan).fixes if row.apply]
+    if not rows:
+        return ()
+    if retry.why:
+        return (f"`%oomdoctor retry` runs nothing: {words.clean(retry.why, 600)}.",)
+    verdict = retry.chosen[0].forecast.verdict if retry.chosen else None
+    if verdict is Verdict.FITS:
         return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)
-    return ()
+    if verdict is not None:
+        number = case.plan.candidates.index(retry.chosen[0]) + 1
+        least = "no change that keeps the result is certain to fit"
+        return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
+    fitting = next((row for row in rows if row.verdict is Verdict.FITS), None)
+    if fitting is not None:
+        nothing = "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it"
+        return (f"{nothing}, by `{fitting.apply}`; state is restored first.",)
+    nothing = "`%oomdoctor retry` runs nothing: no change was forecast to fit"
+    return (f"{nothing}. `{rows[0].apply}` tries one all the same; state is restored first.",)

@@ -19,22 +19,26 @@ from rich.text import Text
 from oomdoctor.model.plan import Verdict
 from oomdoctor.views import textbar
 from oomdoctor.views.aftermath import COMMANDS, aftermath
+from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
 from oomdoctor.views.story import FailingLine, FindingRow, tell, without_commands
-from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose
+from oomdoctor.views.textmemplan import memplan_parts, memplan_tail
+from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose, timeline_parts
 from oomdoctor.views.textreport import growth_parts, survey_parts
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.explanation import Explanation
     from oomdoctor.model.incident import Incident
+    from oomdoctor.model.memplan import MemPlan
     from oomdoctor.model.plan import Plan
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.prices import FixRow, Prices
+    from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["case", "explanation", "growth", "notice", "plan", "report"]
+__all__ = ["case", "explanation", "growth", "memplan", "notice", "plan", "report"]
 
 _VERDICT_STYLES: Final = {
     Verdict.FITS: "green",
@@ -62,13 +66,21 @@ def _without_draws(render: Callable[P, str]) -> Callable[P, str]:
 
 
 @_without_draws
-def case(case: Case, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None) -> str:
+def case(
+    case: Case,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    names: Mapping[int, str] | None = None,
+    retry: Retry | None = None,
+) -> str:
     """Return the diagnosis of ``case``.
 
     Args:
+        retry: what a retry would do; by the plan alone where nothing else is known.
         names: what the cells are called in a program that is no notebook, where nobody can type commands.
     """
-    story = tell(case) if names is None else without_commands(tell(case))
+    story = tell(case, retry) if names is None else without_commands(tell(case, retry))
     parts: list[RenderableType] = [Text(story.title, "bold red"), prose(story.headline)]
     if story.lines:
         parts += ["", *map(_line, story.lines)]
@@ -77,6 +89,8 @@ def case(case: Case, *, width: int = 100, colour: bool = False, names: Mapping[i
     if story.bar is not None:
         parts += ["", *textbar.draw(story.bar, bar_width(width))]
     parts += holder_parts("What holds it", story.holders, width)
+    if story.timeline is not None:
+        parts += ["", heading("How the memory goes"), *timeline_parts(story.timeline, width)]
     parts += ["", heading("Why"), *_findings(story.findings)]
     parts += ["", heading("What to change"), *_prices(story.prices, width)]
     if story.missing:
@@ -116,6 +130,18 @@ def notice(case: Case, *, width: int = 100, colour: bool = False, names: Mapping
 def plan(plan: Plan, *, width: int = 100, colour: bool = False) -> str:
     """Return what a cell was forecast to need, and what each change would make of it."""
     return _print([heading("Forecast"), *_prices(prices(plan), width)], width=width, colour=colour)
+
+
+@_without_draws
+def memplan(
+    plan: MemPlan, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None
+) -> str:
+    """Return what a cell needs that was not run, where that fits, and what would help. For ``names`` see ``case``."""
+    facts = foresight(plan, names)
+    parts = memplan_parts(facts, width)
+    if facts.prices is not None:
+        parts += ["", heading("What to change"), *_prices(facts.prices, width)]
+    return _print([*parts, *memplan_tail(facts)], width=width, colour=colour)
 
 
 @_without_draws
@@ -198,7 +224,7 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
     table.add_column("Time", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row.number),
+            _number(row),
             _change(row),
             f"{row.peak}\n{row.basis}",
             Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f"\n{row.decided_by}"),
@@ -209,6 +235,10 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
     return table
 
 
+def _number(row: FixRow) -> str:
+    return "" if row.number is None else str(row.number)
+
+
 def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     table = grid()
     table.add_column(justify="right", no_wrap=True)
@@ -216,7 +246,7 @@ def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     for row in rows:
         price = Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f": {row.peak}")
         price.append("".join(f", {part}" for part in (row.decided_by, row.basis) if part))
-        table.add_row(f"{row.number}.", _change(row, price.append(f"; time {row.slowdown}")))
+        table.add_row(f"{_number(row)}.", _change(row, price.append(f"; time {row.slowdown}")))
         if row is not rows[-1]:
             table.add_row()
     return table

@@ -12,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from oomdoctor.views.holders import Holders
+from oomdoctor.views.timeline import Timeline
 
-__all__ = ["bar_width", "grid", "heading", "holder_parts", "indented", "is_narrow", "prose"]
+__all__ = ["bar_width", "grid", "heading", "holder_parts", "indented", "is_narrow", "prose", "timeline_parts"]
 
 _NARROW: Final = 60
+_LEVELS: Final = "▁▂▃▄▅▆▇█"
 _INDENT, _GAP = 2, 2
 
 
@@ -61,6 +63,15 @@ def holder_parts(title: str, held: Holders, width: int) -> list[RenderableType]:
     parts += [indented(Text(held.more, "dim"))] if held.more else []
     parts += [Text(held.accounted)] if held.accounted else []
     return [*parts, *(prose(note) for note in held.notes)]
+
+
+def timeline_parts(timeline: Timeline, width: int) -> list[RenderableType]:
+    """Return how the memory goes, as a line of columns and in words."""
+    line = Text()
+    for column in timeline.columns(bar_width(width) - 4):
+        level = _LEVELS[round(column.ratio * (len(_LEVELS) - 1))]
+        line.append(level, "red" if column.kind == "over" else "blue")
+    return [indented(line), indented(prose(timeline.sentence))]
 
 
 def _has_room(held: Holders, width: int) -> bool:

@@ -39,6 +39,11 @@ def test_the_whole_text():
     )
 
 
+def test_a_limit_of_the_process_is_told_before_what_is_allocated():
+    text = cuda_out_of_memory(tried=MIB, total=8 * GIB, allocated=GIB, reserved=2 * GIB, allowed=4 * GIB)
+    assert "this process has 2.00 GiB memory in use. 4.00 GiB allowed; Of the allocated memory 1024.00 MiB is" in text
+
+
 @pytest.mark.skipif(not REPORTED.is_file(), reason=f"the reported texts are not at {REPORTED}")
 def test_only_the_numbers_differ_from_texts_that_users_reported():
     ours = shape(cuda_out_of_memory(tried=1, total=1, allocated=1, reserved=1))

@@ -1,4 +1,4 @@
-"""One server and one browser for all tests of this folder."""
+"""One server, one kernel and one browser for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from pages import Page
@@ -16,8 +18,10 @@ _ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-_SOON_MS = 20_000
+_SOON_MS = 30_000
 """Longer than the first import of torch takes on a busy machine."""
+
+Opener = Callable[..., Page]
 
 
 @pytest.fixture(scope="session")
@@ -44,21 +48,37 @@ def browser() -> Iterator[BrowserContext]:
             args=list(_ARGUMENTS),
             viewport={"width": 1200, "height": 1000},
         )
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(_SOON_MS)
         yield context
         context.close()
 
 
-@pytest.fixture
-def open_notebook(server: Server, browser: BrowserContext) -> Iterator[Callable[..., Page]]:
-    """Open a notebook of these cells: ``open_notebook("name", *cells, interface="lab")``."""
+@contextmanager
+def opening(server: Server, browser: BrowserContext) -> Iterator[Opener]:
+    """Open notebooks, given by their cells or whole, and close them at the end."""
     opened: list[Page] = []
 
-    def open_one(name: str, *cells: str, interface: str = "lab") -> Page:
-        server.write(name, cells)
-        opened.append(Page(browser, server, name, interface=interface))
+    def open_one(name: str, *cells: str, whole: dict[str, Any] | None = None, **options: Any) -> Page:
+        server.write(name, whole or cells)
+        opened.append(Page(browser, server, name, **options))
         return opened[-1]
 
-    yield open_one
-    for page in opened:
-        page.page.close()
+    try:
+        yield open_one
+    finally:
+        for page in opened:
+            page.page.close()
+
+
+@pytest.fixture
+def open_notebook(server: Server, browser: BrowserContext) -> Iterator[Opener]:
+    """Open a notebook of these cells: ``open_notebook("name", *cells, interface="lab")``."""
+    with opening(server, browser) as open_one:
+        yield open_one
+
+
+@pytest.fixture(scope="module")
+def open_for_all(server: Server, browser: BrowserContext) -> Iterator[Opener]:
+    """Open a notebook that the tests of a module look at in turn."""
+    with opening(server, browser) as open_one:
+        yield open_one

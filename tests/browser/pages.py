@@ -10,34 +10,57 @@ from servers import TOKEN, Server
 
 SHOTS = Path(__file__).parents[2] / "demo-output" / "browser"
 
-# Neither the page nor the kernel is ready for a command when the first cells show.
-_READY = """() => {
+_CONTEXT = """
   const app = window.jupyterapp;
   const context = app && app.shell.currentWidget && app.shell.currentWidget.context;
   const session = context && context.isReady && context.sessionContext;
-  const kernel = session && session.isReady && session.session && session.session.kernel;
-  return !!(kernel && kernel.connectionStatus === 'connected' && kernel.status === 'idle');
-}"""
+  const kernel = session && session.isReady && session.session && session.session.kernel;"""
+# Neither the page nor the kernel is ready for a command when the first cells show.
+_READY = f"() => {{{_CONTEXT} return !!(kernel && kernel.connectionStatus === 'connected' && kernel.status === 'idle') }}"
+_EMPTIED = f"code => {{{_CONTEXT} return kernel.requestExecute({{code, silent: true}}).done.then(() => null) }}"
+_EMPTY = """\
+import sys
+if "ipywidgets" in sys.modules:
+    sys.modules["ipywidgets"].Widget.close_all()
+if "oomdoctor" in get_ipython().extension_manager.loaded:
+    get_ipython().run_line_magic("unload_ext", "oomdoctor")
+get_ipython().run_line_magic("reset", "-f")"""
 
 
 class Page:
-    """An open notebook."""
+    """An open notebook.
 
-    def __init__(self, context: BrowserContext, server: Server, name: str, *, interface: str = "lab") -> None:
+    Args:
+        runs: whether it has a kernel, which is empty; else its kernel is one that is not installed here.
+    """
+
+    def __init__(
+        self, context: BrowserContext, server: Server, name: str, *, interface: str = "lab", runs: bool = True
+    ) -> None:
+        if runs:
+            server.connect(name)
         self.page = context.new_page()
+        self.dialogs: list[str] = []
+        self.page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
         place = f"lab/workspaces/w-{name}/tree" if interface == "lab" else "notebooks"
         reset = "&reset" if interface == "lab" else ""
         self.page.goto(f"{server.url}/{place}/{name}.ipynb?token={TOKEN}{reset}")
         self.page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell")
-        self.page.wait_for_function(_READY)
+        if runs:
+            self.wait_until_idle()
+            self.page.evaluate(_EMPTIED, _EMPTY)
 
-    def command(self, name: str) -> None:
+    def command(self, name: str, **arguments: Any) -> None:
         """Run a command of the application, as its menus do."""
-        self.page.evaluate("name => { window.jupyterapp.commands.execute(name) }", name)
+        self.page.evaluate("([name, given]) => { window.jupyterapp.commands.execute(name, given) }", [name, arguments])
 
     def run_all(self) -> None:
         """Run every cell; returns at once."""
         self.command("notebook:run-all-cells")
+
+    def save(self) -> None:
+        """Save the notebook; returns when that is done."""
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.save()")
 
     def cell(self, number: int) -> Locator:
         """Return the code cell with this place, from 0."""
@@ -47,14 +70,26 @@ class Page:
         """Return the output of a code cell."""
         return self.cell(number).locator(".jp-OutputArea").first
 
-    def press(self, number: int, button: str) -> None:
-        """Press the button with this name in the output of a cell."""
-        self.cell(number).get_by_role("button", name=button, exact=True).click()
+    def told(self, number: int) -> Locator:
+        """Return what we say below a cell: the diagnosis, then the notice of how it ended."""
+        return self.output(number).locator("section")
+
+    def panel(self, number: int) -> Locator:
+        """Return the controls below a diagnosis."""
+        return self.output(number).locator(".jupyter-widgets.widget-vbox").first
+
+    def button(self, number: int, name: str) -> Locator:
+        """Return the button with this name in the output of a cell."""
+        return self.cell(number).get_by_role("button", name=name, exact=True)
 
     def run(self, number: int) -> None:
         """Run one cell by the keyboard."""
         self.cell(number).locator(".jp-InputArea-editor").click()
         self.page.keyboard.press("Control+Enter")
+
+    def interrupt(self) -> None:
+        """Press the toolbar's button that interrupts the kernel."""
+        self.page.locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]').click()
 
     def wait_until_idle(self) -> None:
         """Wait until the kernel has nothing to do."""
@@ -68,6 +103,6 @@ class Page:
         target.screenshot(path=path)
         return path
 
-    def expect_says(self, number: int, text: Any, *, timeout_s: float = 30.0) -> None:
+    def expect_says(self, number: int, text: Any, *, timeout_s: float = 60.0) -> None:
         """Expect the output of a cell to have ``text``, soon."""
         expect(self.output(number)).to_contain_text(text, timeout=timeout_s * 1000)

@@ -22,7 +22,7 @@ _START_S = 60.0
 
 
 class Server:
-    """JupyterLab and Notebook on a free port, with one kernel: this interpreter.
+    """JupyterLab and Notebook on a free port, with one kind of kernel: this interpreter.
 
     Attributes:
         url: where it answers.
@@ -53,6 +53,7 @@ class Server:
             stderr=self._log,
         )
         self._wait()
+        self._kernel: str | None = None
 
     def _write_kernel(self) -> None:
         folder = self._base / "data" / "kernels" / "python3"
@@ -81,11 +82,29 @@ class Server:
         """Return what the server wrote."""
         return (self._base / "log").read_text() if self._base.exists() else ""
 
-    def write(self, name: str, cells: Sequence[str], **metadata: Any) -> Path:
-        """Write a notebook with these code cells; return its path."""
+    def write(self, name: str, content: Sequence[str] | dict[str, Any]) -> Path:
+        """Write a notebook, or one with these code cells; return its path."""
         path = self.root / f"{name}.ipynb"
-        path.write_text(json.dumps(notebook(cells, **metadata)))
+        path.write_text(json.dumps(content if isinstance(content, dict) else notebook(content)))
         return path
+
+    def connect(self, name: str) -> None:
+        """Give the notebook ``name`` the one kernel that all notebooks share, one that has nothing to do.
+
+        A kernel of its own for each would import torch each time, which takes longer than most tests do.
+        """
+        if self._kernel is None:
+            self._kernel = self._ask("kernels", name="python3")["id"]
+        elif self._ask(f"kernels/{self._kernel}")["execution_state"] == "busy":  # what a failed test left running
+            self._ask(f"kernels/{self._kernel}/restart")
+        self._ask("sessions", path=f"{name}.ipynb", name=name, type="notebook", kernel={"id": self._kernel})
+
+    def _ask(self, resource: str, **sent: Any) -> Any:
+        body = json.dumps(sent).encode() if sent or resource.endswith("/restart") else None
+        headers = {"Authorization": f"token {TOKEN}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/api/{resource}", data=body, headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
 
     def stop(self) -> None:
         """End the server and its kernels, and take its folder away."""
@@ -99,11 +118,11 @@ class Server:
         shutil.rmtree(self._base, ignore_errors=True)
 
 
-def notebook(cells: Sequence[str], **metadata: Any) -> dict[str, Any]:
+def notebook(cells: Sequence[str]) -> dict[str, Any]:
     """Return a notebook with these code cells."""
     kernel = {"name": "python3", "display_name": "Python", "language": "python"}
     made = [
         {"id": f"c{at}", "cell_type": "code", "source": text, "metadata": {}, "outputs": [], "execution_count": None}
         for at, text in enumerate(cells)
     ]
-    return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel, **metadata}, "cells": made}
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": made}

@@ -1,6 +1,9 @@
 """The forecast against the events of the CPU allocator, as torch.profiler records them."""
 
 import gc
+import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,11 @@ from forecast_lab import (
 )
 from torch import nn
 
+from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.allocator.virtual import simulate
+from oomdoctor.forecast import cost, kernels
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 TOLERANCE = 0.01
 
@@ -100,8 +107,16 @@ def test_the_line_of_the_peak_is_named():
 
 LAYERS = {
     "linear": ("nn.Linear(64, 64)(torch.randn(400, 64)).pow(2).sum().backward()", 0.02),
-    "convolution": ("nn.Conv1d(64, 64, 3)(torch.randn(40, 64, 160)).pow(2).sum().backward()", 0.15),
-    "lstm": ("nn.LSTM(100, 200, 2, bidirectional=True)(torch.randn(30, 16, 100))[0].pow(2).sum().backward()", 0.35),
+    "convolution": ("nn.Conv1d(64, 64, 3)(torch.randn(40, 64, 160)).pow(2).sum().backward()", 0.05),
+    "lstm": ("nn.LSTM(100, 200, 2, bidirectional=True)(torch.randn(30, 16, 100))[0].pow(2).sum().backward()", 0.05),
+}
+TOO_LARGE = {
+    "convolution": ("with torch.no_grad():\n    nn.Conv2d(32, 64, 3)(torch.randn(24, 32, 24, 24))", 0.15),
+    "convolution_backward": (
+        "nn.Conv2d(96, 64, 3)(torch.randn(24, 96, 24, 24).requires_grad_()).pow(2).sum().backward()",
+        0.15,
+    ),
+    "lstm": (LAYERS["lstm"][0], 0.35),
 }
 
 
@@ -110,7 +125,120 @@ def test_the_margin_depends_on_the_operations_seen_and_holds(name):
     source, margin = LAYERS[name]
     ns = {"torch": torch, "nn": nn}
     assert forecast(ns, source).error_ratio == margin
-    assert rise(ns, source) <= measured_rise(ns, source) <= rise(ns, source) * (1 + margin)
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=margin)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_kernels_that_are_too_large_to_be_measured_are_estimated_with_a_wider_margin(name, monkeypatch):
+    monkeypatch.setattr(kernels, "_MOST_BYTES", 0)
+    source, margin = TOO_LARGE[name]
+    ns = {"torch": torch, "nn": nn}
+    assert forecast(ns, source).error_ratio == margin
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=margin)
+
+
+def test_the_margins_are_those_that_the_benchmark_measured():
+    import forecast_report as benchmark
+
+    found = benchmark.margins(json.loads((benchmark.RESULTS / "forecast.json").read_text())["models"])
+    stated = {
+        benchmark.NONE: cost._MARGIN,
+        benchmark.CONVOLUTION: cost._MARGIN_MEASURED,
+        benchmark.RECURRENT: cost._MARGIN_MEASURED,
+        f"{benchmark.CONVOLUTION}, not measured": cost._MARGIN_CONVOLUTION,
+        f"{benchmark.RECURRENT}, not measured": cost._MARGIN_RECURRENT,
+    }
+    assert set(found) == set(stated)
+    for kind, low in found.items():
+        assert low <= stated[kind], kind
+
+
+CONVOLUTIONS = {
+    "strided": ("nn.Conv2d(3, 32, 7, 2, 3)", "torch.randn(24, 3, 48, 48)"),
+    "pointwise": ("nn.Conv2d(32, 64, 1)", "torch.randn(40, 32, 24, 24)"),
+    "depthwise": ("nn.Conv2d(32, 32, 3, groups=32)", "torch.randn(24, 32, 32, 32)"),
+    "transposed": ("nn.ConvTranspose2d(32, 16, 4, 2, 1)", "torch.randn(24, 32, 16, 16)"),
+    "channels_last": (
+        "nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)",
+        "torch.randn(24, 32, 24, 24).to(memory_format=torch.channels_last)",
+    ),
+    "volume": ("nn.Conv3d(8, 16, 3)", "torch.randn(10, 8, 12, 12, 12)"),
+    "bf16": ("nn.Conv2d(32, 64, 3).bfloat16()", "torch.randn(24, 32, 24, 24).bfloat16()"),
+    "one_image": ("nn.Conv2d(16, 32, 3)", "torch.randn(16, 64, 64)"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_scratch_of_convolutions_counts(name):
+    layer, x = CONVOLUTIONS[name]
+    source = f"layer = {layer}\nlayer({x}.requires_grad_()).float().pow(2).sum().backward()"
+    ns = {"torch": torch, "nn": nn}
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=TOLERANCE)
+
+
+def test_the_scratch_of_convolutions_is_that_of_as_many_threads_as_the_program_has():
+    source = "nn.Conv2d(64, 128, 3).bfloat16()(torch.randn(16, 64, 8, 8).bfloat16()).float().sum().backward()"
+    ns, threads, found = {"torch": torch, "nn": nn}, torch.get_num_threads(), {}
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found[count] = rise(ns, source)
+            assert found[count] == pytest.approx(measured_rise(ns, source), rel=TOLERANCE)
+    finally:
+        torch.set_num_threads(threads)
+    assert found[3] > 1.1 * found[1]
+
+
+RECURRENT = {
+    "lstm": ("nn.LSTM(100, 120)", "torch.randn(40, 16, 100)"),
+    "layers_and_directions": ("nn.LSTM(100, 120, 2, bidirectional=True, dropout=0.1)", "torch.randn(40, 16, 100)"),
+    "batch_first": ("nn.LSTM(100, 120, 2, batch_first=True)", "torch.randn(16, 40, 100)"),
+    "in_eval_mode": ("nn.LSTM(100, 120).eval()", "torch.randn(40, 16, 100)"),
+    "of_three_steps": ("nn.LSTM(100, 120)", "torch.randn(3, 160, 100)"),
+    "projected": ("nn.LSTM(100, 120, proj_size=50)", "torch.randn(40, 16, 100)"),
+    "gru": ("nn.GRU(100, 120, 2, bidirectional=True)", "torch.randn(20, 16, 100)"),
+    "rnn": ("nn.RNN(100, 120, 2, nonlinearity='relu', dropout=0.1)", "torch.randn(20, 16, 100)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_count_with_what_their_backward_needs(name):
+    layer, x = RECURRENT[name]
+    source = f"layer = {layer}\nlayer({x}.requires_grad_())[0].pow(2).sum().backward()"
+    ns = {"torch": torch, "nn": nn}
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=TOLERANCE)
+
+
+LSTM_RUNS = {
+    "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    y = lstm(x)[0]\ny.float().pow(2).sum().backward()",
+    "no_grad": "with torch.no_grad():\n    lstm(x)",
+    "checkpointed": "torch.utils.checkpoint.checkpoint(lstm, x, use_reentrant=False)[0].sum().backward()",
+    "cells": "c, h = nn.LSTMCell(100, 120), None\nfor step in x:\n    h = c(step, h)\nh[0].sum().backward()",
+}
+
+
+@pytest.mark.parametrize("name", LSTM_RUNS)
+def test_ways_to_run_an_lstm_count(name):
+    source = f"lstm, x = nn.LSTM(100, 120), torch.randn(40, 16, 100)\n{LSTM_RUNS[name]}"
+    ns = {"torch": torch, "nn": nn}
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("mode", "gates", "reserve"), [(2, 4, 736_000_000), (3, 3, 864_000_000)], ids=["lstm", "gru"])
+def test_the_reserve_of_cudnn_is_the_published_one_and_told_as_an_estimate(mode, gates, reserve):
+    # Without a GPU the operation is known by its shapes alone, and those any fake tensor has.
+    source = f"""
+x, h, c = torch.empty(500, 50, 123), torch.empty(4, 50, 320), torch.empty(4, 50, 320)
+weights = [torch.empty({gates} * 320, size) for size in (123, 320, 320, 320, 320, 320, 320, 320)]
+options = ({mode}, 320, 0, 4, False, 0.0, True, False, [], None)
+out = torch.ops.aten._cudnn_rnn(x, weights, 2, None, h, c if {mode} == 2 else None, *options)
+kept = out[3]
+del out
+"""
+    found = forecast({"torch": torch}, source)
+    assert found.error_ratio == 0.35
+    assert ("workspace of _cudnn_rnn.default", reserve) in found.course.temporaries
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -121,5 +249,6 @@ def test_on_the_virtual_accelerator_the_scratch_of_kernels_does_not_count(name):
     found = forecast(ns, source, simulated=True)
     with simulate("1GiB") as device:
         exec(source, ns)
-        assert found.peak == pytest.approx(device.read().peak_allocated, rel=found.error_ratio)
-    assert found.error_ratio == 0.02
+        assert found.peak == pytest.approx(device.read().peak_allocated, rel=0.02)
+    # A segment of small blocks more or less is what the error is at least.
+    assert found.error_ratio == max(0.02, round(SMALL_BUFFER / max(found.peak, found.reserved), 4))

@@ -1,63 +1,86 @@
-"""The search for the mildest proposal that fits."""
+"""The search for the mildest dose that fits."""
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomdoctor.forecast import mildest
-from oomdoctor.model.plan import Forecast, Verdict
-
-BUDGET = 1000
+from oomdoctor.forecast.search import Search
 
 
-def _forecast(peak):
-    return Forecast(basis="test", budget=BUDGET, peak=peak, refused=None if peak is not None else "no")
+def _run(fits, points_at):
+    """Answer the search by ``fits``, a bool for each dose; return it and what it asked."""
+    search, asked = Search(len(fits)), []
+    while (dose := search.ask(points_at)) is not None:
+        asked.append(dose)
+        search.answer(fits=fits[dose])
+    return search, asked
 
 
-class Prices:
-    def __init__(self, peaks):
-        self.peaks, self.calls, self.asked = peaks, 0, []
-
-    def __call__(self, proposals):
-        self.calls += 1
-        self.asked += proposals
-        return [_forecast(self.peaks[proposal]) for proposal in proposals]
+def _guess(at):
+    return lambda doses: at if at in doses else None
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 5))
-def test_it_is_the_mildest_that_fits_in_logarithmically_many_rounds(failing, fitting, at_once):
-    peaks = [BUDGET + 1] * failing + [BUDGET - 1] * fitting
-    prices = Prices(peaks)
-    choice = mildest(range(len(peaks)), prices, at_once=at_once)
-    if not peaks:
-        assert choice is None
-        assert prices.calls == 0
-        return
-    assert choice.index == (failing if fitting else len(peaks) - 1)
-    assert choice.forecast == _forecast(peaks[choice.index])
-    assert sorted(prices.asked) == [index for index, _ in choice.priced]
-    assert prices.calls <= math.ceil(math.log(len(peaks), at_once + 1)) + 2
-    if not fitting:
-        assert prices.calls == 1
-        assert len(prices.asked) <= at_once
+def _rising(failing, fitting):
+    return [False] * failing + [True] * fitting
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(1, 2000)), min_size=1, max_size=20), st.integers(1, 4))
-def test_what_is_chosen_as_fitting_fits_even_where_peaks_do_not_fall(peaks, at_once):
-    choice = mildest(range(len(peaks)), Prices(peaks), at_once=at_once)
-    fits = [index for index, forecast in choice.priced if forecast.verdict is Verdict.FITS]
-    assert choice.index == (min(fits) if fits else len(peaks) - 1)
-    assert dict(choice.priced)[choice.index] is choice.forecast
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 80))
+def test_it_is_the_mildest_that_fits_wherever_the_estimate_points(failing, fitting, guess):
+    search, asked = _run(_rising(failing, fitting), _guess(guess))
+    assert search.found == (failing if fitting else None)
+    assert search.over
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= math.ceil(math.log2(failing + fitting + 1)) + 3
 
 
-def test_borderline_and_unknown_do_not_fit():
-    close = Forecast(basis="test", budget=1000, peak=995, error_ratio=0.02)
-    choice = mildest("ab", lambda proposals: [close if p == "a" else _forecast(900) for p in proposals])
-    assert choice.index == 1
+@given(st.integers(0, 30), st.integers(1, 30))
+def test_a_good_estimate_takes_two_forecasts(failing, fitting):
+    search, asked = _run(_rising(failing, fitting), lambda doses: failing if failing in doses else None)
+    assert search.found == failing
+    assert asked == ([failing, failing - 1] if failing else [failing])
 
 
-def test_a_price_for_each_is_required():
-    with pytest.raises(ValueError, match="zip"):
-        mildest("abc", lambda proposals: [])
+@given(st.integers(1, 40))
+def test_where_none_is_thought_to_fit_one_forecast_settles_it(failing):
+    search, asked = _run(_rising(failing, 0), lambda doses: None)
+    assert search.found is None
+    assert asked == [failing - 1]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 20))
+def test_what_is_found_fits_even_where_peaks_do_not_fall(fits, guess):
+    search, asked = _run(fits, _guess(guess))
+    if search.found is None:
+        assert not any(fits[dose] for dose in asked)
+    else:
+        assert fits[search.found]
+        assert search.found == min(dose for dose in asked if fits[dose])
+
+
+def test_one_question_at_a_time():
+    search = Search(5)
+    assert search.ask(_guess(2)) == 2
+    assert search.ask(_guess(2)) is None
+    search.answer(fits=False)
+    assert search.ask(_guess(2)) == 4
+
+
+def test_doses_that_cannot_be_made_are_left_out():
+    search = Search(5)
+    assert search.ask(_guess(3)) == 3
+    search.leave_out_from(3)
+    assert search.ask(_guess(1)) == 1
+    search.answer(fits=True)
+    search.leave_out_from(1)
+    assert search.found is None
+    assert search.ask(_guess(0)) == 0
+
+
+def test_an_end_is_an_end():
+    search = Search(5)
+    search.ask(_guess(1))
+    search.end()
+    assert search.over
+    assert search.found is None
+    assert search.ask(_guess(1)) is None

@@ -30,6 +30,7 @@ def outcome_of(
     log: list[Any] | None = None,
     more: dict[str, Any] | None = None,
     room: int = 1 << 20,
+    failed: set[str] | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
     log = [] if log is None else log
@@ -55,7 +56,7 @@ def outcome_of(
         heal(
             transaction, trials, run,
             accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
-            most_attempts=most, time_budget_s=60,
+            most_attempts=most, time_budget_s=60, failed=failed,
         )
     )  # fmt: skip
     return result, error, namespace
@@ -170,6 +171,20 @@ def test_no_attempt_follows_one_that_cannot_be_taken_back() -> None:
 def test_attempts_are_bounded() -> None:
     outcome, _, namespace = outcome_of(["log.append(1); raise Doomed"] * 3 + ["log.append(2)"], most=3)
     assert (outcome.kind, outcome.attempts) == (OutcomeKind.ROLLED_BACK, 3)
+    assert namespace["log"] == [0]
+
+
+def test_what_ran_out_of_memory_before_is_not_tried_again() -> None:
+    failed: set[str] = set()
+    sources = ["log.append(1); raise Doomed"] * 2
+    assert outcome_of(sources, most=1, failed=failed)[0].attempts == 1
+    assert failed == {"trial 0"}
+    outcome, _, _ = outcome_of(sources, failed=failed)
+    assert (outcome.kind, outcome.attempts, outcome.fixes) == (OutcomeKind.ROLLED_BACK, 1, ("trial 1",))
+    outcome, error, namespace = outcome_of(sources, failed=failed)
+    assert (outcome.kind, outcome.attempts) == (OutcomeKind.REFUSED, 0)
+    assert outcome.why == "memory ran out before with all that could be tried"
+    assert error is None
     assert namespace["log"] == [0]
 
 

@@ -130,7 +130,9 @@ def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
     few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward")}
     monkeypatch.setattr(fixes, "catalogue", lambda: few)
-    monkeypatch.setattr(script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25))
+    monkeypatch.setattr(
+        script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25, keep_forecasts=False)
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -197,19 +199,13 @@ def test_a_healed_script_leaves_what_the_fixed_one_leaves(tmp_path: Path) -> Non
     ]
     assert "From now on `both` in script.py is what the change made of it." in healed.stderr
     assert healed.stderr.count("exact: bit-identical results") >= 2
-    # The fixed script, by both diffs; that of the block is not indented.
-    (tmp_path / "fix.diff").write_text(diff_of(healed.stderr, "script.py"), encoding="utf-8")
-    subprocess.run(["patch", "-p0", "script.py", "fix.diff"], check=True, cwd=tmp_path, capture_output=True)
-    changed = (tmp_path / "script.py").read_text(encoding="utf-8")
-    assert changed != SCRIPT
-    hunk = diff_of(healed.stderr, f"the `with` block on line {line}").splitlines(keepends=True)[3:]
-    before, after = (
-        "".join(f"    {one[1:]}" for one in hunk if one[0] in kinds and one.strip() != kinds[1])
-        for kinds in (" -", " +")
-    )
-    assert before != after
-    assert changed.count(before) == 1
-    fixed = changed.replace(before, after)
+    # The fixed script, by both diffs.
+    for name in ("script.py", f"the `with` block on line {line}"):
+        (tmp_path / "fix.diff").write_text(diff_of(healed.stderr, name), encoding="utf-8")
+        before = (tmp_path / "script.py").read_text(encoding="utf-8")
+        subprocess.run(["patch", "-p0", "script.py", "fix.diff"], check=True, cwd=tmp_path, capture_output=True)
+        assert (tmp_path / "script.py").read_text(encoding="utf-8") != before
+    fixed = (tmp_path / "script.py").read_text(encoding="utf-8")
     fresh = run(tmp_path / "script.py", fixed, "-")
     assert fresh.returncode == 0, fresh.stderr
     assert healed.stdout.splitlines() == fresh.stdout.splitlines()
@@ -220,6 +216,18 @@ def diff_of(told: str, name: str) -> str:
     start = lines.index(f"--- {name}\n")
     end = next(at for at in range(start, len(lines)) if not lines[at].strip())
     return "".join(lines[start:end])
+
+
+def test_a_script_that_is_run_with_the_futures_of_another_is_healed(tmp_path: Path) -> None:
+    import __future__
+
+    path = tmp_path / "script.py"
+    path.write_text(f"{EVALUATE}with oomdoctor.heal():\n{BLOCK}", encoding="utf-8")
+    flags = __future__.annotations.compiler_flag
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with oomdoctor.simulate(BUDGET):
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", flags=flags, dont_inherit=True), namespace)
+    assert last().outcome.kind is OutcomeKind.HEALED
 
 
 # Functions ----------------------------------------------------------------------------------------------------------

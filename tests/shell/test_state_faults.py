@@ -42,7 +42,7 @@ DURING: Final = {
     "restore of the last": "oomdoctor.retry.rng.RandomState.restore",
     "cache": "oomdoctor.evidence.host.HostAccelerator.empty_cache",
     "apply": "oomdoctor.retry.transaction.Transaction.armed",
-    "run": "oomdoctor.shell.extension.Extension._run_source",
+    "run": "oomdoctor.shell.extension.Extension.run_source",
     "verify": "oomdoctor.retry.heal._peak",
     "commit": "oomdoctor.pipeline._with",
 }

@@ -1,0 +1,156 @@
+"""Segments, the blocks that they are cut into, and the pools that keep the free ones.
+
+Source: ``Block``, ``BlockPool`` and ``ExpandableSegment`` in ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.x. A
+pool is of one stream here: there the streams share a set ordered by stream first, which comes to the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ACTIVE", "FREE", "PENDING", "UNMAPPED", "Block", "BlockPool", "Searches", "Segment"]
+
+ACTIVE: Final = "active_allocated"
+PENDING: Final = "active_pending_free"
+"""Freed by the program, while another stream that used it may still be at work."""
+FREE: Final = "inactive"
+UNMAPPED: Final = "unmapped"
+"""Addresses of an expandable segment without memory behind them. The other names are those of ``memory_snapshot``."""
+
+_ADDRESS: Final = attrgetter("address")
+
+
+class Segment:
+    """A range of addresses from the driver.
+
+    Attributes:
+        page: of an expandable segment the bytes that are mapped and unmapped as one; None of another.
+        head: its first block.
+    """
+
+    __slots__ = ("address", "head", "page", "pool", "size")
+
+    def __init__(self, pool: BlockPool, address: int, size: int, *, page: int | None = None) -> None:
+        self.pool, self.address, self.size, self.page = pool, address, size, page
+        self.head = Block(self, address, size, FREE if page is None else UNMAPPED)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield its blocks in the order of their addresses."""
+        block: Block | None = self.head
+        while block is not None:
+            yield block
+            block = block.next
+
+
+class Block:
+    """A part of a segment; ``prev`` and ``next`` are its neighbours there.
+
+    Attributes:
+        requested: bytes that were asked for, while it is in use.
+        since: searches of its pool up to when it was freed; told only where old blocks are collected.
+    """
+
+    __slots__ = ("address", "next", "prev", "requested", "segment", "since", "size", "state")
+
+    requested: int
+    since: int
+
+    def __init__(self, segment: Segment, address: int, size: int, state: str) -> None:
+        self.segment, self.address, self.size, self.state = segment, address, size, state
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it shares its segment with other blocks."""
+        return self.prev is not None or self.next is not None
+
+    def cut(self, size: int) -> Block:
+        """Keep the first ``size`` bytes and return what lies behind as a block of the same state, in no pool yet."""
+        rest = Block(self.segment, self.address + size, self.size - size, self.state)
+        rest.prev, rest.next = self, self.next
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def absorb_neighbours(self) -> None:
+        """Join the neighbours that are in the same state as this block, which must be in no pool itself."""
+        pool, before, after = self.segment.pool, self.prev, self.next
+        if before is not None and before.state == self.state:
+            pool.remove(before)
+            self.address, self.size, self.prev = before.address, self.size + before.size, before.prev
+            if self.prev is None:
+                self.segment.head = self
+            else:
+                self.prev.next = self
+        if after is not None and after.state == self.state:
+            pool.remove(after)
+            self.size, self.next = self.size + after.size, after.next
+            if self.next is not None:
+                self.next.prev = self
+
+
+class Searches:
+    """How often the pools that share it were searched: the clock by which the age of a free block is told."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class BlockPool:
+    """The blocks of one kind and stream that nobody uses.
+
+    Attributes:
+        owner: the private pool it belongs to, (0, 0) where it belongs to none.
+        keys: (size, address) of the free blocks in order, as in ``BlockComparatorSize``; ``blocks``: those blocks.
+        unmapped: the unmapped parts of expandable segments by address.
+        least_remainder: what is left of a larger block is cut off where it is this much or more.
+        searches: None where nobody asks for the age of a block.
+    """
+
+    __slots__ = ("blocks", "keys", "least_remainder", "owner", "searches", "small", "stream", "unmapped")
+
+    def __init__(
+        self, *, small: bool, stream: int, least_remainder: int, searches: Searches | None, owner: tuple[int, int]
+    ) -> None:
+        self.small, self.stream, self.least_remainder, self.owner = small, stream, least_remainder, owner
+        self.searches = searches
+        self.keys: list[tuple[int, int]] = []
+        self.blocks: list[Block] = []
+        self.unmapped: list[Block] = []
+
+    def add(self, block: Block) -> None:
+        """Take in a block that is free or unmapped."""
+        if block.state == UNMAPPED:
+            insort(self.unmapped, block, key=_ADDRESS)
+            return
+        if self.searches is not None:
+            block.since = self.searches.count
+        key = (block.size, block.address)
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        self.blocks.insert(at, block)
+
+    def remove(self, block: Block) -> None:
+        """Take out a block that is in this pool."""
+        if block.state == UNMAPPED:
+            self.unmapped.remove(block)
+            return
+        at = bisect_left(self.keys, (block.size, block.address))
+        del self.keys[at], self.blocks[at]
+
+    def take(self, size: int) -> Block | None:
+        """Take out the smallest block that holds ``size``, of several the lowest; None if none does."""
+        at = bisect_left(self.keys, (size, 0))
+        if at == len(self.keys):
+            return None
+        del self.keys[at]
+        return self.blocks.pop(at)

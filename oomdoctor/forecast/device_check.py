@@ -1,0 +1,111 @@
+"""A small program whose numbers are known, run on the emulated device before any number of it is believed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.device_kernels import workspace_bytes
+from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.reading import one_sentence
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.card import Card
+    from oomdoctor.forecast.tracker import Tracker
+
+__all__ = ["check"]
+
+_ROWS, _COLUMNS = 64, 128
+_FLOATS = _ROWS * _COLUMNS * 4
+
+
+def check(tracker: Tracker, card: Card) -> None:
+    """Run the program on ledgers of its own.
+
+    Raises:
+        ForecastError: it failed, or one of its numbers is not what it has to be.
+    """
+    aside = tracker.host, tracker.ledger, tracker.ledgers
+    tracker.host, tracker.ledger = Ledger(), Ledger()
+    tracker.ledgers = {"cpu": tracker.host, card.type: tracker.ledger}
+    try:
+        with _disable_current_modes(), tracker.fake_mode, tracker, torch.random.fork_rng(devices=()):
+            _check_moves(tracker, card)
+            _check_step(tracker, card)
+            if card.type == "cuda":
+                _check_kernels(tracker, card)
+    except ForecastError:
+        raise
+    except Exception as error:
+        raise _failed(card, one_sentence(error)) from error
+    finally:
+        tracker.host, tracker.ledger, tracker.ledgers = aside
+
+
+def _failed(card: Card, what: str) -> ForecastError:
+    return ForecastError(f"a device of type {card.type} cannot be emulated with this torch: {what}")
+
+
+def _expect(card: Card, what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise _failed(card, f"{what} is {found} instead of {expected}")
+
+
+def _check_moves(tracker: Tracker, card: Card) -> None:
+    """There and back, and never both at once."""
+    host, there = tracker.ledgers["cpu"], tracker.ledger
+    tensor = torch.ones(_ROWS, _COLUMNS, device=card.type)
+    _expect(card, "the device of a new tensor", tensor.device, card.device)
+    _expect(card, "what lies on the device", (there.live, host.live), (_FLOATS, 0))
+    back = tensor.cpu()
+    _expect(card, "the device of a copy in host memory", back.device, torch.device("cpu"))
+    _expect(card, "what lies in both memories", (there.live, host.live), (_FLOATS, _FLOATS))
+    _expect(card, "the device of a copy there", back.to(card.type).device, card.device)
+    try:
+        mixed = tensor + back
+    except RuntimeError:
+        mixed = None
+    _expect(card, "the sum of tensors on two devices", mixed, None)
+    del tensor
+    _expect(card, "what is left on the device", there.live, 0)
+
+
+def _check_step(tracker: Tracker, card: Card) -> None:
+    """One step of training: weight, gradient, and the momentum that stays."""
+    weight = torch.nn.Parameter(torch.ones(_COLUMNS, _COLUMNS, device=card.type))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    torch.autograd.backward((torch.ones(_ROWS, _COLUMNS, device=card.type) @ weight).sum())
+    gradient = weight.grad
+    _expect(card, "the device of a gradient", None if gradient is None else gradient.device, card.device)
+    optimizer.step()
+    del gradient
+    weight.grad = None
+    products = 2 * workspace_bytes(card.capability) if card.type == "cuda" else 0
+    _expect(card, "what a step leaves", tracker.ledger.live, 2 * _COLUMNS * _COLUMNS * 4 + products)
+
+
+def _check_kernels(tracker: Tracker, card: Card) -> None:
+    """What CUDA does in another way: a mask of bytes, no scores, autocast by its own lists."""
+    ledger = tracker.ledger
+    begin = ledger.live
+    tensor = torch.ones(1, 2, _ROWS, 32, device=card.type, requires_grad=True)
+    size = tensor.numel()
+    dropped = torch.nn.functional.dropout(tensor, 0.5)
+    _expect(card, "what dropout keeps", ledger.live - begin, 4 * size + 5 * size)
+    del dropped
+    ledger.peak = ledger.live
+    before = ledger.live
+    attended = torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor)
+    scores = 2 * _ROWS * _ROWS * 4
+    _expect(card, "whether attention writes its scores down", ledger.peak - before - 4 * size >= scores, False)
+    del attended
+    with torch.autocast(card.type, dtype=torch.bfloat16):
+        product = tensor @ tensor.mT
+        _expect(card, "the dtype of a product under autocast", product.dtype, torch.bfloat16)
+        _expect(card, "the dtype of a softmax under autocast", product.softmax(-1).dtype, torch.float32)
+        _expect(
+            card, "the dtype of a product in host memory", (torch.ones(2, 2) @ torch.ones(2, 2)).dtype, torch.float32
+        )

@@ -1,0 +1,205 @@
+"""A process whose device is in use: its tensors are relabelled in the forked copy, without a call to the device.
+
+A forked process must not touch the device of its parent. Every tensor there keeps its Python object and all that refers
+to it; only what lies behind is replaced by a fake of the same shape on the same bytes. The old memory is held, because
+even to free it would be a call to the device. What the snapshot of the cell's start has to bring back is brought back
+on the fakes.
+
+Two things of the parent's autograd engine would stop a backward in the copy. It has threads, which did not survive, and
+notes that at the fork in a byte that nothing resets; and it asks the device which streams are current. The byte is
+found by decoding one instruction and cleared, if it read 0 before the fork and 1 after. The second is left without a
+device to ask by a backend of Python's that has none.
+
+Limits: one device of the process in use; x86-64 where the engine has threads. Graphs that were recorded there cannot be
+run. None of this has to work: ``device_check`` runs a backward, and what fails is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import backend_registration
+
+from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.card import Card
+from oomdoctor.forecast.reading import one_sentence
+from oomdoctor.forecast.survey import live_storages
+from oomdoctor.model.aside import is_apart
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.devices import DeviceTracker
+    from oomdoctor.forecast.tracker import Tracker
+    from oomdoctor.model.evidence import Role
+
+__all__ = ["Held", "bring_back", "fork_flag", "in_use", "mend_autograd", "relabel"]
+
+_torch: Any = torch
+_kept: list[Any] = []
+"""What must never be freed in this process."""
+
+_SYMBOL: Final = "_ZN5torch8autograd6Engine30initialize_device_threads_poolEv"
+_COMPARE_BYTE: Final = b"\x80\x3d"
+"""``cmpb imm8, disp32(%rip)``: seven bytes, of which the displacement is the third to the sixth."""
+_LATEST: Final = 24
+"""The engine looks at the byte first thing: an instruction that comes later is another one."""
+
+
+def fork_flag() -> int | None:
+    """Return the address of the byte that says that the engine's threads were lost in a fork; None if not found."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        begin = ctypes.cast(library[_SYMBOL], ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+    if begin is None:
+        return None
+    code = ctypes.string_at(begin, 64)
+    at = code.find(_COMPARE_BYTE)
+    if not 0 <= at <= _LATEST or code[at + 6] != 0:
+        return None
+    (displacement,) = struct.unpack_from("<i", code, at + 2)
+    return begin + at + 7 + int(displacement)
+
+
+def mend_autograd(card: Card) -> None:
+    """Let a backward begin in this forked process, if the parent's engine had threads."""
+    if card.flag is not None:
+        byte = ctypes.c_ubyte.from_address(card.flag)
+        if byte.value == 1:
+            byte.value = 0
+    if torch._C._get_privateuse1_backend_name() == "privateuseone":
+        backend_registration._setup_privateuseone_for_python_backend(rename="oomdoctor_none")
+
+
+class Held:
+    """What lies on the device at the start: to be called before ``gc.freeze``, which hides it.
+
+    Attributes:
+        tensors: every tensor there that Python knows.
+        storages: their memory and what else there is, with the role where it is known.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.storages: list[tuple[Any, Role | None]] = [
+            (storage, role) for storage, role in live_storages() if lies_there(storage, card)
+        ]
+        self.tensors = list({id(tensor): tensor for tensor in _tensors() if lies_there(tensor, card)}.values())
+        _kept.extend(storage for storage, _ in self.storages)
+        _kept.extend(tensor.untyped_storage() for tensor in self.tensors if tensor.layout is torch.strided)
+
+
+def lies_there(found: Any, card: Card) -> bool:
+    """Whether a real tensor or storage lies on the device.
+
+    Raises:
+        ForecastError: it lies on another one that is not the host.
+    """
+    device: torch.device = found.device
+    if device.type in ("cpu", "meta"):
+        return False
+    if device != card.device:
+        raise ForecastError(f"tensors lie on {device} and on {card.device}: one device is forecast")
+    return True
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and not isinstance(found, FakeTensor) and not is_apart(found):
+            yield found
+            if found.is_leaf and found.grad is not None:
+                yield found.grad
+
+
+def relabel(tracker: DeviceTracker, held: Held) -> None:
+    """Put a fake behind every tensor that lies on the device, and count what is held there.
+
+    Raises:
+        ForecastError: one of them has a layout that is not followed.
+    """
+    ledger, behind = tracker.ledger, dict[int, torch.UntypedStorage]()
+    for storage, role in held.storages:
+        if storage._cdata not in behind:
+            behind[storage._cdata] = _torch.UntypedStorage(storage.nbytes(), device="meta")
+            ledger.hold(behind[storage._cdata])
+        if role is not None:
+            ledger.mark(behind[storage._cdata], role)
+    recorded = {tensor.grad_fn for tensor in held.tensors if tensor.grad_fn is not None}
+    for tensor in held.tensors:
+        if tensor.layout is not torch.strided:
+            raise ForecastError(f"a tensor of layout {tensor.layout} lies on {tensor.device}, which is not followed")
+        twin = torch.empty(0, dtype=tensor.dtype, device="meta")
+        base = behind[tensor.untyped_storage()._cdata]
+        twin.set_(base, tensor.storage_offset(), tensor.size(), tensor.stride())
+        tracker.repoint(tensor, FakeTensor(tracker.fake_mode, twin, tracker.card.device))
+    # What only graphs hold stays, and so do the workspaces of the libraries, which no tensor shows.
+    shown = {tensor.untyped_storage()._cdata for tensor in map(tracker.moved, held.tensors) if tensor is not None}
+    _kept.extend(base for base in behind.values() if base._cdata not in shown)
+    held.tensors.clear()
+    hidden = (tracker.card.held or 0) - ledger.live
+    if hidden > 0:
+        _kept.append(_torch.UntypedStorage(hidden, device="meta"))
+        tracker.hold_as("held by libraries", _kept[-1])
+        tracker.workspaces.found(hidden)
+    _refuse_backward_through(recorded, tracker.card)
+
+
+def _refuse_backward_through(recorded: set[Any], card: Card) -> None:
+    """Have a backward end that would run nodes which were recorded on the device."""
+    if not recorded:
+        return
+    backward = torch.autograd.backward
+
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        todo, seen = [tensor.grad_fn for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)], set()
+        while todo:
+            node = todo.pop()
+            if node in recorded:
+                raise ForecastError(
+                    f"the cell goes back through a graph that an earlier cell recorded on {card.device}"
+                )
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo += [following for following, _ in node.next_functions]
+        backward(tensors, *args, **kwargs)
+
+    _torch.autograd.backward = checked
+
+
+def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
+    """Restore the start of the cell on the fakes; to be called inside of the modes.
+
+    Raises:
+        ForecastError: it could not be restored.
+    """
+    try:
+        prepare()
+    except Exception as error:
+        raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
+    gc.collect()
+    ledger = tracker.ledger
+    gone = {event[1] for event in ledger.events if event[0] == "free"}
+    ledger.events[:] = [event for event in ledger.events if event[1] not in gone]
+    ledger.peak, ledger.peak_at = ledger.live, len(ledger.events)
+
+
+def in_use() -> Card | None:
+    """Return the device of CUDA that this process has in use; None if it has none. To be asked before the fork."""
+    if not _torch.cuda.is_initialized():
+        return None
+    index = torch.cuda.current_device()
+    flag = fork_flag()
+    return Card(
+        index=index,
+        name=torch.cuda.get_device_name(index),
+        capability=torch.cuda.get_device_capability(index),
+        total=torch.cuda.mem_get_info(index)[1],
+        held=torch.cuda.memory_allocated(index),
+        flag=flag if flag is not None and ctypes.c_ubyte.from_address(flag).value == 0 else None,
+    )

@@ -1,0 +1,259 @@
+"""Operators that go another way on the emulated device than on the CPU, and what its libraries hold for themselves.
+
+Most operators allocate the same everywhere. These do not: dropout keeps a mask of bytes there instead of noise as wide
+as the input; attention does not write its scores down; a softmax of halves into floats makes no copy first. They are
+replaced above the dispatch to autograd, so that calls from compiled code take the new way too.
+
+Limits: scratch of cuDNN, cub and the attention kernels is not known here. Recurrent layers run in cuDNN, whose
+workspaces are not known either: they are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
+
+from oomdoctor.errors import ForecastError
+from oomdoctor.model.sizes import MIB
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.card import Card
+    from oomdoctor.forecast.tracker import Tracker
+
+__all__ = ["Workspaces", "replace", "workspace_bytes"]
+
+_torch: Any = torch
+_aten = torch.ops.aten
+_COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+_PRODUCTS: Final = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "_int_mm",
+        "_addmm_activation",
+        "addbmm",
+    )
+)
+"""Operators that call cuBLAS."""
+_RECURRENT: Final = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
+_FLASH_MOST_FEATURES: Final = 256
+"""Source: ``check_head_dim_size_flash`` in ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``."""
+
+_library: Any = None
+
+
+def replace(tracker: Tracker, card: Card) -> Workspaces:
+    """Put the operators of the device into place in this process; return what counts the libraries' workspaces."""
+    global _library
+    _library = _torch.library.Library("aten", "IMPL")
+    own: dict[str, Callable[..., Any]] = {
+        "dropout": _dropout,
+        "softmax.int": _softmax_of(_aten.softmax.int, _aten._softmax.default),
+        "log_softmax.int": _softmax_of(_aten.log_softmax.int, _aten._log_softmax.default),
+    }
+    if card.type == "cuda":
+        own["scaled_dot_product_attention"] = _attention(card)
+    own |= {name: _refused(name) for name in _RECURRENT}
+    for name, kernel in own.items():
+        _library.impl(name, kernel, "AutogradCPU")
+        tracker.handlers[_operator(name)] = _again(tracker, kernel)
+    _foreach_supported_types.append(FakeTensor)
+    workspaces = Workspaces(tracker, workspace_bytes(card.capability))
+    if card.type == "cuda":
+        tracker.handlers |= dict.fromkeys(_PRODUCTS, workspaces.multiply)
+    return workspaces
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
+
+
+def _again(tracker: Tracker, kernel: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    """Return a handler that does what ``kernel`` does: under inference mode nothing passes by autograd."""
+
+    def handler(_func: Any, args: Any, kwargs: Any) -> Any:
+        with tracker.fake_mode, tracker:
+            return kernel(*args, **kwargs)
+
+    return handler
+
+
+def _there(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not _there(tensor):
+        kept: torch.Tensor = _aten.dropout.default._op_dk(_COMPOSITE, tensor, p, train)
+        return kept
+    if not train or p == 0 or tensor.numel() == 0:
+        return tensor
+    return torch.native_dropout(tensor, p, train)[0] if p < 1 else tensor * torch.zeros((), device=tensor.device)
+
+
+def _softmax_of(composite: Any, kernel: Any) -> Any:
+    def softmax(tensor: torch.Tensor, dim: int, dtype: Any = None) -> Any:
+        if _there(tensor) and tensor.dtype is torch.float16 and dtype is torch.float32:
+            return kernel(tensor, dim, True)
+        return composite._op_dk(_COMPOSITE, tensor, dim, dtype)
+
+    return softmax
+
+
+def _refused(name: str) -> Any:
+    operator = _operator(name)
+
+    def recurrent(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, torch.Tensor) and _there(arg) for arg in args):
+            raise ForecastError("a recurrent layer runs in cuDNN on the device, whose workspaces are not known here")
+        return operator._op_dk(_COMPOSITE, *args, **kwargs)
+
+    return recurrent
+
+
+def _attention(card: Card) -> Any:
+    """Return the choice that CUDA makes: flash, else memory-efficient, else the scores written down.
+
+    Source: ``select_sdp_backend`` in ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``. Attention by cuDNN comes
+    last there by default, and is not chosen here.
+    """
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: Any = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if _there(query):
+            flash = _fits_flash(card, query, value, attn_mask) and (dropout_p == 0 or card.capability >= (8, 0))
+            if flash:
+                return _flash(query, key, value, dropout_p, is_causal, scale)
+            if _fits_efficient(query, value, attn_mask, enable_gqa):
+                return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            mask = _as_bias(attn_mask, query)
+            return _aten._scaled_dot_product_attention_math.default(
+                query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        return _aten.scaled_dot_product_attention.default._op_dk(
+            _COMPOSITE, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return attention
+
+
+def _fits_flash(card: Card, query: torch.Tensor, value: torch.Tensor, mask: Any) -> bool:
+    features = query.size(-1)
+    return (
+        _torch.backends.cuda.flash_sdp_enabled()
+        and card.capability >= (8, 0)
+        and query.dim() == 4
+        and mask is None
+        and query.dtype in _HALVES
+        and features == value.size(-1)
+        and features <= _FLASH_MOST_FEATURES
+    )
+
+
+def _fits_efficient(query: torch.Tensor, value: torch.Tensor, mask: Any, grouped: bool) -> bool:
+    least = 8 if query.dtype in _HALVES else 4
+    return (
+        _torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dim() == 4
+        and query.dtype in (*_HALVES, torch.float32)
+        and query.size(-1) % least == 0
+        and value.size(-1) % least == 0
+        and not grouped
+        and not (mask is not None and mask.requires_grad)
+    )
+
+
+def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any) -> Any:
+    features = query.size(-1)
+    missing = -features % 8
+    if missing:  # the kernel takes multiples of eight; what is missing is filled up in copies
+        scale = features**-0.5 if scale is None else scale
+        query, key, value = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    out = _aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return out[..., :features] if missing else out
+
+
+def _efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float, causal: bool, scale: Any
+) -> Any:
+    bias = _as_bias(mask, query)
+    if bias is not None:
+        alignment = 16 // bias.element_size()
+        missing = -bias.size(-1) % alignment
+        if missing:  # rows of the bias have to be aligned, so it is copied into wider ones
+            bias = torch.nn.functional.pad(bias, (0, missing))[..., : bias.size(-1)]
+        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    graded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return _aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, bias, graded, dropout_p, causal, scale=scale
+    )[0]
+
+
+def _as_bias(mask: Any, query: torch.Tensor) -> Any:
+    """Return a mask of bools as what is added to the scores. Source: ``convert_boolean_attn_mask``."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return what torch gives to each handle of cuBLAS when it first multiplies matrices.
+
+    Source: ``parseChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``: ``:4096:2:16:8``, and 32 MiB
+    from Hopper on. Recorded traces of an A100-like card have 8.125 MiB, of an H100 32 MiB.
+    """
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(kib) * 1024 * int(count) for kib, count in sizes)
+    return 32 * MIB if capability[0] in (9, 10, 12) else 2 * 4 * MIB + 8 * 16 * 1024
+
+
+class Workspaces:
+    """The workspaces of cuBLAS: one for each thread that multiplies, and backward runs in a thread of its own."""
+
+    def __init__(self, tracker: Tracker, nbytes: int) -> None:
+        self._tracker, self._bytes = tracker, nbytes
+        self._held: dict[bool, torch.UntypedStorage] = {}
+
+    def multiply(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a product of matrices; the first one of a thread allocates."""
+        if any(isinstance(arg, torch.Tensor) and _there(arg) for arg in args):
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward not in self._held:
+                self._held[in_backward] = storage = _torch.UntypedStorage(self._bytes, device="meta")
+                self._tracker.hold_as("workspace of cuBLAS", storage)
+        return func(*args, **kwargs)
+
+    def found(self, nbytes: int) -> None:
+        """Take what libraries hold already to be workspaces of the thread that runs, then of that of backward."""
+        for in_backward in (False, True)[: nbytes // self._bytes]:
+            self._held[in_backward] = _torch.UntypedStorage(0, device="meta")
+
+    def forget(self) -> None:
+        """Begin anew: nothing was multiplied yet."""
+        self._held.clear()

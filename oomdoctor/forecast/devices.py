@@ -1,0 +1,273 @@
+"""A device that this machine lacks, or must not touch, in a shadow run: fake tensors are relabelled.
+
+Fake tensors carry a device of their own, and the fake mode follows it through every operation: it says where results
+lie and refuses what mixes devices, as CUDA does. Only below Python is there nothing behind such a device. So every fake
+is built with the keys of the CPU and compiled code is told that it lies there, while Python code is told the truth of
+the shadow: ``tensor.device`` is ``cuda:0``. Moves between devices, which compiled code would take for none, are made
+here. What else Python can ask of a device is in ``device_calls``, what operators do differently there in
+``device_kernels`` and ``device_autocast``; ``device_check`` proves all of it before a number is believed.
+
+Limits: one device. Storages of the device and of the host are counted in ledgers of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._device import _device_constructors
+
+from oomdoctor.forecast.card import TYPES
+from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.tracker import NoDevice, Tracker
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.card import Card
+    from oomdoctor.forecast.kernels import Kernels
+
+__all__ = ["DeviceTracker", "emulate", "lacking"]
+
+_WORDS: Final = ("not linked with support for", "not compiled with", "without ATen_", "Found no NVIDIA driver")
+"""What torch says where there is no such device."""
+
+_CPU: Final = torch.device("cpu")
+_META: Final = torch.device("meta")
+_aten = torch.ops.aten
+_QUERY = torch.ops.prim.device.default
+_COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# The classes as things whose attributes may be assigned.
+_Tensor: Any = torch.Tensor
+_Fake: Any = FakeTensor
+_Mode: Any = FakeTensorMode
+_fakes: Any = fake_tensor
+_raw_to = torch.Tensor.to
+_raw_device: Any = torch._C.TensorBase.device
+
+
+def lacking(error: BaseException) -> str | None:
+    """Return the type of the device whose lack ``error`` tells of, None where it tells of something else."""
+    text = str(error)
+    if not isinstance(error, NoDevice) and not any(words in text for words in _WORDS):
+        return None
+    return next((kind for kind in TYPES if kind in text.lower()), "cuda" if "NVIDIA" in text else None)
+
+
+class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
+    """A tracker whose ledger counts what lies on a device.
+
+    Compiled code that makes a tensor "where that one is" asks that one first, is told the CPU, and asks for a tensor
+    there. So the last tensor that it asked is remembered with the call that Python was at: within the same call, it
+    is that tensor's device that is meant.
+    """
+
+    def __init__(self, ledger: Ledger, kernels: Kernels, card: Card, *, asks_host: bool = False) -> None:
+        super().__init__(ledger, kernels)
+        self.card = card
+        self.workspaces: Any = None
+        kernels.unmeasured = True
+        self.ledgers[card.type] = Ledger()
+        self.ledger = self.ledgers["cpu" if asks_host else card.type]
+        self._asked: tuple[torch.device, int, int] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _QUERY:
+            caller = sys._getframe(1)
+            self._asked = args[0].fake_device, id(caller), caller.f_lasti
+            return _answer(args)
+        if torch.is_inference_mode_enabled() and func not in self.handlers and _is_composite(func):
+            with self:  # there autograd takes nothing apart, and what is inside would not be seen
+                return func._op_dk(_COMPOSITE, *args, **kwargs or {})
+        if kwargs and self._asked is not None and kwargs.get("device") == _CPU:
+            caller = sys._getframe(1)
+            if self._asked[1:] == (id(caller), caller.f_lasti):
+                kwargs = kwargs | {"device": self._asked[0]}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
+def emulate(tracker: DeviceTracker) -> None:
+    """Give this process the device of ``tracker``, for good.
+
+    Raises:
+        ForecastError: it does not work with this torch; the reason says what.
+    """
+    from oomdoctor.forecast import device_autocast, device_calls, device_check, device_in_use, device_kernels
+
+    card = tracker.card
+    if card.held is not None:
+        device_in_use.mend_autograd(card)
+    _build_on_cpu(card)
+    _tell_of_device(tracker)
+    _move(card)
+    device_calls.replace(tracker, card)
+    tracker.workspaces = device_kernels.replace(tracker, card)
+    device_autocast.replace(card)
+    device_check.check(tracker, card)
+    tracker.workspaces.forget()
+
+
+def _build_on_cpu(card: Card) -> None:
+    """Build fakes of every device with the keys of the CPU, and say to compiled code that they lie there."""
+    make = torch.Tensor._make_subclass
+    handlers = fake_tensor._DISPATCH_META_HANDLERS
+    dispatch = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def make_on_cpu(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_for_backend_keys") is not None:
+            kwargs["device_for_backend_keys"] = _CPU
+        return make(cls, data, *args, **kwargs)
+
+    def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(args) if func is _QUERY else dispatch(cls, func, types, args, kwargs or {})
+
+    _Tensor._make_subclass = staticmethod(make_on_cpu)
+    handlers[_QUERY] = _answer
+    _Fake.__torch_dispatch__ = classmethod(dispatched)
+    _Fake._normalize_fake_device = staticmethod(card.resolve)
+    _fakes.init_gpu_context = lambda _device: None
+    _Mode.avoid_device_init = property(lambda _mode: True)  # else it would build literals on the device, for real
+
+
+def _answer(args: Any) -> torch.device:
+    """Answer compiled code that asks for the device of a fake."""
+    return _META if args[0].fake_mode.in_kernel_invocation else _CPU
+
+
+def _tell_of_device(tracker: Tracker) -> None:
+    """Say to Python code where a tensor lies in the shadow."""
+
+    def device_of(tensor: torch.Tensor) -> torch.device:
+        fake = tracker.moved(tensor)
+        found: torch.device = _raw_device.__get__(tensor) if fake is None else fake.device
+        return found
+
+    def index_of(tensor: torch.Tensor) -> int:
+        return -1 if tensor.device.index is None else tensor.device.index
+
+    _Tensor.device = property(device_of)
+    for cls in (_Tensor, _Fake):
+        cls.get_device = index_of
+        for name in ("cpu", "cuda", "xpu", "mps", "meta"):
+            setattr(cls, f"is_{name}", property(_is_on(name)))
+        cls.record_stream = lambda tensor, stream: None
+    _follow_data()
+    read = torch.Tensor.numpy
+
+    def as_numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if tensor.device.type != "cpu" and not kwargs.get("force"):
+            raise TypeError(
+                f"can't convert {tensor.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return read(tensor, **kwargs)
+
+    for cls in (_Tensor, _Fake):
+        cls.numpy = as_numpy
+
+
+def _is_on(kind: str) -> Callable[[torch.Tensor], bool]:
+    return lambda tensor: tensor.device.type == kind
+
+
+def _follow_data() -> None:
+    """Let a fake whose ``.data`` is assigned lie where that does."""
+    data: Any = torch.Tensor.data
+
+    def assign(tensor: Any, value: Any) -> None:
+        data.fset(tensor, value)
+        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+            tensor.fake_device = value.fake_device
+
+    _Tensor.data = property(data.fget, assign)
+
+
+class _Move(torch.autograd.Function):
+    """A copy to another device, whose gradient goes back to where the tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device, options: dict[str, Any]) -> torch.Tensor:
+        ctx.device, ctx.dtype = tensor.device, tensor.dtype
+        return _copied(tensor, device, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _copied(grads[0], ctx.device, {"dtype": ctx.dtype}), None, None
+
+
+def _copied(tensor: torch.Tensor, device: torch.device, options: dict[str, Any]) -> torch.Tensor:
+    copied: torch.Tensor = _aten._to_copy.default(tensor, device=device, **options)
+    return copied
+
+
+def _move(card: Card) -> None:
+    """Copy between devices where compiled code would see no difference."""
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device, options, copies = _asked(card, args, kwargs)
+        if device is None or device == tensor.device:
+            return _raw_to(tensor, **{"dtype": tensor.dtype, "copy": copies} | options)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            moved: torch.Tensor = _Move.apply(tensor, device, options)  # type: ignore[no-untyped-call]
+            return moved
+        with torch.no_grad():
+            return _copied(tensor, device, options)
+
+    def to_card(
+        tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> torch.Tensor:
+        return to(tensor, card.type if device is None else device, memory_format=memory_format)
+
+    for cls in (_Tensor, _Fake):
+        cls.to = cls.type_as = to
+        cls.cpu = lambda tensor, memory_format=torch.preserve_format: to(tensor, _CPU, memory_format=memory_format)
+        if card.type != "mps":
+            setattr(cls, card.type, to_card)
+    _convert(to)
+
+
+def _convert(to: Any) -> None:
+    """Let ``tensor`` and its like move what is a tensor already."""
+    _device_constructors()  # remembers those of torch, for its default device
+
+    def converter(make: Any, *, copies: bool) -> Any:
+        def convert(data: Any, *args: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+            if not isinstance(data, torch.Tensor) or device is None:
+                return make(data, *args, device=device, dtype=dtype, **kwargs)
+            moved = to(data.detach().clone() if copies else data, device, dtype)
+            return moved.requires_grad_() if kwargs.get("requires_grad") else moved
+
+        return convert
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        setattr(torch, name, converter(getattr(torch, name), copies=name == "tensor"))
+
+    def new_tensor(tensor: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+        return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
+
+    for cls in (_Tensor, _Fake):
+        cls.new_tensor = new_tensor
+
+
+def _asked(card: Card, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, bool]:
+    """Return what ``Tensor.to`` is asked for: the device or None, dtype and memory format, whether to copy anyway."""
+    kwargs = dict(kwargs)
+    copies = bool(kwargs.pop("copy", args[3] if len(args) > 3 else False))
+    other = kwargs.get("other", args[0] if args else None)
+    if isinstance(other, torch.Tensor):  # compiled code would not know where it lies
+        return other.device, {"dtype": other.dtype}, copies
+    if type(other) is int:
+        args = (card.resolve(other), *args[1:])
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[:3], **kwargs)
+    options = {"dtype": dtype, "memory_format": memory_format}
+    given = {name: value for name, value in options.items() if value is not None}
+    return None if device is None else card.resolve(device), given, copies

@@ -1,0 +1,223 @@
+"""Looks at a cell before it is run: what it needs, where that fits, and what would make it fit.
+
+All of it comes from shadow runs; the user's process runs nothing of the cell. Each part has the whole time to itself:
+the forecast, the cards, the fixes, the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from oomdoctor.allocator.device import VirtualAccelerator
+from oomdoctor.forecast.batches import largest
+from oomdoctor.forecast.least import least
+from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.pricing import BASIS, Pricer
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Fix, Patch
+from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
+from oomdoctor.model.plan import Forecast, Plan, Verdict
+from oomdoctor.model.session import Accelerator, Attempt, Cells, Session
+
+__all__ = ["Batches", "another_card", "foresee"]
+
+_GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE)
+"""What a first step adds and leaves there."""
+_ENDLESS: Final = 1 << 60
+"""Bytes that no program fills; how much there is, the plan says."""
+_LEAST_S: Final = 1.0
+"""Less time than this is not enough for another round of forecasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How the batch size of the cells is read and changed; it comes as a value, as fixes do.
+
+    Attributes:
+        now: samples in a batch, or why that cannot be told.
+        at: the cells with batches of so many samples.
+    """
+
+    now: Callable[[Cells, Evidence], int | Refused]
+    at: Callable[[Cells, Evidence, int], Patch | Refused]
+
+
+@contextmanager
+def another_card() -> Iterator[Accelerator]:
+    """Return a context with a card on which the tensors of the host live, however many: for planning alone."""
+    card = VirtualAccelerator(_ENDLESS)
+    card.adopt()
+    try:
+        yield card
+    finally:
+        card.close()
+
+
+def foresee(
+    session: Session,
+    here: Place,
+    collect: Callable[[int | None], Evidence],
+    fixes: Sequence[Fix],
+    batches: Batches,
+    *,
+    host: Accelerator,
+    time_s: float,
+) -> MemPlan:
+    """Return what the last cell of ``session`` needs, and where that fits.
+
+    Args:
+        here: the memory that the cell is planned for, that of the session's accelerator.
+        collect: collects the evidence, with the line of the cell at which memory is expected to run out.
+        fixes: those to price where it does not fit.
+        host: the host's memory, by whose rules the scratch of kernels counts.
+        time_s: for each part of the work; 0 makes no shadow run.
+    """
+    begun = time.monotonic()
+    source = session.cells.failing.source
+    forecast = Forecast(basis=BASIS, budget=here.budget, refused="forecasts are switched off")
+    if time_s > 0:
+        forecast = _price(session, source, budget=here.budget, timeout_s=time_s)
+    if forecast.peak is not None and forecast.basis != BASIS and not session.accelerator.read().simulated:
+        # It asks for a device that this machine lacks, so the memory of those that are here says nothing.
+        here = Place(name="a device that this machine lacks", total=None, budget=None, source=forecast.basis)
+        forecast = replace(forecast, budget=None)
+    evidence = collect(forecast.peak_line)
+    estimate = least(evidence, here.budget, forecast.refused) if forecast.refused is not None else None
+    fit = Fit(place=here, forecast=forecast, least=estimate)
+    return MemPlan(
+        cell=session.cells.failing,
+        here=fit,
+        least=estimate,
+        elsewhere=_on_cards(session, forecast, estimate, host, time_s=time_s),
+        plan=_plan(session, fit, evidence, fixes, time_s=time_s),
+        batch=_largest(session, forecast, evidence, batches, time_s=time_s),
+        elapsed_s=time.monotonic() - begun,
+    )
+
+
+def _price(session: Session, source: str, *, budget: int | None, timeout_s: float) -> Forecast:
+    pricer = Pricer(session, budget=budget, prepare=_nothing)
+    return pricer.price([Attempt(source=source)], timeout_s=timeout_s)[0]
+
+
+def _nothing() -> None:
+    """Bring back the start of the cell, which has not begun."""
+
+
+def _on_cards(
+    session: Session, forecast: Forecast, estimate: Forecast | None, host: Accelerator, *, time_s: float
+) -> tuple[Fit, ...]:
+    """Return whether the cell fits each of the well-known cards, where nobody else uses it."""
+    if forecast.refused is not None:
+        on_card, margin = forecast, forecast.error_ratio
+        if estimate is None:
+            return ()
+    else:
+        as_on_card = replace(session, accelerator=VirtualAccelerator(CARDS[-1].total_bytes))
+        source = session.cells.failing.source
+        is_cached = forecast.reserved is not None
+        on_card = forecast if is_cached else _price(as_on_card, source, budget=None, timeout_s=time_s)
+        # A simulated device has no room for the scratch of kernels to take; a card has.
+        is_simulated = is_cached and session.accelerator.read().simulated and forecast.basis == BASIS
+        as_here = replace(session, accelerator=host)
+        plain = _price(as_here, source, budget=None, timeout_s=time_s) if is_simulated else forecast
+        margin = max(on_card.error_ratio, plain.error_ratio)
+    fits = []
+    for card in CARDS:
+        place = _place(card)
+        found = replace(on_card, budget=place.budget, error_ratio=margin)
+        if found.peak is not None and found.peak <= (place.budget or 0) < (found.reserved or 0):
+            # Short of room the allocator gives cached segments back: this run is the one that would be.
+            squeezed = _price(as_on_card, source, budget=place.budget, timeout_s=time_s)
+            found = found if squeezed.refused is not None else replace(squeezed, error_ratio=margin)
+        fits.append(Fit(place=place, forecast=found, least=estimate))
+    return tuple(fits)
+
+
+def _place(card: Card) -> Place:
+    budget = card.total_bytes - CONTEXT_BYTES
+    return Place(name=card.name, total=card.total_bytes, budget=budget, source=card.source)
+
+
+def _plan(session: Session, fit: Fit, evidence: Evidence, fixes: Sequence[Fix], *, time_s: float) -> Plan | None:
+    """Price the fixes where the cell is forecast not to fit, or not for certain."""
+    forecast = fit.forecast
+    if forecast.peak is None or fit.verdict not in (Verdict.TOO_LARGE, Verdict.BORDERLINE):
+        return None
+    incident, expected = _expected(session, forecast, evidence)
+    return make_plan(session, incident, expected, fixes, budget=forecast.budget, prepare=_nothing, time_budget_s=time_s)
+
+
+def _expected(session: Session, forecast: Forecast, evidence: Evidence) -> tuple[Incident, Evidence]:
+    """Return the failure as it would be, and the evidence with what the cell will have made by then."""
+    device, census = evidence.device, evidence.census
+    allocated = 0 if isinstance(device.allocated, Unavailable) else device.allocated
+    at_peak = dict(forecast.course.at_peak) if forecast.course is not None else {}
+    added = {role: max(at_peak.get(role, 0) - census.bytes_of(role), 0) for role in _GROWING}
+    roles = dict(census.roles) | {role: census.bytes_of(role) + size for role, size in added.items() if size}
+    allocated += sum(added.values())
+    cell, line = session.cells.failing, forecast.peak_line
+    lines = cell.source.splitlines()
+    text = lines[line - 1].strip() if line is not None and line <= len(lines) else ""
+    incident = Incident(
+        is_oom=True,
+        family=Family.HOST if device.name == "cpu" else Family.CUDA,
+        device=device.name,
+        requested=max((forecast.peak or 0) - allocated, 0) or None,
+        allocated=allocated,
+        message="forecast: the cell was not run",
+        cell=CellLine(number=cell.number, line=line, source_line=text),
+    )
+    return incident, replace(
+        evidence,
+        devices=(replace(device, allocated=allocated), *evidence.devices[1:]),
+        censuses=(
+            replace(census, allocated=allocated, found=census.found + sum(added.values()), roles=tuple(roles.items())),
+            *evidence.censuses[1:],
+        ),
+    )
+
+
+def _largest(
+    session: Session, forecast: Forecast, evidence: Evidence, batches: Batches, *, time_s: float
+) -> LargestBatch | Refused:
+    if forecast.peak is None:
+        return Refused("the cell could not be forecast")
+    if forecast.budget is None:
+        return Refused("it is not known how much memory there is for it")
+    now = batches.now(session.cells, evidence)
+    if isinstance(now, Refused):
+        return now
+    changed = batches.at(session.cells, evidence, now * 2)
+    if isinstance(changed, Refused):
+        return changed
+    end = time.monotonic() + time_s
+    pricer = Pricer(session, budget=forecast.budget, prepare=_nothing)
+    price = partial(_price_batches, pricer, session, evidence, batches, end)
+    return largest(now, forecast, price, has_time=lambda: end - time.monotonic() > _LEAST_S)
+
+
+def _price_batches(
+    pricer: Pricer, session: Session, evidence: Evidence, batches: Batches, end: float, sizes: Sequence[int]
+) -> list[Forecast]:
+    patches = [batches.at(session.cells, evidence, size) for size in sizes]
+    reasons = [patch.reason for patch in patches if isinstance(patch, Refused)]
+    if reasons:
+        return [Forecast(basis=BASIS, refused=reasons[0]) for _ in sizes]
+    attempts = [_attempt(session.cells, patch) for patch in patches if isinstance(patch, Patch)]
+    return list(pricer.price(attempts, timeout_s=round(end - time.monotonic(), 1)))
+
+
+def _attempt(cells: Cells, patch: Patch) -> Attempt:
+    """Return how to run the last cell with the cells changed so."""
+    edits, failing = {edit.cell: edit for edit in patch.edits}, cells.failing
+    source = edits[failing.number].after if failing.number in edits else failing.source
+    return Attempt(source=source, replays=tuple(edit.replay for edit in patch.edits if edit.cell != failing.number))

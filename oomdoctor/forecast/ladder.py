@@ -1,0 +1,246 @@
+"""One change in all its doses: what each is estimated to need, how the cell is run with it, what forecasts have said.
+
+An estimate of what a dose saves comes from the census alone. Once a shadow run of one dose is known, the estimates of
+the others are measured by it: what that dose really saved over what it was thought to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Final
+
+from oomdoctor.forecast.pairs import joined
+from oomdoctor.forecast.search import Search
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.plan import Candidate, Forecast, Verdict
+from oomdoctor.model.session import Attempt, Session
+
+__all__ = ["ESTIMATE_ERROR", "KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all"]
+
+ESTIMATE_ERROR: Final = 0.3
+"""How far off an analytic estimate may be; a guess on the safe side, and shown as an estimate."""
+KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
+_EFFECTS: Final = tuple(Effect)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One fix in one dose; a change is made of one or two."""
+
+    fix: Fix
+    proposal: Proposal
+
+
+Rung = tuple[Part, ...]
+"""A dose of the whole change: a part for each of its fixes."""
+
+
+def attempt_with(
+    fix: Fix, dose: Dose, session: Session, evidence: Evidence
+) -> tuple[Patch | Refused, Attempt | Refused]:
+    """Return how to run the failing cell with one fix: by its patch where there is one, else on the live objects."""
+    failing = session.cells.failing
+    patch = fix.patch(session.cells, evidence, dose)
+    if isinstance(patch, Patch):
+        edits = {edit.cell: edit for edit in patch.edits}
+        source = edits[failing.number].after if failing.number in edits else failing.source
+        replays = tuple(edit.replay for edit in patch.edits if edit.cell != failing.number)
+        guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
+        return patch, Attempt(source=source, replays=replays, live=guards)
+    # What is told to the loop of a library by its settings is not done to its objects behind its back.
+    if fix.apply is None or "through" in dict(dose.values):
+        return patch, Refused(patch.reason)
+    return patch, Attempt(source=failing.source, live=(partial(fix.apply, session, dose),))
+
+
+def attempt_with_all(
+    parts: Sequence[tuple[Fix, Dose]], session: Session, evidence: Evidence
+) -> tuple[Patch | Refused, Attempt | Refused]:
+    """Return how to run the failing cell with one fix or with two."""
+    made = [attempt_with(fix, dose, session, evidence) for fix, dose in parts]
+    if len(made) == 1:
+        return made[0]
+    (first, run_first), (second, run_second) = made
+    for patch, run in made:
+        if isinstance(run, Refused):
+            return patch, run
+    assert isinstance(run_first, Attempt)
+    assert isinstance(run_second, Attempt)
+    failing = session.cells.failing
+    return joined(failing.source, failing.number, (first, run_first), (second, run_second))
+
+
+class Ladder:
+    """A change with its doses, mildest first, and the search among them.
+
+    Attributes:
+        place: where it comes by what the findings suggest; it decides between equals.
+        search: what is asked about it.
+        told: the forecast of each dose that had a shadow run.
+        why: why there is no shadow run of it, None where there is one or may yet be.
+        breaks: whether its shadow run failed where that of the unchanged cell did not: no estimate is given then.
+        refused: why it cannot be made at all, None where it can.
+    """
+
+    def __init__(self, place: int, rungs: Sequence[Rung], session: Session, evidence: Evidence) -> None:
+        self.place, self.rungs = place, rungs
+        self.search = Search(len(rungs))
+        self.told: dict[int, Forecast] = {}
+        self.why: str | None = None
+        self.refused: str | None = None
+        self.breaks = False
+        self._session, self._evidence = session, evidence
+        self._made: dict[int, tuple[Patch | Refused, Attempt | Refused]] = {}
+        self._offered: dict[int, Candidate] = {}
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """Ids of the fixes that it is made of."""
+        return tuple(part.fix.id for part in self.rungs[0])
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is made of one fix."""
+        return len(self.rungs[0]) == 1
+
+    @property
+    def effect(self) -> Effect:
+        """What it does to the results."""
+        return max((self._effect_of(part, patch) for part, patch in self._parts(0)), key=_EFFECTS.index)
+
+    def ask(self, unchanged: Forecast, scale: float) -> tuple[int, Attempt] | None:
+        """Return the dose to forecast next and how to run the cell with it, None where there is none for now."""
+
+        def points_at(doses: range) -> int | None:
+            return self.points_at(doses, unchanged, scale)
+
+        while (index := self.search.ask(points_at)) is not None:
+            if isinstance(attempt := self.attempt(index), Attempt):
+                return index, attempt
+        return None
+
+    def attempt(self, index: int) -> Attempt | Refused:
+        """Return how to run the cell with a dose. Where that cannot be, it and the stronger ones are left out."""
+        _, attempt = self._attempt(index)
+        if isinstance(attempt, Refused):
+            self.search.leave_out_from(index)
+            self.rungs = self.rungs[:index] or self.rungs
+            if index == 0:
+                self.refused = attempt.reason
+        return attempt
+
+    def _attempt(self, index: int) -> tuple[Patch | Refused, Attempt | Refused]:
+        if index not in self._made:
+            parts = [(part.fix, part.proposal.dose) for part in self.rungs[index]]
+            self._made[index] = attempt_with_all(parts, self._session, self._evidence)
+        return self._made[index]
+
+    # What the doses need ----------------------------------------------------------------------------------------
+
+    def estimate(self, index: int, unchanged: Forecast, scale: float) -> Forecast:
+        """Return what a dose is thought to need.
+
+        Args:
+            scale: how much larger the activations at the peak are than those that estimates are made of.
+        """
+        rung = self.rungs[index]
+        basis, peak = "; ".join(part.proposal.basis for part in rung), None
+        if unchanged.peak is not None and not self.breaks:
+            ratio = self._truth(unchanged)
+            peak = max(unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio)), 0)
+        return Forecast(
+            basis=basis,
+            budget=unchanged.budget,
+            peak=peak,
+            slowdown=_slowdown(rung),
+            error_ratio=ESTIMATE_ERROR,
+            refused=self.why,
+        )
+
+    def _truth(self, unchanged: Forecast) -> float | None:
+        """Return what the strongest dose that had a shadow run saved over what it was thought to."""
+        seen = [(index, told.peak) for index, told in self.told.items() if told.peak is not None]
+        if not seen or unchanged.peak is None or unchanged.refused is not None:
+            return None
+        index, peak = max(seen)
+        thought = _saves(self.rungs[index])
+        return max(unchanged.peak - peak, 0) / thought if thought else None
+
+    def points_at(self, doses: range, unchanged: Forecast, scale: float) -> int | None:
+        """Return the mildest of some doses that fits by its estimate."""
+        error = ESTIMATE_ERROR if self._truth(unchanged) is None else 0.0
+        for index in doses:
+            estimate = replace(self.estimate(index, unchanged, scale), error_ratio=error)
+            if estimate.verdict is Verdict.FITS:
+                return index
+        return None
+
+    def settled(self, unchanged: Forecast, scale: float) -> tuple[int, Forecast]:
+        """Return the dose to offer, and its price: the mildest that fits, the strongest where none does."""
+        if self.search.found is not None:
+            return self.search.found, self.told[self.search.found]
+        if self.search.over and self.told and self.why is None:
+            strongest = max(self.told)
+            return strongest, self.told[strongest]
+        pointed = self.points_at(self.search.open, unchanged, scale)
+        index = (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
+        return index, self.told.get(index) or self.estimate(index, unchanged, scale)
+
+    # What is offered --------------------------------------------------------------------------------------------
+
+    def candidate(self, index: int, forecast: Forecast) -> Candidate:
+        """Return a dose as it is offered."""
+        if index not in self._offered:
+            self._offered[index] = self._candidate(index, forecast)
+        slowdown = forecast.slowdown or _slowdown(self.rungs[index])
+        return replace(self._offered[index], forecast=replace(forecast, slowdown=slowdown))
+
+    def _candidate(self, index: int, forecast: Forecast) -> Candidate:
+        rung, parts = self.rungs[index], self._parts(index)
+        caveats = dict.fromkeys(filter(None, (text for part, patch in parts for text in _caveats(part, patch))))
+        return Candidate(
+            fix=" + ".join(self.fixes),
+            title=_title([part.fix.title for part in rung]),
+            dose=Dose(tuple(value for part in rung for value in part.proposal.dose.values)),
+            effect=max((self._effect_of(part, patch) for part, patch in parts), key=_EFFECTS.index),
+            forecast=forecast,
+            patch=self._attempt(index)[0],
+            applies_live=len(rung) > 1 or rung[0].fix.apply is not None,
+            caveat="; ".join(caveats) or None,
+            parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
+        )
+
+    def _parts(self, index: int) -> list[tuple[Part, Patch | Refused]]:
+        """Return the parts of a dose, each with its own patch."""
+        rung = self.rungs[index]
+        if len(rung) == 1:
+            return [(rung[0], self._attempt(index)[0])]
+        cells = self._session.cells
+        return [(part, part.fix.patch(cells, self._evidence, part.proposal.dose)) for part in rung]
+
+    @staticmethod
+    def _effect_of(part: Part, patch: Patch | Refused) -> Effect:
+        changes = isinstance(patch, Refused) and part.fix.live_caveat is not None
+        return max(part.proposal.effect, Effect.CHANGES_RESULT if changes else Effect.EXACT, key=_EFFECTS.index)
+
+
+def _caveats(part: Part, patch: Patch | Refused) -> tuple[str | None, ...]:
+    return (part.fix.live_caveat if isinstance(patch, Refused) else None, part.proposal.caveat)
+
+
+def _saves(rung: Rung) -> int:
+    return sum(part.proposal.saves for part in rung)
+
+
+def _title(titles: Sequence[str]) -> str:
+    first, *others = titles
+    return "; ".join([first, *(text[:1].lower() + text[1:] for text in others)])
+
+
+def _slowdown(rung: Rung) -> float:
+    return prod(part.proposal.slowdown for part in rung)

@@ -1,0 +1,291 @@
+"""Decides which forecasts to make, and makes the plan of what they say.
+
+The change that is likeliest to be the best is searched first, by the order in which the plan ranks what is known of
+them. Two changes are put together only where no single one fits: none that keeps the result, for two that keep it, and
+none at all, for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.allocator.caching import least_asked
+from oomdoctor.forecast.ladder import ESTIMATE_ERROR, KEEPING, Ladder, Part
+from oomdoctor.forecast.pricing import forecast_of, is_late, late
+from oomdoctor.forecast.reading import Reading
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.fix import Effect, Fix
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
+from oomdoctor.model.session import Attempt, Session
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.shadow import Shadows
+
+__all__ = ["PENDING", "Planner"]
+
+_VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
+_EFFECTS: Final = tuple(Effect)
+PENDING: Final = "its shadow run has not ended yet"
+_SEEN: Final = 0.95
+"""A shadow run that needs less than this share of what was held and asked for has not seen what fills the memory."""
+_SAVES: Final = 0.98
+"""A fix that leaves more than this share of the peak is none to put beside another."""
+_PAIRED: Final = 4
+"""So many of the fixes that save most are put together by twos."""
+
+JOINING: Final = frozenset(
+    {
+        *("autocast", "checkpoint_blocks", "chunked_loss", "detach_history", "lighter_optimizer", "micro_batch"),
+        *("optimizer_foreach_off", "sdpa_attention", "set_to_none", "smaller_batch", "smaller_image"),
+        "truncate_sequence",
+    }
+)
+"""Fixes that keep their promise beside one another: none of them counts steps, or looks at what another one changes."""
+
+
+class Planner:
+    """Decides what to forecast next, and makes the plan of what is known."""
+
+    def __init__(
+        self,
+        session: Session,
+        incident: Incident,
+        evidence: Evidence,
+        fixes: Sequence[Fix],
+        budget: int | None,
+        leaks: frozenset[str],
+        time_budget_s: float,
+    ) -> None:
+        self._session, self._incident, self._evidence, self._fixes = session, incident, evidence, fixes
+        self._budget, self._leaks, self.time_budget_s = budget, leaks, time_budget_s
+        self._ladders: list[Ladder] = []
+        self._refusals: list[tuple[str, str]] = []
+        self._unchanged: Forecast | None = None
+        self._cost: float | None = None
+        self._is_blind = False
+        self._waiting: list[tuple[Ladder, int, Reading]] = []
+        self._pairs: list[tuple[Ladder, Ladder]] | None = None
+
+    # How it goes ------------------------------------------------------------------------------------------------
+
+    def plans(self, shadows: Shadows) -> Iterator[Plan]:
+        """Yield the plan as it stands, again and again, while shadows are run."""
+        shadows.begin(None, Attempt(source=self._session.cells.failing.source))
+        self._propose()
+        yield self.plan()
+        while True:
+            while shadows.has_room and (asked := self._ask()) is not None:
+                ladder, index, attempt = asked
+                shadows.begin((self._ladders.index(ladder), index), attempt)
+            if not shadows.busy:
+                break
+            answer = shadows.next()
+            if answer is None:
+                break
+            self._answer(*answer)
+            yield self.plan()
+        self._end()
+        yield self.plan()
+
+    def estimated(self, why: str) -> Plan:
+        """Return the plan by estimates alone."""
+        if not self._ladders:
+            self._propose()
+        self._unchanged = self.least(why)
+        return self.plan()
+
+    def plan(self) -> Plan:
+        """Return the plan by what is known."""
+        unchanged = self._unchanged or self.least(PENDING)
+        scale = self._scale(unchanged)
+        offered = [
+            ladder.candidate(*ladder.settled(unchanged, scale))
+            for ladder in self._ladders
+            if ladder.refused is None and (ladder.is_single or ladder.search.found is not None)
+        ]
+        refusals = [(one.fixes[0], one.refused) for one in self._ladders if one.refused is not None and one.is_single]
+        return Plan(
+            unchanged=unchanged,
+            candidates=tuple(sorted(offered, key=self._rank)),
+            refusals=(*self._refusals, *refusals),
+        )
+
+    def _rank(self, candidate: Candidate) -> tuple[object, ...]:
+        """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least."""
+        keeps = candidate.effect in KEEPING
+        return (
+            _VERDICTS.index(candidate.forecast.verdict),
+            not any(fix in self._leaks for fix, _ in candidate.made_of),
+            0 if keeps else _EFFECTS.index(candidate.effect),
+            candidate.forecast.error_ratio >= ESTIMATE_ERROR,
+            candidate.forecast.slowdown or 1.0,
+            len(candidate.made_of),
+        )
+
+    # What is asked ----------------------------------------------------------------------------------------------
+
+    def _propose(self) -> None:
+        for fix in self._fixes:
+            proposals = fix.propose(self._incident, self._evidence)
+            if isinstance(proposals, Refused):
+                self._refusals.append((fix.id, proposals.reason))
+                continue
+            rungs = [(Part(fix=fix, proposal=proposal),) for proposal in proposals]
+            ladder = Ladder(len(self._ladders), rungs, self._session, self._evidence)
+            self._ladders.append(ladder)
+            ladder.attempt(0)
+
+    def _ask(self) -> tuple[Ladder, int, Attempt] | None:
+        """Return what to forecast next: of the change that is likeliest to be the best, what its search asks."""
+        unchanged = self._unchanged or self.least(PENDING)
+        scale = self._scale(unchanged)
+        while True:
+            for ladder in sorted(self._ladders, key=lambda one: self._promise(one, unchanged, scale)):
+                if not self._is_settled(ladder) and (asked := ladder.ask(unchanged, scale)) is not None:
+                    return ladder, *asked
+            if not self._pair_up(unchanged):
+                return None
+
+    def _is_settled(self, ladder: Ladder) -> bool:
+        return ladder.refused is not None or ladder.effect is Effect.ADVICE or ladder.search.over
+
+    def _promise(self, ladder: Ladder, unchanged: Forecast, scale: float) -> tuple[object, ...]:
+        if ladder.refused is not None:
+            return (len(_VERDICTS),)
+        return (*self._rank(ladder.candidate(*ladder.settled(unchanged, scale))), ladder.place)
+
+    def _pair_up(self, unchanged: Forecast) -> bool:
+        """Put two changes together, if no single one was enough; return whether there is something new to ask."""
+        if self._unchanged is None or not all(map(self._is_settled, self._ladders)) or unchanged.peak is None:
+            return False
+        if self._pairs is None:
+            self._pairs = self._possible_pairs(unchanged.peak)
+        while self._pairs:
+            pair = self._pairs.pop(0)
+            if any(self._beats(done, pair) for done in self._ladders):
+                continue
+            rungs = _steps_of_two(*pair)
+            ladder = Ladder(len(self._ladders), rungs, self._session, self._evidence)
+            if isinstance(ladder.attempt(len(rungs) - 1), Refused):
+                continue
+            self._ladders.append(ladder)
+            return True
+        return False
+
+    def _possible_pairs(self, peak: int) -> list[tuple[Ladder, Ladder]]:
+        """Return the pairs to try, those that keep the result and save most first."""
+        left = {
+            ladder.place: min(told.peak / peak for told in ladder.told.values() if told.peak is not None)
+            for ladder in self._ladders
+            if ladder.refused is None and ladder.told and ladder.why is None and JOINING.issuperset(ladder.fixes)
+        }
+        saving = [ladder for ladder in self._ladders if left.get(ladder.place, 1.0) < _SAVES]
+        saving.sort(key=lambda one: left[one.place])
+        keeping = [ladder for ladder in saving if ladder.effect in KEEPING][:_PAIRED]
+        pairs = dict.fromkeys([*combinations(keeping, 2), *combinations(saving[:_PAIRED], 2)])
+
+        def order(pair: tuple[Ladder, Ladder]) -> tuple[bool, float]:
+            return not all(one.effect in KEEPING for one in pair), left[pair[0].place] * left[pair[1].place]
+
+        return sorted(pairs, key=order)
+
+    def _beats(self, done: Ladder, pair: tuple[Ladder, Ladder]) -> bool:
+        """Whether a change that fits makes this pair needless."""
+        keeps = all(one.effect in KEEPING for one in pair)
+        return done.search.found is not None and (done.effect in KEEPING or not keeps)
+
+    # What is answered -------------------------------------------------------------------------------------------
+
+    def _answer(self, key: Any, reading: Reading) -> None:
+        if key is None:
+            self._unchanged = self._judged(reading)
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                self._tell(*one)
+            return
+        place, index = key
+        if self._unchanged is None:
+            self._waiting.append((self._ladders[place], index, reading))
+        else:
+            self._tell(self._ladders[place], index, reading)
+
+    def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
+        unchanged = self._unchanged
+        assert unchanged is not None
+        forecast = forecast_of(reading, self._budget, self._cost)
+        if forecast.refused is not None:
+            ladder.why = late(self.time_budget_s) if is_late(reading) else forecast.refused
+            ladder.breaks = unchanged.refused is None and not is_late(reading)
+            ladder.search.end()
+            return
+        if unchanged.refused is not None:
+            forecast = replace(forecast, error_ratio=ESTIMATE_ERROR)
+        if self._is_blind:
+            # A shadow run that did not see what fills the memory unchanged does not see it with the fix either.
+            estimate = ladder.estimate(index, unchanged, self._scale(unchanged))
+            peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
+            forecast = replace(forecast, basis=estimate.basis, peak=peak, refused=unchanged.refused)
+        ladder.told[index] = forecast
+        ladder.search.answer(fits=forecast.verdict is Verdict.FITS)
+
+    def _judged(self, reading: Reading) -> Forecast:
+        """Return the forecast of the unchanged cell; where it saw too little, what it held and asked for."""
+        forecast = forecast_of(reading, self._budget, reading.cost)
+        if forecast.refused is not None:
+            return self.least(late(self.time_budget_s) if is_late(reading) else forecast.refused)
+        self._cost = reading.cost
+        least = self.least("").peak
+        if least is None or (forecast.peak or 0) >= _SEEN * least:
+            return forecast
+        self._is_blind = True
+        return self.least("a shadow run of a few steps stays below what was seen: memory grows over the loop")
+
+    def _end(self) -> None:
+        """Take it that nothing more will be answered."""
+        if self._unchanged is None:
+            self._unchanged = self.least(late(self.time_budget_s))
+        for one in self._waiting:
+            self._tell(*one)
+        for ladder in self._ladders:
+            if not ladder.search.over and ladder.refused is None and ladder.why is None:
+                ladder.why = late(self.time_budget_s)
+
+    # What the cell needs unchanged ------------------------------------------------------------------------------
+
+    def least(self, why: str) -> Forecast:
+        """Return what the cell held and asked for when it failed, where it cannot be known how it goes on."""
+        allocated, asked = self._evidence.device.allocated, self._incident.requested or 0
+        if asked and self._evidence.device.name != "cpu":
+            asked = least_asked(asked)
+        return Forecast(
+            basis="held and asked for when it failed: the least that it needs",
+            budget=self._budget,
+            peak=None if isinstance(allocated, Unavailable) else allocated + asked,
+            error_ratio=ESTIMATE_ERROR,
+            refused=why,
+        )
+
+    def _scale(self, unchanged: Forecast) -> float:
+        """Return how much larger the activations at the peak are than those held and asked for at the failure."""
+        census, allocated = self._evidence.census, self._evidence.device.allocated
+        passing = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.BATCH)
+        seen = passing + (self._incident.requested or 0)
+        if unchanged.peak is None or isinstance(allocated, Unavailable) or not seen:
+            return 1.0
+        return max(1.0, (unchanged.peak - allocated + passing) / seen)
+
+
+def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:
+    """Return the doses of two changes together: each step makes the one stronger that has the more steps left."""
+    at, ends = [0, 0], (len(first.rungs) - 1, len(second.rungs) - 1)
+    rungs = [(*first.rungs[0], *second.rungs[0])]
+    while at != list(ends):
+        which = 0 if ends[0] - at[0] >= ends[1] - at[1] else 1
+        at[which] += 1
+        rungs.append((*first.rungs[at[0]], *second.rungs[at[1]]))
+    return rungs

@@ -1,0 +1,236 @@
+"""What follows when memory ran out: diagnose, release, price, show or retry.
+
+A failure outside of every cell, in a callback of a widget or in a thread, is diagnosed where it is shown. There is no
+cell that could be run again for it, and it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.incident import CellLine
+from oomdoctor.shell.borders import quietly
+from oomdoctor.shell.cells import cells_until, filenames, run_lines, runs_apart
+from oomdoctor.shell.filling import Filling, comes_later
+from oomdoctor.shell.retrying import OpenCase, Request, heal
+from oomdoctor.shell.script_watch import is_told
+from oomdoctor.shell.showing import Shown
+
+if TYPE_CHECKING:
+    from oomdoctor.model.plan import Candidate
+    from oomdoctor.model.session import Session
+    from oomdoctor.shell.extension import Extension
+
+__all__ = ["CellRun", "answer", "answer_outside", "find_oom"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRun:
+    """A cell that was run.
+
+    Attributes:
+        kwargs: that the shell was asked to run it with.
+        transaction: takes it back; None where there is no snapshot.
+        tasks: those of the loop when it began.
+    """
+
+    source: str
+    kwargs: dict[str, Any]
+    transaction: Any
+    tasks: Any
+
+
+def find_oom(exc: BaseException) -> BaseException | None:
+    """Return the exception that memory ran out with; None where there is none, or where it was diagnosed before."""
+    if isinstance(exc, (SyntaxError, KeyboardInterrupt)):
+        return None
+    from oomdoctor.incident import find_oom
+
+    found = find_oom(exc)
+    return None if found is None or is_told(exc) or is_told(found) else found
+
+
+async def answer(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> None:
+    """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
+    guarded, auto = extension.borders.guarded, extension.config.auto
+    found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
+    if found is not None:
+        later = auto == "off" and comes_later(extension.shell, extension.config.forecasts)
+        case: Case = guarded("forecast", lambda: _plan(extension, found, later=later)) or found
+        chosen = guarded("choice", lambda: _admitted(case, auto)) or ()
+        # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
+        was_shown = bool(result.success)
+        may_retry = extension.open is not None and chosen and (was_shown or result.error_in_exec is failure)
+        if may_retry and await heal(extension, Request(case=case, chosen=chosen), result, run):
+            if was_shown and extension.healed is None:  # it answers as it would have
+                result.error_in_exec, extension.shell.last_execution_succeeded = None, True
+            return
+    extension.tracebacks.send_held()
+    if found is not None:
+        guarded("display", lambda: _show(extension, case))
+        guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def answer_outside(extension: Extension, failure: BaseException, where: str) -> None:
+    """Diagnose a failure outside of every cell, after it was shown.
+
+    Args:
+        where: it was: ``a callback``.
+    """
+    guarded = extension.borders.guarded
+    case = _looked_at(extension, failure, lambda: _observe_outside(extension, failure, where))
+    if case is not None:
+        guarded("display", lambda: _show(extension, case))
+        guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[], Case]) -> Case | None:
+    """Collect the evidence, let go of what the failure holds, and find the causes."""
+    guarded = extension.borders.guarded
+    # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
+    # census is without what it held.
+    observed = quietly(observe)
+    if not extension.config.keep_frames:
+        guarded("release", lambda: _release(failure, extension.shell))
+    case: Case | None = observed or guarded("evidence", observe)
+    return None if case is None else guarded("diagnosis", lambda: _diagnose(extension, case)) or case
+
+
+def _observe(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
+    from oomdoctor import pipeline
+
+    shell = extension.shell
+    number = result.execution_count or shell.execution_count
+    case, session = _observed(extension, failure, number, run.source)
+    case = _of_cell(case, number, run.source)
+    if (line := runs_apart(run.source)) is not None:
+        script = "the script has a namespace of its own, in which nothing is changed from outside"
+        hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
+        return _refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
+    if run.transaction is not None:
+        kept = failure if extension.config.keep_frames else None
+        extension.open = OpenCase(
+            session=session, transaction=run.transaction, tasks=run.tasks, failure=kept
+        )
+    pipeline.record(case)
+    return case
+
+
+def _of_cell(case: Case, number: int, source: str) -> Case:
+    """Return the case as one of its cell, where no line of the cell is in the traceback: it runs a script by `%run`."""
+    cell, ran = case.incident.cell, run_lines(source)
+    if not ran or (cell is not None and cell.number == number):
+        return case
+    own = CellLine(number=number, line=None, source_line=ran[0])
+    return replace(case, incident=replace(case.incident, cell=own, inner=case.incident.inner or cell))
+
+
+def _observe_outside(extension: Extension, failure: BaseException, where: str) -> Case:
+    case, _ = _observed(extension, failure, extension.shell.execution_count, "")
+    why = f"it ran in {where} and not in a cell, so there is nothing to run again: call the same function in a cell"
+    return _refused(case, why)
+
+
+def _observed(extension: Extension, failure: BaseException, number: int, source: str) -> tuple[Case, Session]:
+    from oomdoctor import pipeline
+
+    shell = extension.shell
+    cells = cells_until(shell, number, source)
+    case, session = pipeline.observe(
+        failure,
+        lambda accelerator: pipeline.open_session(shell.user_ns, cells, accelerator, shell),
+        filenames(shell, number),
+    )
+    extension.end_filling()
+    extension.open = extension.healed = None
+    extension.passed, extension.failed_cell = "", cells.failing
+    pipeline.record(case)
+    return case, session
+
+
+def _refused(case: Case, why: str) -> Case:
+    from oomdoctor import pipeline
+
+    refused = replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why))
+    pipeline.record(refused)
+    return refused
+
+
+def _diagnose(extension: Extension, case: Case) -> Case:
+    from oomdoctor import pipeline
+
+    rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
+    for fault in rules.faults:
+        extension.borders.tell(f"rule left out: {fault}")
+    diagnosed = pipeline.diagnose(case, rules)
+    pipeline.record(diagnosed)
+    return diagnosed
+
+
+def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
+    """Return the case with its plan; where that comes ``later``, with what is known of it so far."""
+    from oomdoctor import pipeline
+
+    if extension.open is None:
+        return case
+    transaction, session = extension.open.transaction, extension.open.session
+    reserve = transaction.bytes_to_copy if session.accelerator.name == "cpu" else 0
+    terms: dict[str, Any] = {
+        "time_budget_s": extension.config.forecast_time_s,
+        "reserve": reserve,
+        "keep_forecasts": extension.config.keep_forecasts,
+    }
+    priced = _recalled(extension, case, session, reserve)
+    if priced is None and later:
+        planning = pipeline.planning(case, session, transaction.restore, **terms)
+        extension.filling = Filling(case, planning, extension.borders, pipeline.record)
+        priced = extension.filling.case
+    priced = priced or pipeline.plan(case, session, transaction.restore, **terms)
+    pipeline.record(priced)
+    return priced
+
+
+def _recalled(extension: Extension, case: Case, session: Session, reserve: int) -> Case | None:
+    """Return the case planned with what healed it before; None where there is nothing, or `auto` may not use it."""
+    from oomdoctor import pipeline
+
+    auto, remedy = extension.config.auto, extension.remedies.of(case, session.cells.failing.source)
+    planned = None if remedy is None else pipeline.recall(case, session, remedy, reserve=reserve)
+    if planned is None or auto == "off":
+        return planned
+    return planned if planned.plan.candidates[0] in pipeline.admitted(planned, auto) else None
+
+
+def _admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
+    from oomdoctor import pipeline
+
+    return pipeline.admitted(case, auto)
+
+
+def _release(exc: BaseException, shell: Any) -> None:
+    from oomdoctor.retry.release import release
+
+    release(exc, shell)
+
+
+def _show(extension: Extension, case: Case) -> None:
+    shown = Shown(extension)
+    shown.show(case)
+    if extension.filling is not None:
+        extension.filling.begin(shown.update)
+
+
+def _tell_why_not(extension: Extension, case: Case) -> None:
+    """Say why there is no retry: of a cell that cannot be run again, or one by itself that could cure nothing."""
+    from oomdoctor import pipeline
+
+    if case.outcome.kind is not OutcomeKind.REFUSED:
+        why = pipeline.beyond_cure(case) if extension.config.auto != "off" else None
+        if why is None:
+            return
+        case = _refused(case, why)
+    extension.notice(case)

@@ -1,0 +1,87 @@
+"""What is left of a fix in the notebook: its source for the next cell, and the way back from a healed one.
+
+Nothing here runs the user's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from oomdoctor.errors import UsageError
+from oomdoctor.model.case import Outcome, OutcomeKind, State
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.fix import Patch
+    from oomdoctor.model.plan import Candidate
+    from oomdoctor.shell.extension import Extension
+
+__all__ = ["insert", "undo", "why_not_undone"]
+
+
+def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
+    """Put the failing cell as the fix has it into the next cell, and print the changes of earlier cells as a diff."""
+    failing = extension.failed_cell
+    if failing is None:
+        raise UsageError("the text of the failed cell is not known any more")
+    own = [edit for edit in patch.edits if edit.cell == failing.number]
+    earlier = tuple(edit for edit in patch.edits if edit.cell != failing.number)
+    extension.shell.set_next_input(own[-1].after if own else failing.source, replace=False)
+    if earlier:
+        print(replace(patch, edits=earlier).diff(), end="")
+    changed = f"In[{failing.number}] with {candidate.label}" if own else f"In[{failing.number}] as it is"
+    print(f"the next cell has {changed}; nothing was run")
+    if earlier:
+        print(f"first change and run {', '.join(f'In[{edit.cell}]' for edit in earlier)} as the diff above says")
+    if case.outcome.kind is OutcomeKind.HEALED:
+        print("to run it now would be to run it a second time: it was run with the change when it was healed")
+
+
+def undo(extension: Extension) -> str:
+    """Put the state of the healed cell's start back for good; return what was taken back, and what could not be.
+
+    Raises:
+        UsageError: there is nothing that can be undone; nothing was changed.
+    """
+    from oomdoctor import pipeline
+
+    case, opened = pipeline.last_case(), extension.healed
+    if case is None or opened is None:
+        raise UsageError(why_not_undone(case, extension.passed))
+    calls = (f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable)
+    lost = tuple(dict.fromkeys((*opened.transaction.losses(), *opened.transaction.settle(), *calls)))
+    fixes = ", ".join(case.outcome.fixes)
+    extension.open, extension.healed = opened, None
+    extension.remedies.drop(case, opened.session.cells.failing.source)
+    why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
+    state = State.UNVERIFIED if lost else State.RESTORED
+    pipeline.record(replace(case, outcome=Outcome(state=state, why=why)))
+    return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+
+
+def why_not_undone(case: Case | None, passed: str) -> str:
+    """Return why there is nothing to undo, and what the state is.
+
+    Args:
+        passed: the cell that has run since the last one was healed, empty where it is not known.
+    """
+    if case is None:
+        return "there is nothing to undo: no cell has run out of memory so far"
+    outcome, cell = case.outcome, case.incident.cell
+    what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
+    if outcome.kind is OutcomeKind.HEALED:
+        later = passed or "a later cell"
+        return f"{what} can no longer be undone: {later} has run since, and may have changed the state it left"
+    if outcome.attempts:
+        lost = [outcome.why] if outcome.state is State.UNVERIFIED else []
+        before = f"its changes were undone at once, and the state is that from before it{_except(lost)}"
+        return f"there is nothing to undo: {what} was not healed, {before}"
+    why = f": {outcome.why}" if outcome.why else ""
+    return f"there is nothing to undo: no change of {what} is in place{why}"
+
+
+def _except(lost: Iterable[str]) -> str:
+    told = "; ".join(lost)
+    return f", except: {told}" if told else ", all of it"

@@ -1,0 +1,207 @@
+"""``%%memplan``: its options, and the cell below it, which is forecast and, where that was asked for and it fits, run.
+
+The cell runs as one of its own after the magic's cell is done: it has its number, its snapshot, its diagnosis and its
+retries, as if it had been typed without the first line.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import UsageError
+from oomdoctor.model.sizes import parse_size
+from oomdoctor.shell.cells import cells_until
+from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
+from oomdoctor.shell.verbs import shown
+
+if TYPE_CHECKING:
+    from oomdoctor.model.plan import Forecast
+    from oomdoctor.model.session import Cells
+    from oomdoctor.views.planned import Planned
+
+__all__ = ["USAGE", "MemPlanner", "Options"]
+
+USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
+
+    %%memplan [--run] [--device-memory SIZE] [--device D] [--json [PATH]]
+
+    --run                   run the cell if it is forecast to fit
+    --device-memory SIZE    plan for a device of that size, all of it for tensors: 16GiB, 512MiB
+    --device D              plan for a device that is in use: cuda, cuda:1, cpu
+    --json [PATH]           the plan as JSON, printed where no path is given, and for -
+    --help                  this text
+"""
+
+_TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
+_FLAGS: Final = frozenset({"run"})
+_HELP: Final = frozenset({"--help", "-h"})
+_AWAITS: Final = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for. ``prints_json``: ``--json`` without a path."""
+
+    run: bool = False
+    memory: int | None = None
+    device: str | None = None
+    prints_json: bool = False
+    json: Path | None = None
+
+    @classmethod
+    def read(cls, words: list[str]) -> Options:
+        """Read ``--name value`` and ``--name=value``.
+
+        Raises:
+            UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
+        """
+        given = _pairs(words)
+        memory, path = given.get("device-memory"), given.get("json")
+        if memory is not None and "device" in given:
+            raise UsageError("--device and --device-memory are two answers to one question: give one of them")
+        prints = "json" in given and path in (None, *OUTPUT)
+        target = None if prints else path_of(path)
+        if target is not None:
+            check_writable(target)
+        return cls(
+            run="run" in given,
+            memory=None if memory is None else parse_size(memory),
+            device=given.get("device"),
+            prints_json=prints,
+            json=target,
+        )
+
+
+class MemPlanner:
+    """The magic in one shell.
+
+    Attributes:
+        to_run: the cell that is to be run when the magic's is done, None where none is.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self.to_run: str | None = None
+
+    def take(self) -> str | None:
+        """Return the cell that is to be run, once."""
+        source, self.to_run = self.to_run, None
+        return source
+
+    def answer(self, words: list[str], cell: str, number: int, *, time_s: float) -> None:
+        """Plan ``cell`` as ``words`` ask for.
+
+        Args:
+            number: of the magic's own cell.
+            time_s: for each part of the plan.
+
+        Raises:
+            UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
+        """
+        if _HELP.intersection(words):
+            print(USAGE, end="")
+            return
+        options = Options.read(words)
+        _check(cell)
+        planned = self._planned(cells_until(self._shell, number, cell), options, time_s)
+        if options.json is not None:
+            put(json.dumps(planned.to_dict(), indent=1), options.json)
+            print(f"{one_line(options.json)}: the plan as JSON")
+        elif options.prints_json:
+            print(json.dumps(planned.to_dict(), indent=1))
+        else:
+            self._display(planned)
+        if options.run:
+            self._run(cell, planned)
+
+    def _planned(self, cells: Cells, options: Options, time_s: float) -> Planned:
+        from oomdoctor import pipeline
+        from oomdoctor.evidence.storages import unobserved
+        from oomdoctor.views.planned import Planned
+
+        shell = self._shell
+        with unobserved():
+            found = pipeline.foresee(
+                shell.user_ns, cells, device=options.device, memory=options.memory, shell=shell, time_s=time_s
+            )
+        return Planned(found)
+
+    def _display(self, planned: Planned) -> None:
+        from IPython.display import display
+
+        if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
+            from oomdoctor.views.displayed import width
+
+            print(planned.to_text(width=width(), colour="NO_COLOR" not in os.environ), end="")
+        else:
+            display(planned)
+
+    def _run(self, cell: str, planned: Planned) -> None:
+        """Have the cell run, if it fits.
+
+        Raises:
+            UsageError: the cell is not run, for this reason.
+        """
+        if planned.fits is not True:
+            raise UsageError(f"not run: {_why_not(planned.forecast, planned.plan.here.verdict.value)}")
+        self.to_run = cell
+
+
+def _why_not(forecast: Forecast, verdict: str) -> str:
+    from oomdoctor.views.words import about, clean
+
+    if forecast.peak is None:
+        return f"it has no forecast: {clean(forecast.refused or '')}"
+    if forecast.budget is None:
+        return "it is not known how much memory there is for it"
+    from oomdoctor.model.sizes import format_size
+
+    need = max(forecast.peak, forecast.reserved or 0)
+    told = {"borderline": "too close to say"}.get(verdict, verdict)
+    return f"it needs {about(need)} of {format_size(forecast.budget)}, {told}"
+
+
+def _check(cell: str) -> None:
+    """Refuse what is no cell.
+
+    Raises:
+        UsageError: the line to show.
+    """
+    from oomdoctor.model.magics import mask
+
+    if not cell.strip():
+        raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
+    text = mask(cell).text
+    try:
+        compile(text, "<cell>", "exec", flags=_AWAITS, dont_inherit=True)
+    except (SyntaxError, ValueError) as exc:
+        line = f" (line {exc.lineno} below %%memplan)" if isinstance(exc, SyntaxError) and exc.lineno else ""
+        told = exc.msg if isinstance(exc, SyntaxError) else str(exc)
+        raise UsageError(f"the cell is not Python: {one_line(told)}{line}") from None
+
+
+def _pairs(words: list[str]) -> dict[str, str | None]:
+    given: dict[str, str | None] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in _TAKES:
+            accepted = ", ".join(f"--{one}" for one in _TAKES)
+            raise UsageError(f"%%memplan does not take {shown(word)}: it takes {accepted}")
+        if name in given:
+            raise UsageError(f"--{name} is given twice")
+        if name in _FLAGS and equals:
+            raise UsageError(f"--{name} takes no value")
+        if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
+            value, equals = rest.pop(0), "="
+        if not value and (equals or _TAKES[name] is not None):
+            raise UsageError(f"--{name} needs {_TAKES[name] or 'a path after ='}")
+        given[name] = value if equals else None
+    return given

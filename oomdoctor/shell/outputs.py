@@ -1,0 +1,83 @@
+"""Files that a magic is asked to write: their paths are checked before anything is done, and faults are one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from oomdoctor.errors import UsageError
+
+__all__ = ["OUTPUT", "check_writable", "one_line", "path_of", "put"]
+
+OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
+"""To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
+_DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+
+
+def path_of(text: str | None) -> Path | None:
+    """Return the path that was typed, None where none was.
+
+    Raises:
+        UsageError: it is no file, or ends like a folder that is not there.
+    """
+    if text is None:
+        return None
+    if text in OUTPUT or text.startswith(_DESCRIPTORS):
+        raise UsageError(f"{one_line(text)} is no file: only --json is printed, where it has no path")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{one_line(text)} cannot be written: there is no home folder of that name") from None
+    if text.endswith(os.sep) and not path.is_dir():
+        raise UsageError(f"{one_line(text)} cannot be written: it ends like a folder, and there is none")
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path before anything is written, for the reason that the operating system gives.
+
+    Raises:
+        UsageError: no file can be written there.
+    """
+    try:
+        target = path.resolve()  # of a link that leads to nothing, what it leads to is made and removed, not the link
+        is_there = target.exists()
+        if is_there and not target.is_dir() and not target.is_file():
+            return  # a pipe or a terminal, which could wait for a reader
+        target.open("ab").close()
+        if not is_there:
+            target.unlink()
+    except (OSError, ValueError, RuntimeError) as exc:
+        raise _unwritable(path, exc) from None
+
+
+def put(text: str, path: Path) -> None:
+    """Write ``text`` to ``path``.
+
+    Raises:
+        UsageError: the operating system does not let it be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as exc:
+        raise _unwritable(path, exc) from None
+
+
+def _unwritable(path: Path, exc: Exception) -> UsageError:
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    if isinstance(exc, RuntimeError):
+        reason = "its links lead in a circle"
+    folder = (
+        f" (there is no folder {one_line(path.parent)})"
+        if isinstance(exc, FileNotFoundError) and not path.parent.exists()
+        else ""
+    )
+    return UsageError(f"{one_line(path)} cannot be written: {reason}{folder}")
+
+
+def one_line(text: str | Path | None) -> str:
+    """Return what was typed on one line, short, and without characters that a screen would obey."""
+    from oomdoctor.views import words
+
+    return words.clean(str(text), 120)

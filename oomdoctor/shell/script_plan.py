@@ -1,0 +1,93 @@
+"""``oomdoctor.plan`` for scripts: what a call, or a piece of source, would need, found out without running it."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import PurePath
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import UsageError
+from oomdoctor.model.kinds import spelled
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.sizes import parse_size
+
+if TYPE_CHECKING:
+    from oomdoctor.views.planned import Planned
+
+__all__ = ["plan"]
+
+_PLANNED: Final = "_oomdoctor_planned"
+_TIME_S: Final = 10.0
+
+
+def plan(
+    callable_or_source: Callable[[], Any] | str,
+    *,
+    device_memory: str | int | None = None,
+    namespace: dict[str, Any] | None = None,
+) -> Planned:
+    """Find out what a call, or a piece of source, needs, and where that fits, without running it.
+
+    Args:
+        callable_or_source: called without arguments (``functools.partial`` gives some), or run as a cell is.
+        device_memory: plans for a device of that size, all of it for tensors; for the one in use by default.
+        namespace: where names are looked up; what the caller sees by default, its locals and its globals.
+
+    Raises:
+        UsageError: it is neither of the two, or the size is none.
+    """
+    memory = None if device_memory is None else parse_size(device_memory)
+    if namespace is not None and not isinstance(namespace, dict):
+        raise UsageError(f"namespace takes a dictionary of names, and was given {type(namespace).__name__}")
+    found = _seen(sys._getframe(1)) if namespace is None else dict(spelled(namespace))
+    given: Any = callable_or_source  # callers without a type checker give anything
+    if isinstance(given, str):
+        source = given
+        if not source.strip():
+            raise UsageError("plan takes a callable or source, and the source has nothing in it")
+    elif callable(given):
+        source = _call(given, found)
+    else:
+        raise UsageError(f"plan takes a callable or source (str), and was given {type(given).__name__}")
+    from oomdoctor import pipeline
+    from oomdoctor.views.planned import Planned
+
+    cells = Cells(history=(Cell(number=0, source=_script_of(given, found)), Cell(number=1, source=source)))
+    file = PurePath(str(found.get("__file__") or "the module")).name
+    names = {0: file, 1: "the source" if isinstance(given, str) else _named(given)}
+    return Planned(pipeline.foresee(found, cells, memory=memory, time_s=_TIME_S), names)
+
+
+def _seen(caller: FrameType) -> dict[str, Any]:
+    from oomdoctor.evidence.frames import locals_of
+
+    return {**caller.f_globals, **locals_of(caller)}
+
+
+def _call(function: Callable[[], Any], namespace: dict[str, Any]) -> str:
+    """Return the source of the call, by the name that the function has where that stands for it."""
+    name = getattr(function, "__name__", None)
+    if type(name) is str and name.isidentifier() and namespace.get(name) is function:
+        return f"{name}()\n"
+    namespace[_PLANNED] = function
+    return f"{_PLANNED}()\n"
+
+
+def _named(function: Any) -> str:
+    """Return what a call is called in sentences."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None)
+    return f"{name}()" if type(name) is str and name.isidentifier() else "the call"
+
+
+def _script_of(given: Any, namespace: dict[str, Any]) -> str:
+    """Return the text of the script or module that the function, or else the namespace, is of."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    path = getattr(getattr(given, "__code__", None), "co_filename", None) or spelled(namespace).get("__file__")
+    return "".join(linecache.getlines(path, namespace)) if type(path) is str else ""

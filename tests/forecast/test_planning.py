@@ -1,0 +1,250 @@
+"""The plan: doses found by forecast, ranked, told as they come, and none worse than an estimate that says so."""
+
+import asyncio
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from forecast_lab import nothing, open_descriptors
+from planned import CELL, INCIDENT, MIB, evidence, fix, program, shrinking
+
+from oomdoctor.forecast.planning import Planning, make_plan
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Effect, Patch
+from oomdoctor.model.plan import Verdict
+
+
+def _children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    before = open_descriptors(), _children()
+    yield
+    assert (open_descriptors(), _children()) == before
+
+
+def plan(fixes, budget, *, session=None, allocated=0, time_budget_s=60.0, make=make_plan, **kwargs):
+    return make(
+        *(session or program(), INCIDENT, evidence(allocated), fixes),
+        budget=budget,
+        prepare=nothing,
+        time_budget_s=time_budget_s,
+        **kwargs,
+    )
+
+
+LADDER = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
+
+
+@pytest.mark.parametrize(("room", "dose"), [(92, 0), (84, 1), (72, 3), (62, 5)])
+def test_the_mildest_dose_that_fits_by_its_shadow_run_is_chosen(room, dose):
+    (found,) = plan([LADDER], room * MIB).candidates
+    assert found.dose["strength"] == dose
+    assert found.forecast.basis == "shadow run"
+    assert found.forecast.verdict is Verdict.FITS
+    assert abs(found.forecast.peak - (50 + 36 - 6 * dose) * MIB) < MIB
+
+
+def test_where_no_dose_fits_the_strongest_is_told_with_its_forecast():
+    (found,) = plan([LADDER], 40 * MIB).candidates
+    assert found.dose["strength"] == 5
+    assert found.forecast.verdict is Verdict.TOO_LARGE
+    assert found.forecast.basis == "shadow run"
+
+
+def test_what_is_close_is_borderline_and_no_dose_to_stop_at():
+    (found,) = plan([LADDER], 86 * MIB + MIB // 2).candidates
+    assert found.dose["strength"] == 1
+    (close,) = plan([shrinking("shrink", "first", [36])], 86 * MIB + MIB // 2).candidates
+    assert close.forecast.verdict is Verdict.BORDERLINE
+
+
+def test_leaks_come_first_then_what_keeps_the_result_then_what_costs_least():
+    fixes = [
+        shrinking("changing", "first", [4], effect=Effect.CHANGES_RESULT),
+        fix(
+            "slow", {"first = torch.zeros(40, 1 << 18)": ["first = torch.zeros(4, 1 << 18); torch.mm(first, first.T)"]}
+        ),
+        shrinking("freeing", "first", [5], effect=Effect.CHANGES_RESULT),
+        shrinking("quick", "first", [4]),
+        shrinking("weak", "first", [39]),
+    ]
+    found = plan(fixes, 70 * MIB, leaks={"freeing"}).candidates
+    assert [one.fix for one in found] == ["freeing", "quick", "slow", "changing", "weak"]
+    assert found[2].forecast.slowdown > found[1].forecast.slowdown
+
+
+def test_the_plan_is_told_as_it_comes_estimates_first():
+    told = []
+    last = plan([LADDER, shrinking("other", "second", [4])], 70 * MIB, told=told.append)
+    assert [one.forecast.basis for one in told[0].candidates] == ["a guess", "a guess"]
+    assert told[-1] == last
+    assert {one.forecast.basis for one in last.candidates} == {"shadow run"}
+    assert len({sum(one.forecast.basis == "shadow run" for one in now.candidates) for now in told}) == 3
+
+
+def test_out_of_time_the_price_is_an_estimate_that_says_so():
+    source = "import time\nfor _ in range(200):\n    time.sleep(0.1)\n"
+    found = plan([fix("shrink", {"200": ["100"]})], 70 * MIB, session=program(source), time_budget_s=1.0)
+    (one,) = found.candidates
+    assert found.unchanged.refused == "not priced within 1 s"
+    assert one.forecast.basis == "a guess"
+    assert one.forecast.refused in ("not priced within 1 s", None)  # None if not even the plan came in time
+
+
+def test_without_forecasts_the_price_is_an_estimate():
+    found = plan([LADDER], 70 * MIB, allocated=90 * MIB, time_budget_s=0)
+    assert found.unchanged.refused == "forecasts are switched off"
+    assert [one.forecast.basis for one in found.candidates] == ["a guess"]
+    assert found.candidates[0].forecast.error_ratio >= 0.3
+
+
+def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
+    found = plan([LADDER], 300 * MIB, allocated=400 * MIB)
+    assert "memory grows" in found.unchanged.refused
+    (one,) = found.candidates
+    assert one.forecast.peak >= 400 * MIB - 180 * MIB
+    assert one.forecast.error_ratio >= 0.3
+    assert one.forecast.basis == "a guess"
+
+
+def test_a_change_that_breaks_the_cell_comes_after_what_fits_and_says_why():
+    breaking = fix("breaking", {"third = torch": ["third = missing"]})
+    fitting, broken = plan([breaking, LADDER], 70 * MIB).candidates
+    assert fitting.fix == "shrink"
+    assert "NameError" in broken.forecast.refused
+    assert (broken.forecast.peak, broken.forecast.verdict) == (None, Verdict.UNKNOWN)
+
+
+def test_a_fix_that_can_be_made_in_no_way_is_refused_and_its_stronger_doses_left_out():
+    never = replace(fix("never", {"first": ["first"]}, live=True), apply=None)
+    found = plan([never], 70 * MIB)
+    assert found.candidates == ()
+    assert dict(found.refusals) == {"never": "it cannot be written"}
+
+
+HALVES = [shrinking("checkpoint_blocks", "first", [30, 20]), shrinking("micro_batch", "second", [30, 24, 20])]
+
+
+def test_two_are_put_together_where_no_single_one_fits():
+    found = plan(HALVES, 68 * MIB)
+    pair, *singles = found.candidates
+    assert {fix_id for fix_id, _ in pair.made_of} == {"checkpoint_blocks", "micro_batch"}
+    assert pair.forecast.verdict is Verdict.FITS
+    assert abs(pair.forecast.peak - 64 * MIB) < MIB, "it is not the mildest"
+    assert pair.label.startswith(f"{pair.fix}(strength=")
+    assert " + " in pair.fix
+    assert isinstance(pair.patch, Patch)
+    (edit,) = pair.patch.edits
+    assert "first = torch.zeros(40" not in edit.after
+    assert "second = torch.zeros(40" not in edit.after
+    assert [one.forecast.verdict for one in singles] == [Verdict.TOO_LARGE] * 2
+
+
+def test_two_are_not_put_together_where_one_fits():
+    found = plan([*HALVES, shrinking("sdpa_attention", "first", [1])], 68 * MIB)
+    assert all(len(one.made_of) == 1 for one in found.candidates)
+
+
+def test_two_that_keep_the_result_are_tried_where_the_single_one_that_fits_does_not():
+    strong = shrinking("smaller_batch", "first", [1], effect=Effect.CHANGES_RESULT)
+    found = plan([*HALVES, strong], 68 * MIB)
+    assert len(found.candidates[0].made_of) == 2
+    assert found.candidates[0].effect is Effect.EXACT
+    assert found.candidates[1].fix == "smaller_batch"
+
+
+def test_those_not_known_to_go_together_are_not():
+    others = [shrinking("one", "first", [20]), shrinking("two", "second", [20])]
+    assert all(len(one.made_of) == 1 for one in plan(others, 60 * MIB).candidates)
+
+
+def test_two_that_change_the_same_place_are_not_put_together():
+    same = [shrinking("checkpoint_blocks", "first", [30]), shrinking("micro_batch", "first", [29])]
+    assert all(len(one.made_of) == 1 for one in plan(same, 60 * MIB).candidates)
+
+
+def test_one_that_cannot_be_written_goes_with_one_that_can():
+    @contextmanager
+    def halved(session, _dose):
+        session.namespace["rows"] = 20
+        yield
+
+    live = replace(fix("micro_batch", {"second": ["second"]}, live=True), apply=halved)
+    session = program(CELL.replace("second = torch.zeros(40", "second = torch.zeros(rows"), rows=40)
+    pair = plan([HALVES[0], live], 66 * MIB, session=session).candidates[0]
+    assert pair.forecast.verdict is Verdict.FITS
+    assert isinstance(pair.patch, Refused)
+    assert pair.applies_live
+
+
+# While the user's process goes on -----------------------------------------------------------------------------------
+
+
+def test_nobody_need_wait():
+    planning = plan([LADDER], 70 * MIB, make=Planning)
+    assert planning.plan.candidates == ()
+    seen = 0
+    while not planning.over:
+        time.sleep(0.01)
+        seen += planning.poll()
+    assert seen > 1
+    assert planning.fileno() == -1
+    assert planning.plan.candidates == plan([LADDER], 70 * MIB).candidates
+
+
+def test_a_loop_goes_on_while_it_listens():
+    async def listen():
+        planning, turns = plan([LADDER], 70 * MIB, make=Planning), 0
+
+        async def turn():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.005)
+
+        turning = asyncio.ensure_future(turn())
+        plans = [found async for found in planning.listen()]
+        turning.cancel()
+        return turns, plans
+
+    turns, plans = asyncio.run(listen())
+    assert turns > 5
+    assert plans[-1].candidates[0].forecast.basis == "shadow run"
+
+
+def test_a_plan_can_be_broken_off_and_keeps_what_it_knows():
+    planning = plan([LADDER], 70 * MIB, allocated=90 * MIB, make=Planning)
+    planning.cancel()
+    assert planning.over
+    assert planning.plan.unchanged.refused == "the forecasts were broken off"
+    assert [one.forecast.basis for one in planning.plan.candidates] == ["a guess"]
+    planning.cancel()
+
+
+def test_breaking_off_wakes_who_listens():
+    async def listen():
+        planning = plan([LADDER], 70 * MIB, session=program("while True: pass"), make=Planning)
+        asyncio.get_running_loop().call_later(0.3, planning.cancel)
+        return [found async for found in planning.listen()]
+
+    assert asyncio.run(asyncio.wait_for(listen(), 20))[-1].candidates
+
+
+def test_a_plan_that_nobody_holds_any_more_ends_itself():
+    planning = plan([LADDER], 70 * MIB, session=program("while True: pass"), make=Planning)
+    assert _children()
+    del planning
+
+
+def test_a_nursery_that_is_killed_leaves_a_plan_of_estimates():
+    planning = plan([LADDER], 70 * MIB, allocated=90 * MIB, session=program("while True: pass"), make=Planning)
+    os.kill(int(_children().split()[0]), 9)
+    *_, last = planning.wait()
+    assert [one.forecast.basis for one in last.candidates] == ["a guess"]
+    assert last.unchanged.refused == "not priced within 60 s"

@@ -1,0 +1,473 @@
+"""What is left of a fix: its source for the next cell, the way back, and that it is tried first the next time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from kernels import Kernel
+from programs import DATA, MODEL, TRAIN
+from state_programs import Planted, cells_of
+from state_shell import differing, run, seed, started
+
+from oomdoctor import fixes, pipeline
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case, OutcomeKind, State
+from oomdoctor.model.fix import Effect, Patch, Proposal
+from oomdoctor.retry.digest import state_digests
+
+CELLS: Final = cells_of("mlp", "AdamW")
+SMALL: Final = (
+    MODEL.replace("width=128, depth=6", "width=64, depth=3"),
+    DATA.replace("512", "128").replace("32, 128", "32, 64").replace("batch_size=128", "batch_size=64"),
+)
+BUDGET: Final = "12MiB"
+"""In two parts a batch of SMALL fits into it, and not beside 2 MiB more: then it takes four."""
+FUNCTION: Final = "def train():\n" + "".join(f"    {line}\n" for line in TRAIN.splitlines())
+
+
+@pytest.fixture(scope="module")
+def module_shell() -> Iterator[InteractiveShell]:
+    with started("micro_batch", "chunked_forward") as made:
+        yield made
+
+
+@pytest.fixture
+def shell(module_shell: InteractiveShell) -> Iterator[InteractiveShell]:
+    """The shell with nothing in it, no automatic retry and nothing remembered."""
+    module_shell.run_cell("%reload_ext oomdoctor")
+    module_shell.reset(new_session=True)
+    module_shell.rl_next_input = None
+    pipeline._cases.clear()
+    module_shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
+    seed()
+    yield module_shell
+    module_shell.run_cell("%oomdoctor simulate off")
+
+
+def failed(shell: InteractiveShell, *cells: str, last: str = CELLS[-1]) -> Case:
+    """Run a program whose last cell runs out of memory once, at its third iteration."""
+    for cell in cells or CELLS[:-1]:
+        assert run(shell, cell)[0].success
+    with Planted("third iteration"):
+        assert not run(shell, last)[0].success
+    return known()
+
+
+def known() -> Case:
+    case = pipeline.last_case()
+    assert case is not None
+    return case
+
+
+def said(shell: InteractiveShell, line: str) -> str:
+    shown = run(shell, line)[1]
+    return str(shown.stdout + shown.stderr)
+
+
+# What stands in the next cell ---------------------------------------------------------------------------------------
+
+
+def test_insert_puts_the_changed_cell_into_the_next_one_and_runs_nothing(shell: InteractiveShell) -> None:
+    case = failed(shell)
+    patch = case.plan.candidates[0].patch
+    assert isinstance(patch, Patch)
+    steps = shell.user_ns["progress"].steps
+    told = said(shell, "%oomdoctor fix 1 --insert")
+    assert shell.rl_next_input == patch.edits[-1].after
+    assert shell.rl_next_input != CELLS[-1]
+    assert re.fullmatch(
+        rf"the next cell has In\[\d+\] with {re.escape(case.plan.candidates[0].label)}; nothing was run\n", told
+    )
+    assert shell.user_ns["progress"].steps == steps
+    assert known().outcome.kind is OutcomeKind.OFFERED
+    said(shell, "%oomdoctor fix 1")
+    assert known().outcome.kind is OutcomeKind.HEALED, "the case can be retried as before"
+
+
+def test_of_a_healed_cell_the_fix_in_place_is_inserted_and_that_it_has_run_is_told(shell: InteractiveShell) -> None:
+    failed(shell)
+    said(shell, "%oomdoctor fix chunked_forward")
+    told = said(shell, "%oomdoctor fix --insert")
+    assert "with chunked_forward(chunks=" in told
+    assert "a second time" in told
+    assert "checkpoint" in str(shell.rl_next_input)
+
+
+def test_the_inserted_cell_of_a_fresh_shell_leaves_what_the_healed_one_left(shell: InteractiveShell) -> None:
+    failed(shell)
+    said(shell, "%oomdoctor fix 1")
+    healed = state_digests(shell.user_ns)
+    said(shell, "%oomdoctor fix --insert")
+    inserted = shell.rl_next_input
+    shell.reset(new_session=True)
+    seed()
+    for cell in (*CELLS[:-1], inserted):
+        assert run(shell, cell)[0].success
+    names = [name for name in differing(healed, state_digests(shell.user_ns)) if not name.startswith("_")]
+    assert names == []
+
+
+def test_earlier_cells_are_shown_as_a_diff_and_the_failing_one_is_inserted(shell: InteractiveShell) -> None:
+    for cell in (*SMALL, FUNCTION, f"%oomdoctor simulate {BUDGET}"):
+        run(shell, cell)
+    assert not run(shell, "train()  # go")[0].success
+    told = said(shell, "%oomdoctor fix micro_batch --insert")
+    assert told.startswith("--- In[3]\n+++ In[3] fixed\n")
+    assert "the next cell has In[5] as it is; nothing was run\n" in told
+    assert "first change and run In[3] as the diff above says" in told
+    assert shell.rl_next_input == "train()  # go"
+
+
+def test_a_fix_that_cannot_be_written_says_so_in_one_line(shell: InteractiveShell) -> None:
+    case = failed(shell)
+    first = replace(case.plan.candidates[0], patch=Refused("the loop is a library's"))
+    pipeline.record(replace(case, plan=replace(case.plan, candidates=(first,))))
+    told = said(shell, "%oomdoctor fix 1 --insert")
+    assert told == f"oomdoctor: {first.label} cannot be written as a change of your cells: the loop is a library's\n"
+    assert shell.rl_next_input is None
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("fix 1 --insert --anyway", "--insert runs nothing"),
+        ("fix 99 --insert", "there is no fix '99'"),
+        ("fix 1 2 --insert", "one fix at a time"),
+        ("fix 1 --insrt", "one fix at a time, not '1 --insrt'"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_and_inserts_nothing(shell: InteractiveShell, line: str, told: str) -> None:
+    failed(shell)
+    answer = said(shell, f"%oomdoctor {line}")
+    assert told in answer
+    assert answer.count("\n") == 1
+    assert shell.rl_next_input is None
+    assert known().outcome.kind is OutcomeKind.OFFERED
+
+
+def test_it_is_inserted_after_later_cells_too(shell: InteractiveShell) -> None:
+    failed(shell)
+    run(shell, "later = 1")
+    assert "nothing was run" in said(shell, "%oomdoctor fix 1 --insert")
+    assert shell.rl_next_input
+
+
+def test_a_kernel_is_sent_the_cell(kernel: Kernel) -> None:
+    for cell in ("%load_ext oomdoctor\n%config OomDoctor.forecast_time_s = 0", *SMALL):
+        kernel.run(cell, ok=True)
+    kernel.run(f"%oomdoctor simulate {BUDGET}", ok=True)
+    kernel.run(TRAIN, ok=False)
+    reply = kernel.run("%oomdoctor fix micro_batch --insert", ok=True)
+    (sent,) = reply.content["payload"]
+    assert (sent["source"], sent["replace"]) == ("set_next_input", False)
+    assert "nothing was run" in reply.stdout
+    assert kernel.value("losses") == []
+    kernel.run("%oomdoctor fix micro_batch", ok=True)
+    kernel.run("%oomdoctor undo", ok=True)
+    kernel.run(sent["text"], ok=True)
+    assert kernel.value("len(losses)") == 2, "what was inserted fits"
+
+
+# The way back -------------------------------------------------------------------------------------------------------
+
+
+def test_before_any_failure_there_is_nothing_to_undo(shell: InteractiveShell) -> None:
+    assert said(shell, "%oomdoctor undo") == (
+        "oomdoctor: there is nothing to undo: no cell has run out of memory so far\n"
+    )
+
+
+def test_undo_of_an_offered_case(shell: InteractiveShell) -> None:
+    failed(shell)
+    before = state_digests(shell.user_ns)
+    assert re.search(r"nothing to undo: no change of In\[\d+\] is in place\n", said(shell, "%oomdoctor undo"))
+    assert differing(before, state_digests(shell.user_ns)) == []
+
+
+def test_undo_of_a_healed_case_says_that_all_went_back(shell: InteractiveShell) -> None:
+    case = failed(shell)
+    said(shell, "%oomdoctor fix 1")
+    assert shell.user_ns["progress"].steps > 2
+    label = case.plan.candidates[0].label
+    assert said(shell, "%oomdoctor undo") == (
+        f"{label} was taken back; the state is that from before the cell, all of it\n"
+    )
+    assert shell.user_ns["progress"].steps == 0
+    outcome = known().outcome
+    assert (outcome.kind, outcome.state, outcome.fixes) == (OutcomeKind.OFFERED, State.RESTORED, ())
+    assert f"no change of In[{case.incident.cell.number}] is in place: {label} healed it" in said(  # type: ignore[union-attr]
+        shell, "%oomdoctor undo"
+    )
+    said(shell, "%oomdoctor fix 2")
+    assert known().outcome.kind is OutcomeKind.HEALED, "another fix can be tried"
+
+
+def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
+    shell: InteractiveShell, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = "raw = torch.zeros(4, requires_grad=True)"
+    failed(shell, *CELLS[:-1], first, last=f"open('out', 'w').close()\nwith torch.no_grad(): raw += 1\n{CELLS[-1]}")
+    said(shell, "%oomdoctor fix 1 --anyway")
+    assert known().outcome.kind is OutcomeKind.HEALED
+    told = said(shell, "%oomdoctor undo")
+    assert "the state is that from before the cell, except: `raw` was written in place" in told
+    assert "`open('out', 'w')` cannot be taken back" in told
+    assert known().outcome.state is State.UNVERIFIED
+    assert shell.user_ns["progress"].steps == 0
+
+
+def test_undo_of_a_refused_case(shell: InteractiveShell) -> None:
+    run(shell, "%oomdoctor auto exact")
+    for cell in (*CELLS[:-1], "numbered = iter(range(9))"):
+        run(shell, cell)
+    with Planted("third iteration"):
+        run(shell, f"next(numbered)\n{CELLS[-1]}")
+    assert known().outcome.kind is OutcomeKind.REFUSED
+    told = said(shell, "%oomdoctor undo")
+    assert "no change of In[" in told
+    assert "is in place: `numbered` is an iterator" in told
+
+
+def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
+    for cell in (*SMALL, f"%oomdoctor simulate {BUDGET}"):
+        run(shell, cell)
+    run(shell, f"{TRAIN}huge = torch.ones(1 << 22)")
+    said(shell, "%oomdoctor fix 1")
+    assert known().outcome.kind is OutcomeKind.ROLLED_BACK
+    told = said(shell, "%oomdoctor undo")
+    assert "was not healed, its changes were undone at once, and the state is that from before it, all of it" in told
+
+
+@pytest.mark.parametrize(("later", "moves_on"), [("later = 1", True), ("print(len(metrics))", False)])
+def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
+    shell: InteractiveShell, later: str, moves_on: bool
+) -> None:
+    failed(shell)
+    said(shell, "%oomdoctor fix 1")
+    number = shell.execution_count
+    run(shell, later)
+    before = state_digests(shell.user_ns)
+    told = said(shell, "%oomdoctor undo")
+    if moves_on:
+        assert f"can no longer be undone: In[{number}] has run since" in told
+        assert differing(before, state_digests(shell.user_ns)) == []
+        assert known().outcome.kind is OutcomeKind.HEALED
+    else:
+        assert "was taken back" in told
+
+
+# The same failure once more -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the cases whose fixes were searched by their forecasts."""
+    searched: list[int] = []
+    plan = pipeline.plan
+
+    def counted(case: Case, *args: Any, **kwargs: Any) -> Case:
+        searched.append(case.number)
+        return plan(case, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "plan", counted)
+    return searched
+
+
+def trains(shell: InteractiveShell, budget: str = BUDGET) -> None:
+    for cell in (*SMALL, f"%oomdoctor simulate {budget}", "%oomdoctor auto exact"):
+        run(shell, cell)
+
+
+def test_what_healed_a_cell_is_tried_first_without_a_new_search(shell: InteractiveShell, searches: list[int]) -> None:
+    trains(shell)
+    assert run(shell, TRAIN)[0].success
+    first = known()
+    peak = first.outcome.peak
+    told = said(shell, "%oomdoctor status")
+    assert re.search(rf"remembered, .*: {re.escape(first.outcome.fixes[0])} for In\[\d+\], measured \d", told)
+    assert run(shell, TRAIN)[0].success
+    second = known()
+    assert (second.number, searches) == (2, [1]), "the second was planned without a search"
+    assert (second.outcome.kind, second.outcome.attempts) == (OutcomeKind.HEALED, 1)
+    assert second.outcome.fixes == first.outcome.fixes
+    forecast = second.plan.candidates[0].forecast
+    assert forecast.peak == peak is not None
+    assert re.fullmatch(r"measured when it healed In\[\d+\]", forecast.basis)
+    assert len(shell.user_ns["losses"]) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "loader = torch.utils.data.DataLoader(data, batch_size=60)",
+        "model = nn.Sequential(model)",
+        "%oomdoctor simulate 13MiB",
+    ],
+    ids=["batch", "model", "device"],
+)
+def test_another_failure_of_the_same_text_is_searched_anew(
+    shell: InteractiveShell, searches: list[int], change: str
+) -> None:
+    trains(shell)
+    run(shell, TRAIN)
+    run(shell, change)
+    run(shell, TRAIN)
+    assert (known().number, searches) == (2, [1, 2])
+
+
+def test_another_text_is_searched_anew(shell: InteractiveShell, searches: list[int]) -> None:
+    trains(shell)
+    run(shell, TRAIN)
+    run(shell, f"{TRAIN}# once more")
+    assert searches == [1, 2]
+
+
+def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered(
+    shell: InteractiveShell, searches: list[int]
+) -> None:
+    trains(shell)
+    run(shell, TRAIN)
+    assert known().outcome.fixes == ("micro_batch(parts=2)",)
+    assert run(shell, "held = [torch.ones(1 << 17) for _ in range(4)]")[0].success
+    run(shell, TRAIN)
+    case = known()
+    assert searches == [1]
+    assert (case.outcome.kind, case.outcome.attempts) == (OutcomeKind.HEALED, 2)
+    assert case.outcome.fixes == ("micro_batch(parts=4)",)
+    told = said(shell, "%oomdoctor status")
+    assert "micro_batch(parts=4)" in told
+    assert "micro_batch(parts=2)" not in told
+
+
+def test_a_remembered_fix_that_fails_is_dropped(shell: InteractiveShell, searches: list[int]) -> None:
+    trains(shell)
+    run(shell, "extra = lambda: None")
+    cell = f"{TRAIN}extra()"
+    assert run(shell, cell)[0].success
+    assert "remembered" in said(shell, "%oomdoctor status")
+    run(shell, "extra = lambda: torch.ones(1 << 22)")
+    assert not run(shell, cell)[0].success
+    assert known().outcome.kind is OutcomeKind.ROLLED_BACK
+    assert "remembered" not in said(shell, "%oomdoctor status")
+    assert not run(shell, cell)[0].success
+    assert searches == [1, 3]
+
+
+def test_one_that_the_setting_does_not_admit_is_left_to_the_user(shell: InteractiveShell, searches: list[int]) -> None:
+    trains(shell)
+    run(shell, TRAIN)
+    fix_id = known().plan.candidates[0].fix
+    fix = fixes.get(fix_id)
+    changing = replace(fix, propose=lambda *given: tuple(map(_changing, fix.propose(*given))))
+    catalogue = {**fixes.catalogue(), fix_id: changing}
+    with mock.patch.object(fixes, "catalogue", return_value=catalogue), mock.patch.object(fixes, "get", catalogue.get):
+        run(shell, TRAIN)
+    assert searches == [1, 2], "exact admits no change of the result"
+    assert known().outcome.fixes != pipeline.cases()[0].outcome.fixes
+
+
+def test_undo_forgets_what_was_remembered(shell: InteractiveShell) -> None:
+    failed(shell)
+    said(shell, "%oomdoctor fix 1")
+    assert "remembered" in said(shell, "%oomdoctor status")
+    said(shell, "%oomdoctor undo")
+    assert "remembered" not in said(shell, "%oomdoctor status")
+
+
+def test_what_ran_out_of_memory_is_not_tried_again_unless_it_is_named(shell: InteractiveShell) -> None:
+    for cell in (*SMALL, f"%oomdoctor simulate {BUDGET}"):
+        run(shell, cell)
+    run(shell, f"{TRAIN}huge = torch.ones(1 << 22)")
+    run(shell, "%config OomDoctor.attempts = 1")
+    tried = []
+    for line in ("retry", "retry", "fix micro_batch"):
+        said(shell, f"%oomdoctor {line}")
+        outcome = known().outcome
+        assert (outcome.kind, outcome.attempts) == (OutcomeKind.ROLLED_BACK, 1)
+        tried += outcome.fixes
+    assert tried[0] != tried[1]
+    assert tried[2] in tried[:2]
+
+
+def test_the_mildest_dose_that_fits_with_its_margin_is_taken(shell: InteractiveShell) -> None:
+    trains(shell, "11MiB")
+    run(shell, "%config OomDoctor.forecast_time_s = 30")
+    assert run(shell, TRAIN)[0].success
+    case = known()
+    made = case.plan.candidates[0]
+    assert (case.outcome.fixes, case.outcome.attempts) == (("micro_batch(parts=4)",), 1)
+    assert (made.forecast.basis, made.forecast.fits) == ("shadow run", True)
+    assert isinstance(made.patch, Patch)
+    milder = made.patch.edits[-1].after.replace("4", "2")
+    said(shell, "%oomdoctor undo")
+    run(shell, "%oomdoctor auto off")
+    assert not run(shell, milder)[0].success, "the next milder dose does not fit"
+
+
+# What no retry cures ------------------------------------------------------------------------------------------------
+
+_GPU: Final = (
+    "GPU 0; 32.00 GiB total capacity; 900.00 MiB already allocated; 10.00 MiB free; 920.00 MiB reserved in total by "
+    "PyTorch"
+)
+INCURABLE: Final = {
+    "a dead worker": ("DataLoader worker (pid 3) is killed by signal: Killed. ", "a worker process died"),
+    "another rank": ("process 1 terminated with signal SIGKILL", "another process was killed"),
+    "other processes": (
+        f"CUDA out of memory. Tried to allocate 16.00 MiB ({_GPU})",
+        "other processes hold the device",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INCURABLE)
+def test_what_no_retry_cures_is_not_tried_and_told(shell: InteractiveShell, kind: str) -> None:
+    message, told = INCURABLE[kind]
+    run(shell, "%oomdoctor auto any")
+    for cell in CELLS[:-1]:
+        run(shell, cell)
+    shell.user_ns["fail"] = _raising(message)
+    result, shown = run(shell, f"{CELLS[-1]}fail()")
+    assert str(result.error_in_exec) == message
+    case = known()
+    assert (case.outcome.kind, case.outcome.attempts) == (OutcomeKind.REFUSED, 0)
+    assert told in case.outcome.why
+    assert any(
+        told in " ".join(str(one.data["text/plain"]).split()) for one in shown.outputs if "text/plain" in one.data
+    )
+    assert shell.user_ns["progress"].steps > 2, "nothing was touched"
+    assert told in said(shell, "%oomdoctor retry")
+
+
+def test_a_fault_of_the_device_in_a_retry_ends_it(shell: InteractiveShell) -> None:
+    failed(shell)
+    shell.user_ns["progress"].note = _raising("CUDA error: an illegal memory access was encountered")
+    opened = _extension(shell).open
+    assert opened is not None
+    opened.transaction.restore = lambda: None  # what it would put back is what fails here
+    said(shell, "%oomdoctor retry")
+    outcome = known().outcome
+    assert (outcome.kind, outcome.attempts, outcome.state) == (OutcomeKind.FAILED, 1, State.UNVERIFIED)
+    assert "until the kernel is restarted" in outcome.why
+
+
+def _changing(proposal: Proposal) -> Proposal:
+    return replace(proposal, effect=Effect.CHANGES_RESULT)
+
+
+def _raising(message: str) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(message)
+
+    return fail
+
+
+def _extension(shell: InteractiveShell) -> Any:
+    return vars(shell)["_oomdoctor_extension"]
