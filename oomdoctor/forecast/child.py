@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.allocator import virtual
 from oomdoctor.allocator.device import VirtualAccelerator
-from oomdoctor.allocator.replay import replay
+from oomdoctor.allocator.caching import CachingAllocator
+from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import AllocatorSettings
-from oomdoctor.errors import ForecastError, UsageError
+from oomdoctor.errors import ForecastError, OomDoctorError, UsageError
 from oomdoctor.forecast.card import CACHED
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
@@ -43,6 +44,7 @@ from oomdoctor.forecast.reading import Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.stand_ins import replace_all
+from oomdoctor.forecast.steady import Lengthened
 from oomdoctor.forecast.survey import live_modules, live_storages, optimizer_count
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.magics import mask
@@ -145,8 +147,8 @@ def run(
     if card is not None:
         asks_host = card.held is not None and session.accelerator.name == "cpu"
         tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
-    pace = Pace(start.optimizers, asker)
-    settings = AllocatorSettings()
+    pace = Pace(start.optimizers, asker, lambda: len(tracker.ledger.events))
+    settings, is_left = AllocatorSettings(), True
     try:
         if cached or card is not None:
             settings = _allocator_settings(session.accelerator)
@@ -162,6 +164,7 @@ def run(
                     relabel(tracker, start.held)
             forbid()
             _follow(session, attempt, codes, tracker, start.prepare)
+            is_left = False
     except OutOfTime:
         if not _is_steady(tracker.ledger, pace):
             return Reading(why="out of time")
@@ -172,7 +175,7 @@ def run(
     except ForecastError as error:
         return Reading(why=str(error))
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
-        if not (isinstance(error, StopIteration) and pace.ended_early):
+        if not _comes_of_cutting(error, pace):
             return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
     note_roles(tracker, start.modules)
     course = course_of(tracker.ledger, tracker.meter, _statements(attempt.source))
@@ -180,6 +183,7 @@ def run(
         tracker,
         pace,
         settings,
+        is_left=is_left,
         budget=budget,
         cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
     )
@@ -266,17 +270,36 @@ def _is_steady(ledger: Ledger, pace: Pace) -> bool:
     return not pace.trains and since >= max(_STEADY_OPERATIONS, ledger.clock // 2)
 
 
-def _reading(tracker: Tracker, pace: Pace, settings: AllocatorSettings, *, budget: int | None, cached: bool) -> Reading:
+def _comes_of_cutting(error: BaseException, pace: Pace) -> bool:
+    """Whether the cell may have failed because a loop before had too few iterations: what it had is what was seen.
+
+    A change that finds itself unfit is not meant, nor a device that there is none of.
+    """
+    if isinstance(error, StopIteration) and pace.ended_early:
+        return True
+    ours = isinstance(error, OomDoctorError) or lacking(error) is not None
+    return bool(pace.cuts) and isinstance(error, Exception) and not ours
+
+
+def _reading(
+    tracker: Tracker,
+    pace: Pace,
+    settings: AllocatorSettings,
+    *,
+    is_left: bool,
+    budget: int | None,
+    cached: bool,
+) -> Reading:
     ledger, meter = tracker.ledger, tracker.meter
-    peak, reserved, margin = ledger.peak, None, meter.margin
+    peak, reserved, margin, is_whole = ledger.peak, None, meter.margin, False
     if cached:
         if ledger is tracker.host:
             # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
             margin = meter.least_margin
-        found = replay(ledger.events, settings=settings)
+        found, is_whole = _replayed(ledger, pace, settings, None)
         if budget is not None and found.peak_reserved > budget:
             # Short of room the allocator gives cached segments back: that run is the one that would be.
-            squeezed = replay(ledger.events, budget, settings=settings)
+            squeezed, _ = _replayed(ledger, pace, settings, budget)
             found = found if squeezed.failed_at is not None else squeezed
         peak, reserved = found.peak_allocated, found.peak_reserved
     return Reading(
@@ -285,7 +308,22 @@ def _reading(tracker: Tracker, pace: Pace, settings: AllocatorSettings, *, budge
         peak_line=ledger.peak_line,
         cost=meter.cost * pace.share,
         error_ratio=margin,
+        is_whole=is_whole and not is_left,
     )
+
+
+def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, bool]:
+    """Return what the trace comes to with the iterations that were left out, and whether all of them are in it."""
+    allocator = CachingAllocator(budget, settings=settings)
+    events = Lengthened(ledger.events, pace.cuts, allocator)
+    found = replay(events, allocator=allocator)
+    if events.growth:
+        found = replace(
+            found,
+            peak_allocated=found.peak_allocated + events.growth,
+            peak_reserved=found.peak_reserved + events.growth,
+        )
+    return found, events.is_steady
 
 
 def _allocator_settings(accelerator: Accelerator) -> AllocatorSettings:

@@ -62,7 +62,6 @@ def replace(tracker: Tracker, card: Card) -> None:
         _torch.backends.cuda.is_built = lambda: True
     _torch.Generator = _generator(card)
     _read_files(card)
-    _scale_gradients()
 
 
 def _install(module: Any, answers: dict[str, Any]) -> None:
@@ -213,13 +212,3 @@ def _read_files(card: Card) -> None:
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), loaded)
 
     _torch.load = mapped_load
-
-
-def _scale_gradients() -> None:
-    """Let a scaler take every step: whether a gradient is finite is not known here, and a step not taken shows less."""
-    scaler: Any = torch.amp.GradScaler
-
-    def step(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-    scaler._maybe_opt_step = step

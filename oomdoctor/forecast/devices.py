@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils._device import _device_constructors
 
 from oomdoctor.forecast.card import TYPES
 from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.tracker import NoDevice, Tracker
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
 _aten = torch.ops.aten
 _QUERY = torch.ops.prim.device.default
-_COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # The classes as things whose attributes may be assigned.
 _Tensor: Any = torch.Tensor
@@ -52,7 +51,7 @@ _raw_device: Any = torch._C.TensorBase.device
 
 def lacking(error: BaseException) -> str | None:
     """Return the type of the device whose lack ``error`` tells of, None where it tells of something else."""
-    text = str(error)
+    text = one_sentence(error)
     if not isinstance(error, NoDevice) and not any(words in text for words in _WORDS):
         return None
     return next((kind for kind in TYPES if kind in text.lower()), "cuda" if "NVIDIA" in text else None)
@@ -80,19 +79,11 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
             caller = sys._getframe(1)
             self._asked = args[0].fake_device, id(caller), caller.f_lasti
             return _answer(args)
-        if torch.is_inference_mode_enabled() and func not in self.handlers and _is_composite(func):
-            with self:  # there autograd takes nothing apart, and what is inside would not be seen
-                return func._op_dk(_COMPOSITE, *args, **kwargs or {})
         if kwargs and self._asked is not None and kwargs.get("device") == _CPU:
             caller = sys._getframe(1)
             if self._asked[1:] == (id(caller), caller.f_lasti):
                 kwargs = kwargs | {"device": self._asked[0]}
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 def emulate(tracker: DeviceTracker) -> None:

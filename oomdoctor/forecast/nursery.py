@@ -5,7 +5,8 @@ which brings back the start of the cell (see ``child``), forks a shadow for each
 what to try next and says what came of it. The nursery and its shadows are one process group, which is killed whole if
 anything goes wrong here, and when nobody listens any more.
 
-Limits: POSIX; tensors in host memory, which is also where those of the virtual accelerator live.
+Limits: POSIX. Tensors lie in host memory, which is also where those of the virtual accelerator live, or on a device
+that is emulated (see ``devices``).
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def unsupported() -> str | None:
     """Return why there can be no shadow run in this process, None if there can."""
     if not hasattr(os, "fork"):
         return "a shadow run needs fork(), which this system does not have"
+    try:
+        _card_in_use()
+    except Exception as error:  # noqa: BLE001  whatever the device answers with, it is not forecast then
+        return f"CUDA is in use in this process and does not answer: {one_sentence(error)}"
     return None
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
+from oomdoctor.forecast.steady import Cut
+
 __all__ = ["Asker", "Loop", "Pace", "StopForecast"]
 
 _STEPS: Final = 2
@@ -22,6 +24,8 @@ _STEPS_OF_ONE: Final = 6
 """Steps of one optimizer after which the others, which step less often, are no longer waited for."""
 _IDLE_BATCHES: Final = 3
 """Batches without a backward after which a loop is taken to be an evaluation in its steady state."""
+_IDLE_WHOLE: Final = 8
+"""One of so many batches is followed to its end: what comes after it often puts together what each batch gave."""
 _BACKWARDS: Final = 4
 """Backward passes that are followed where no optimizer exists to step."""
 
@@ -44,15 +48,15 @@ class Loop:
     Attributes:
         total: how many iterations it would have, None where that is not known.
         loader: identity of the loader that it goes over, None for other loops.
-        turns: how many iterations it has had.
+        turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began.
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
     """
 
-    __slots__ = ("backwards", "loader", "steps", "total", "turns")
+    __slots__ = ("at", "backwards", "loader", "steps", "total", "turns")
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
-        self.turns = self.backwards = 0
+        self.turns = self.backwards = self.at = 0
         self.steps: Counter[int] = Counter()
 
 
@@ -63,18 +67,21 @@ class Pace:
         optimizers: optimizers known to exist.
         ended_early: whether a loader was ended before its time.
         has_trained: whether a training loop was followed to its steady state.
+        cuts: the loops that were cut.
     """
 
-    def __init__(self, optimizers: int, asker: Callable[[], Asker]) -> None:
+    def __init__(self, optimizers: int, asker: Callable[[], Asker], now: Callable[[], int]) -> None:
         """Begin to count.
 
         Args:
             optimizers: how many exist.
             asker: tells who calls, past torch.
+            now: tells how long the trace of allocations is.
         """
         self.optimizers = optimizers
         self.ended_early = self.has_trained = False
-        self._asker = asker
+        self.cuts: list[Cut] = []
+        self._asker, self._now = asker, now
         self._running: list[Loop] = []
         self._steps: Counter[int] = Counter()  # those of libraries since a loop asked
         self._backwards = 0
@@ -146,10 +153,13 @@ class Pace:
         if loop not in self._running:
             self._running.append(loop)
         asker = Asker.LOOP if loop.loader is None else self._asker()
+        now, begun = self._now(), loop.at
         if asker is not Asker.CODE and self._is_seen(loop):
             self.ended_early = self.ended_early or loop.loader is not None
+            if loop.turns:
+                self.cuts.append(Cut(begun, now, None if loop.total is None else loop.total - loop.turns))
             return False
-        loop.turns += 1
+        loop.turns, loop.at = loop.turns + 1, now
         return True
 
     def ended(self, loop: Loop) -> None:
@@ -167,7 +177,8 @@ class Pace:
             return True
         if not self.optimizers and loop.backwards >= _BACKWARDS:
             return True
-        return loop.loader is not None and not loop.backwards and loop.turns >= _IDLE_BATCHES
+        is_short = loop.total is not None and loop.total <= _IDLE_WHOLE
+        return loop.loader is not None and not loop.backwards and not is_short and loop.turns >= _IDLE_BATCHES
 
 
 def _is_steady(steps: Counter[int]) -> bool:

@@ -117,8 +117,8 @@ def is_late(reading: Reading) -> bool:
 def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | None) -> Forecast:
     """Return what a reading says.
 
-    A shadow run follows a few steps. In those that come after, the small blocks may lie less well, and ask for a
-    segment more than they did: where a caching allocator stands in between, this is the least error there is.
+    Where a shadow run follows a few steps and the others cannot be put in (see ``steady``), the small blocks may lie
+    less well in those, and ask for a segment more than they did: this is the least error there is then.
 
     Args:
         unchanged_cost: cost of the unchanged cell's shadow run, which slowdowns are relative to; falsy if not known.
@@ -126,7 +126,7 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     if reading.why is not None:
         return Forecast(basis=BASIS, budget=budget, refused=reading.why)
     error = widened(reading.error_ratio)
-    if reading.reserved:
+    if reading.reserved and not reading.is_whole:
         error = max(error, round(SMALL_BUFFER / max(reading.peak, reading.reserved), 4))
     return Forecast(
         basis=BASIS if reading.card is None else f"{BASIS}, as on {reading.card}",

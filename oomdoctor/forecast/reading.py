@@ -28,6 +28,7 @@ class Reading:
         peak_line: line of the cell at which the peak stood.
         cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
         error_ratio: calibrated margin for the operations that were seen.
+        is_whole: whether every iteration that may change what is reserved is in these numbers.
         course: how the memory went on the way.
         why: why there are no numbers.
         lacks: type of the device that the cell asked for in vain, where that is why.
@@ -39,6 +40,7 @@ class Reading:
     peak_line: int | None = None
     cost: float = 0.0
     error_ratio: float = 0.0
+    is_whole: bool = False
     course: Course | None = None
     why: str | None = None
     lacks: str | None = None

@@ -41,6 +41,7 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     """Put every stand-in into place in this process."""
     replace_loaders(tracker, pace)
     _follow_training(pace)
+    _scale_gradients()
     _read_values(tracker)
     _repoint_data(tracker)
     _move_modules()
@@ -73,6 +74,16 @@ def _follow_training(pace: Pace) -> None:
     cls: Any = Optimizer
     cls.__init__ = counted_init
     _torch.autograd.backward = counted_backward
+
+
+def _scale_gradients() -> None:
+    """Let a scaler take every step: whether a gradient is finite is not known here, and a step not taken shows less."""
+    scaler: Any = torch.amp.GradScaler
+
+    def step(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    scaler._maybe_opt_step = step
 
 
 def _read_values(tracker: Tracker) -> None:

@@ -7,6 +7,7 @@ a twin without data. An operation in place returns the real tensor that went in.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -29,6 +30,7 @@ __all__ = ["NoDevice", "Tracker", "raw_data"]
 _aten = torch.ops.aten
 _HANDLERS = {**ANSWERS, **WORKSPACES}
 _DEVICE = torch.ops.prim.device.default
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
 raw_data: Any = torch._C.TensorBase.data
@@ -75,6 +77,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:  # autograd asks this of every fake tensor; it is no operation
             return args[0].fake_device
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func not in self.handlers and _is_composite(func):
+            with self:  # there autograd takes nothing apart, and what is inside would not be seen
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         self.ledger.clock += 1
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
@@ -241,6 +246,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.scalars.answer(tensor)
         with _disable_current_modes():
             return values.item()
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 def _is_small_index(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from oomdoctor.model.session import Cell, Cells
 
-__all__ = ["asks_for_retry", "cells_until", "filenames", "is_own", "looks_at_plan", "only_looks", "planned", "runs_apart"]
+__all__ = [
+    "asks_for_retry",
+    "cells_until",
+    "filenames",
+    "is_own",
+    "looks_at_plan",
+    "only_looks",
+    "planned",
+    "runs_apart",
+]
 
 _LOOKING: Final = frozenset(
     {"print", "len", "type", "str", "repr", "sum", "min", "max", "sorted", "list", "dict", "dir"}

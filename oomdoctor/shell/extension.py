@@ -178,6 +178,11 @@ class Extension:
         if filling is not None:
             filling.end()
 
+    def is_source_awaited(self, cell: Cell) -> bool:
+        """Return whether a cell with this text is one that the loop awaits."""
+        transformed = self.shell.transform_cell(cell.source)
+        return bool(self._awaited.original(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=None))
+
     def _begin(self, raw_cell: str) -> Any:
         """Take the snapshot of a cell of the user's; None for a cell of our own magics."""
         if not self.config.snapshot or is_own(raw_cell):

@@ -57,10 +57,13 @@ def find_oom(exc: BaseException) -> BaseException | None:
 async def answer(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> None:
     """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
     guarded, auto = extension.borders.guarded, extension.config.auto
-    found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
+    later = auto == "off" and comes_later(extension.shell, extension.config.forecasts)
+    found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run), later=later)
+    if found is not None and found.plan.pending:
+        _fill_in(extension, failure, found)
+        return
     if found is not None:
-        later = auto == "off" and comes_later(extension.shell, extension.config.forecasts)
-        case: Case = guarded("forecast", lambda: _plan(extension, found, later=later)) or found
+        case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or found
         chosen = guarded("choice", lambda: _admitted(case, auto)) or ()
         # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
         was_shown = bool(result.success)
@@ -88,16 +91,46 @@ def answer_outside(extension: Extension, failure: BaseException, where: str) -> 
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
-def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[], Case]) -> Case | None:
-    """Collect the evidence, let go of what the failure holds, and find the causes."""
+def _fill_in(extension: Extension, failure: BaseException, found: Case) -> None:
+    """Show what was found at once; then let go of what the failure holds, and begin with the forecasts."""
+    guarded = extension.borders.guarded
+    shown = Shown(extension)
+    guarded("display", lambda: shown.show(found))
+    _let_go(extension, failure)
+    unpriced = replace(found, plan=replace(found.plan, pending=False))
+    case: Case = guarded("forecast", lambda: _plan(extension, unpriced, later=True)) or unpriced
+    if extension.filling is not None:
+        extension.filling.begin(shown.update)
+    else:
+        guarded("display", lambda: shown.update(case))
+
+
+def _looked_at(
+    extension: Extension, failure: BaseException, observe: Callable[[], Case], *, later: bool = False
+) -> Case | None:
+    """Collect the evidence, let go of what the failure holds, and find the causes.
+
+    Args:
+        later: whether the rest may come after the display. Then the plan of what is returned is pending, and the
+            failure not let go of yet, unless the memory that it holds is what the display needs itself.
+    """
     guarded = extension.borders.guarded
     # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
     # census is without what it held.
     observed = quietly(observe)
-    if not extension.config.keep_frames:
-        guarded("release", lambda: _release(failure, extension.shell))
+    later = later and observed is not None and extension.open is not None and observed.incident.device != "cpu"
+    if not later:
+        _let_go(extension, failure)
     case: Case | None = observed or guarded("evidence", observe)
-    return None if case is None else guarded("diagnosis", lambda: _diagnose(extension, case)) or case
+    if case is None:
+        return None
+    diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, case)) or case
+    return replace(diagnosed, plan=replace(diagnosed.plan, pending=True)) if later else diagnosed
+
+
+def _let_go(extension: Extension, failure: BaseException) -> None:
+    if not extension.config.keep_frames:
+        extension.borders.guarded("release", lambda: _release(failure, extension.shell))
 
 
 def _observe(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
@@ -218,10 +251,7 @@ def _release(exc: BaseException, shell: Any) -> None:
 
 
 def _show(extension: Extension, case: Case) -> None:
-    shown = Shown(extension)
-    shown.show(case)
-    if extension.filling is not None:
-        extension.filling.begin(shown.update)
+    Shown(extension).show(case)
 
 
 def _tell_why_not(extension: Extension, case: Case) -> None:

@@ -77,7 +77,9 @@ class Filling:
             show: shows the case, which was shown before, as it is now.
         """
         self._show, self._shown_s = show, time.monotonic()
-        if not self.over:
+        if self.over:
+            self._borders.guarded("display", lambda: show(self.case))
+        else:
             self._task = asyncio.get_running_loop().create_task(self._listen())
 
     def settle(self) -> None:

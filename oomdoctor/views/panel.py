@@ -1,109 +1,178 @@
-"""The controls under a diagnosis: retry with a fix, look at its diff, undo.
+"""The controls under a diagnosis: retry with a fix, in another dose, or with two; look at its diff; undo.
 
 Only core ipywidgets are used, 7.7 or 8, as other frontends than JupyterLab show no others; they are imported when a
 panel is built. The panel holds no facts of its own, so nothing is lost where widgets are not shown. What a button
-does is the caller's: ``act`` may be called on the main thread or on a subshell's, and its output is captured.
+does is the caller's (see ``Doctor``), which may be called on the main thread or on a subshell's, and whose output is
+captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.views.prices import FixRow, fix_rows
+from oomdoctor.views.panel_parts import Buttons, Progress, code, wrapping
+from oomdoctor.views.panel_row import Row, label
+from oomdoctor.views.prices import fix_row, fix_rows
+from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
-    from oomdoctor.model.plan import Candidate
+    from oomdoctor.model.fix import Dose
+    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.views.live import Live
 
-__all__ = ["Act", "build"]
+__all__ = ["Doctor", "Panel", "build"]
 
-Act: TypeAlias = "Callable[[str, Candidate | None], None]"
-"""Does what a button says: ``fix`` with a candidate, ``retry`` with the best, ``undo``. Diffs need no act."""
+_AUTO: Final = (
+    ("ask me", "off"),
+    ("retry by itself, results kept", "exact"),
+    ("retry by itself, any change", "any"),
+)
+_COMBINE: Final = "Choose two changes to combine them."
 
-_MONO: Final = "var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))"
+
+class Doctor(Protocol):
+    """What the panel of one failure has done and looked up for it.
+
+    Attributes:
+        auto: the setting of that name.
+    """
+
+    auto: str
+
+    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
+        """Do ``fix`` with a candidate, ``retry`` with the best, ``undo``; return how a retry ended.
+
+        Args:
+            tell: takes a retry as it goes, on any thread.
+        """
+
+    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
+        """Return the doses that a fix may be had in, each with its price."""
+
+    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
+        """Return a fix in one of its doses."""
+
+    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
+        """Return two fixes as one, or why they cannot be."""
 
 
-def build(case: Case, act: Act) -> Any | None:
-    """Return the panel for ``case``, None where ipywidgets is not installed or there is nothing to press."""
+def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool = False) -> Panel | None:
+    """Return the panel for ``case``, None where ipywidgets is not installed or there is nothing to press.
+
+    Args:
+        retry: what a retry would do; by the plan alone where nothing else is known.
+        typed: whether the cell can be run again only by a command that is typed, as one that awaits.
+    """
     try:
         import ipywidgets
     except ImportError:
         return None
-    rows = fix_rows(case.plan)
-    if not any(row.apply or row.diff for row in rows):
+    if not case.plan.pending and not any(row.apply or row.diff for row in fix_rows(case.plan)):
         return None
-    return _Panel(ipywidgets, act).box(list(zip(rows, case.plan.candidates, strict=True)))
+    panel = Panel(ipywidgets, doctor, typed=typed)
+    panel.update(case, retry)
+    return panel
 
 
-class _Panel:
-    """The buttons of one panel, which are pressed one at a time."""
+class Panel:
+    """The controls of one failure.
 
-    def __init__(self, widgets: Any, act: Act) -> None:
-        self._widgets = widgets
-        self._act = act
-        self._output = widgets.Output()
-        self._buttons: list[Any] = []
+    Attributes:
+        box: the widget.
+    """
 
-    def box(self, fixes: list[tuple[FixRow, Candidate]]) -> Any:
-        """Return the whole panel: the overall buttons, a row for each fix, and the output."""
-        can_retry = any(row.apply for row, _ in fixes)
-        retry = self._button("Retry best", "Run the cell again with the best fix that fits", "retry", None, can_retry)
-        retry.button_style = "primary"
-        undo = self._button("Undo", "Take back what the last retry changed", "undo", None)
-        rows = [self._fix(row, candidate) for row, candidate in fixes if row.apply or row.diff]
-        return self._widgets.VBox([self._widgets.HBox([retry, undo]), *rows, self._output])
+    def __init__(self, widgets: Any, doctor: Doctor, *, typed: bool) -> None:
+        self._widgets, self._doctor, self._typed = widgets, doctor, typed
+        self._buttons, self._progress = Buttons(widgets), Progress(widgets)
+        self._rows: list[Row] = []
+        self._both: Candidate | None = None
+        self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
+        self._best.button_style = "primary"
+        undo = self._buttons.add("Undo", "Take back what the last retry changed", lambda: self._press("undo", None))
+        first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
+        self._note = widgets.HTML()
+        head = [first if typed else self._best, undo, self._auto(), self._note]
+        self._head = widgets.HBox(head, layout=wrapping(widgets))
+        self._combine = self._buttons.add(
+            "Retry combined", "Run the cell again with both changes", self._press_both, enabled=False
+        )
+        self._combined = widgets.HTML(_COMBINE)
+        self.box = widgets.VBox([self._head, self._progress.box, self._buttons.output])
 
-    def _fix(self, row: FixRow, candidate: Candidate) -> Any:
-        title = f"{row.title} ({row.dose})" if row.dose else row.title
-        label = f"<b>{row.number}</b> {escape(title)} <small>{escape(row.effect)}, {escape(row.verdict_text)}</small>"
-        controls = [
-            self._button(f"Retry with {row.number}", f"Run the cell again with: {title}", "fix", candidate, row.apply),
-            self._widgets.HTML(label, layout=self._widgets.Layout(margin="0 0 0 8px")),
+    def update(self, case: Case, retry: Retry | None = None) -> None:
+        """Show the controls for what is known of ``case`` now. For ``retry`` see ``build``."""
+        plan, retry = case.plan, retry or Retry.of(case.plan)
+        self._best.tooltip = "Wait for the forecasts, then run the cell again" if plan.pending else _best(case, retry)
+        self._buttons.enable(self._best, plan.pending or bool(retry.chosen))
+        self._note.value = "Forecasts are being made." if plan.pending else ""
+        if plan.pending:
+            return
+        rows = zip(fix_rows(plan), enumerate(plan.candidates, 1), strict=True)
+        self._rows = [
+            Row(
+                *(self._widgets, number, candidate, plan.unchanged, self._doctor, self._buttons),
+                retry=None if self._typed else self._retry,
+                changed=self._choose,
+            )
+            for row, (number, candidate) in rows
+            if row.apply or row.diff
         ]
-        if isinstance(candidate.patch, Refused):
-            return self._widgets.HBox(controls, layout=self._wrapping())
-        shown = self._widgets.HTML(layout=self._widgets.Layout(display="none"))
-        shown.value = f'<pre style="font-family:{_MONO};overflow-x:auto">{escape(candidate.patch.diff())}</pre>'
-        controls.insert(1, self._toggle(row.number, title, shown))
-        return self._widgets.VBox([self._widgets.HBox(controls, layout=self._wrapping()), shown])
+        self._unchanged = plan.unchanged
+        both = [] if self._typed or sum(row.combines for row in self._rows) < 2 else [self._both_box()]
+        shown = [self._head, *(row.box for row in self._rows), *both, self._progress.box, self._buttons.output]
+        self.box.children = tuple(shown)
 
-    def _wrapping(self) -> Any:
-        return self._widgets.Layout(flex_flow="row wrap", align_items="center")
+    def _both_box(self) -> Any:
+        return self._widgets.HBox([self._combine, self._combined], layout=wrapping(self._widgets))
 
-    def _toggle(self, number: int, title: str, shown: Any) -> Any:
-        """Return the button that shows and hides a diff; it runs nothing, so the others stay as they are."""
-        button = self._widgets.Button(description=f"Show diff {number}", tooltip=f"Show the change in source: {title}")
+    def _auto(self) -> Any:
+        """Return the choice of what is done by itself from now on."""
+        chosen = self._widgets.Dropdown(
+            options=_AUTO, value=self._doctor.auto, description="Next time", style={"description_width": "initial"}
+        )
 
-        def toggle(pressed: Any) -> None:
-            hidden = shown.layout.display == "none"
-            shown.layout.display = "" if hidden else "none"
-            pressed.description = f"{'Hide' if hidden else 'Show'} diff {number}"
+        def choose(change: Any) -> None:
+            self._doctor.auto = change["new"]
+            self._note.value = f"{code('%oomdoctor auto ' + self._doctor.auto)} is set."
 
-        button.on_click(toggle)
-        return button
+        chosen.observe(choose, "value")
+        return chosen
 
-    def _button(self, name: str, tooltip: str, verb: str, candidate: Candidate | None, enabled: object = True) -> Any:
-        button = self._widgets.Button(description=name, tooltip=tooltip, disabled=not enabled)
-        if enabled:
-            self._buttons.append(button)
-            button.on_click(lambda _: self._press(verb, candidate))
-        return button
+    def _choose(self) -> None:
+        """Show what the two changes that are chosen would need together."""
+        asked = [row.chosen() for row in self._rows if row.combined]
+        why = next((one.reason for one in asked if isinstance(one, Refused)), None)
+        both: Candidate | Refused = Refused(why or _COMBINE)
+        if len(asked) == 2 and why is None:
+            both = self._doctor.together(tuple(one for one in asked if not isinstance(one, Refused)))
+        if isinstance(both, Refused):
+            self._both, self._combined.value = None, escape(both.reason)
+        else:
+            row = fix_row(len(self._rows) + 1, both, self._unchanged)
+            self._both, self._combined.value = both, label(row)
+        self._buttons.enable(self._combine, self._both is not None)
+
+    def _press_both(self) -> None:
+        if self._both is not None:
+            self._retry(self._both)
+
+    def _retry(self, candidate: Candidate) -> None:
+        self._press("fix", candidate)
 
     def _press(self, verb: str, candidate: Candidate | None) -> None:
-        """Run ``act`` with every button off, and turn them on again however it ends."""
-        if any(button.disabled for button in self._buttons):
-            return
-        self._set_disabled(True)
-        try:
-            self._output.clear_output()
-            with self._output:
-                self._act(verb, candidate)
-        finally:
-            self._set_disabled(False)
+        ended = self._doctor.press(verb, candidate, self._progress.show)
+        if ended is not None:
+            self._progress.end(ended)
 
-    def _set_disabled(self, disabled: bool) -> None:
-        for button in self._buttons:
-            button.disabled = disabled
+
+def _best(case: Case, retry: Retry) -> str:
+    """Return what the button for the best fix does."""
+    if retry.chosen:
+        first = retry.chosen[0]
+        certain = "" if first.forecast.fits else ", which is not certain to fit"
+        return f"Run the cell again with fix {case.plan.candidates.index(first) + 1}{certain}"
+    return retry.why or "No change that keeps the result was forecast to fit"

@@ -224,7 +224,7 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
     table.add_column("Time", no_wrap=True)
     for row in rows:
         table.add_row(
-            _number(row),
+            "•" if row.number is None else str(row.number),
             _change(row),
             f"{row.peak}\n{row.basis}",
             Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f"\n{row.decided_by}"),
@@ -235,10 +235,6 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
     return table
 
 
-def _number(row: FixRow) -> str:
-    return "" if row.number is None else str(row.number)
-
-
 def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     table = grid()
     table.add_column(justify="right", no_wrap=True)
@@ -246,7 +242,8 @@ def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     for row in rows:
         price = Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f": {row.peak}")
         price.append("".join(f", {part}" for part in (row.decided_by, row.basis) if part))
-        table.add_row(f"{_number(row)}.", _change(row, price.append(f"; time {row.slowdown}")))
+        number = "•" if row.number is None else f"{row.number}."
+        table.add_row(number, _change(row, price.append(f"; time {row.slowdown}")))
         if row is not rows[-1]:
             table.add_row()
     return table

@@ -24,7 +24,7 @@ if "ipywidgets" in sys.modules:
     sys.modules["ipywidgets"].Widget.close_all()
 if "oomdoctor" in get_ipython().extension_manager.loaded:
     get_ipython().run_line_magic("unload_ext", "oomdoctor")
-get_ipython().run_line_magic("reset", "-f")"""
+get_ipython().reset(new_session=True)"""
 
 
 class Page:

@@ -138,8 +138,8 @@ def test_hostile_names_stay_text(open_notebook):
         f"""\
 evil = {evil!r}
 {SCORING}
-globals()[evil] = torch.zeros(400_000)
-table = {{evil: torch.zeros(500_000), "<b>" + evil: torch.zeros(300_000)}}
+globals()[evil] = torch.zeros(200_000)
+table = {{evil: torch.zeros(220_000), "<b>" + evil: torch.zeros(180_000)}}
 Evil = type(evil, (nn.Sequential,), {{}})
 bad = Evil(nn.Linear(256, 256))
 exec(compile("def run(model, part):\\n    return bad(model(part))  # " + evil, evil + ".py", "exec"))""",

@@ -20,6 +20,7 @@ __all__ = ["NOTEBOOKS", "Executed", "execute"]
 
 NOTEBOOKS: Final = Path(__file__).resolve().parents[2] / "notebooks"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
+_FORECAST_S: Final = 60
 _ASKED: Final = "asked-by-the-test"
 
 
@@ -74,6 +75,10 @@ def execute(name: str, folder: Path, ask: str) -> Executed:
         notebook, km=AsyncKernelManager(kernel_spec_manager=_ThisInterpreter()), timeout=170, shutdown_kernel="immediate"
     )
     with tempfile.TemporaryDirectory(prefix="oomdoctor-gallery-") as home:
+        profile = Path(home, "profile_default")
+        profile.mkdir()
+        # A machine that runs other tests beside this one takes longer for the same forecasts.
+        (profile / "ipython_config.py").write_text(f"c.OomDoctor.forecast_time_s = {_FORECAST_S}\n", encoding="utf-8")
         settings = {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         client.execute(cwd=str(folder), env={**os.environ, **settings}, cleanup_kc=True)
     for cell in notebook.cells:

@@ -26,7 +26,7 @@ from oomdoctor.model.finding import Cause, Finding
 from oomdoctor.model.fix import Dose, Edit, Effect, Patch
 from oomdoctor.model.growth import Mark
 from oomdoctor.model.incident import CellLine, Family, Incident
-from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.growth import growth_rows
 from oomdoctor.views.survey import Survey, survey
@@ -334,6 +334,29 @@ def unavailable() -> Case:
     )
 
 
+COURSE = Course(
+    points=(
+        *((_gib(1.5 + step / 8), 6) for step in range(40)),
+        (_gib(9.41), 7),
+        *((_gib(9.41 - step / 8), 7) for step in range(40)),
+        (_gib(2.25), 8),
+    )
+)
+
+
+def nothing_fits() -> Case:
+    """A shadow run saw the cell, and no change makes it fit."""
+    unchanged = replace(PLAN.unchanged, course=COURSE)
+    large = tuple(replace(one, forecast=forecast(8.9, reserved=9.1)) for one in (MICRO_BATCH, AUTOCAST))
+    return offered(plan=replace(PLAN, unchanged=unchanged, candidates=large))
+
+
+def pending() -> Case:
+    """Forecasts are still being made; what is known so far are estimates."""
+    estimate = forecast(6.1, basis="analytic estimate", error_ratio=0.3)
+    return offered(plan=replace(PLAN, candidates=(replace(MICRO_BATCH, forecast=estimate),), pending=True))
+
+
 def no_candidates() -> Case:
     return offered(findings=(), plan=replace(PLAN, candidates=()))
 
@@ -572,6 +595,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "failed": failed,
     "simulated": simulated,
     "unavailable": unavailable,
+    "nothing_fits": nothing_fits,
+    "pending": pending,
     "no_candidates": no_candidates,
     "no_cell": no_cell,
     "crowded": crowded,

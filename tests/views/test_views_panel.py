@@ -2,130 +2,347 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cases
 import ipywidgets
 import pytest
 
-from oomdoctor.model.plan import Candidate
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case
+from oomdoctor.model.fix import Dose
+from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.sizes import GIB
 from oomdoctor.views import panel
+from oomdoctor.views.live import Live
+from oomdoctor.views.story import Retry
+
+DOSES = (
+    (Dose.of(micro_batch=32), cases.forecast(7.9, basis="analytic estimate", error_ratio=0.3)),
+    (cases.MICRO_BATCH.dose, cases.MICRO_BATCH.forecast),
+    (Dose.of(micro_batch=8), cases.forecast(3.3, basis="analytic estimate", error_ratio=0.3)),
+)
+ENDED = Live(attempt=2, most=3, elapsed_s=7.25)
 
 
 class Recorder:
-    """Stands for the shell: notes each call, and whether any button could be pressed during it."""
+    """Stands for the shell: notes each call, and which buttons could be pressed during it."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.calls: list[tuple[str, Candidate | None]] = []
         self.enabled_during: list[list[str]] = []
         self.box: Any = None
         self.error = error
+        self.auto = "off"
+        self.seen: list[str] = []
 
-    def __call__(self, verb: str, candidate: Candidate | None) -> None:
+    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         self.calls.append((verb, candidate))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
+        tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
+        self.seen.append(_text(self.box))
         if self.error:
             raise self.error
+        return ENDED
+
+    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
+        return DOSES if candidate.fix == "micro_batch" else ()
+
+    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
+        if dose == Dose.of(micro_batch=32):
+            return Refused("<img> cannot be had")
+        return replace(candidate, dose=dose)
+
+    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
+        if any(one.fix == "checkpoint_blocks" for one in chosen):
+            return Refused("both change <img>")
+        first, second = chosen
+        return replace(
+            first,
+            fix=f"{first.fix} + {second.fix}",
+            title=f"{first.title}; {second.title}",
+            forecast=cases.forecast(4.5, basis="analytic estimate"),
+            parts=((first.fix, first.dose), (second.fix, second.dose)),
+        )
 
 
 def _all(widget: Any) -> list[Any]:
     return [widget, *(found for child in getattr(widget, "children", ()) for found in _all(child))]
 
 
+def _of(box: Any, kind: Any) -> list[Any]:
+    return [widget for widget in _all(box) if isinstance(widget, kind)]
+
+
 def _buttons(box: Any) -> dict[str, Any]:
-    return {widget.description: widget for widget in _all(box) if isinstance(widget, ipywidgets.Button)}
+    return {widget.description: widget for widget in _of(box, ipywidgets.Button)}
 
 
 def _running(box: Any) -> list[Any]:
-    return [button for name, button in _buttons(box).items() if "diff" not in name]
+    return [button for name, button in _buttons(box).items() if name.startswith(("Retry", "Undo"))]
 
 
-def _built(act: Recorder, case: Any = None) -> Any:
-    act.box = panel.build(case or cases.offered(), act)
-    assert act.box is not None
-    return act.box
+def _text(box: Any) -> str:
+    return "\n".join(widget.value for widget in _of(box, ipywidgets.HTML))
+
+
+def _slider(box: Any) -> Any:
+    (slider,) = _of(box, ipywidgets.SelectionSlider)
+    return slider
+
+
+def _built(doctor: Recorder, case: Case | None = None, **kwargs: Any) -> Any:
+    made = panel.build(case or cases.offered(), doctor, **kwargs)
+    assert made is not None
+    doctor.box = made.box
+    return made.box
 
 
 def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
-    assert list(_buttons(_built(Recorder()))) == [
+    box = _built(Recorder())
+    assert list(_buttons(box)) == [
         "Retry best",
         "Undo",
-        "Retry with 1",
-        "Show diff 1",
+        *("Retry with 1", "Show diff 1", "Show as a cell 1"),
         "Retry with 2",
-        "Retry with 3",
-        "Show diff 3",
+        *("Retry with 3", "Show diff 3", "Show as a cell 3"),
+        "Retry combined",
     ]
+    assert [choice.description for choice in _of(box, ipywidgets.Checkbox)] == ["Combine 1", "Combine 2", "Combine 3"]
 
 
 def test_each_button_says_what_is_to_be_done() -> None:
-    act = Recorder()
-    buttons = _buttons(_built(act))
+    doctor = Recorder()
+    buttons = _buttons(_built(doctor))
     for name in ("Retry with 1", "Retry best", "Undo", "Retry with 3"):
         buttons[name].click()
-    assert act.calls == [("fix", cases.MICRO_BATCH), ("retry", None), ("undo", None), ("fix", cases.AUTOCAST)]
+    assert doctor.calls == [("fix", cases.MICRO_BATCH), ("retry", None), ("undo", None), ("fix", cases.AUTOCAST)]
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
-    act = Recorder()
-    box = _built(act)
+    doctor = Recorder()
+    box = _built(doctor)
     _buttons(box)["Retry best"].click()
-    assert act.enabled_during == [[]]
-    assert not any(button.disabled for button in _running(box))
+    assert doctor.enabled_during == [[]]
+    assert [button.description for button in _running(box) if button.disabled] == ["Retry combined"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_buttons_are_on_again_after_a_failure(error: BaseException) -> None:
-    act = Recorder(error)
-    box = _built(act)
+    doctor = Recorder(error)
+    box = _built(doctor)
     with contextlib.suppress(KeyboardInterrupt):  # ipywidgets logs an error of a callback, and lets an interrupt pass
         _buttons(box)["Retry best"].click()
-    assert act.calls == [("retry", None)]
-    assert not any(button.disabled for button in _running(box))
+    assert doctor.calls == [("retry", None)]
+    assert [button.description for button in _running(box) if button.disabled] == ["Retry combined"]
 
 
 def test_a_press_during_a_run_does_nothing() -> None:
-    act = Recorder()
-    box = _built(act)
-    again = _buttons(box)["Undo"]
-    outer = act.__call__
+    class Nested(Recorder):
+        def press(self, *given: Any) -> Live | None:
+            ended = super().press(*given)
+            _buttons(self.box)["Undo"].click()
+            return ended
 
-    def reenter(verb: str, candidate: Candidate | None) -> None:
-        outer(verb, candidate)
-        again.click()
-
-    nested = panel.build(cases.offered(), reenter)
-    act.box = nested
-    again = _buttons(nested)["Undo"]
-    _buttons(nested)["Retry best"].click()
-    assert act.calls == [("retry", None)]
+    doctor = Nested()
+    _buttons(_built(doctor))["Retry best"].click()
+    assert doctor.calls == [("retry", None)]
 
 
 def test_the_diff_is_shown_and_hidden_without_a_run() -> None:
-    act = Recorder()
-    box = _built(act)
+    doctor = Recorder()
+    box = _built(doctor)
     button = _buttons(box)["Show diff 1"]
-    shown = next(w for w in _all(box) if isinstance(w, ipywidgets.HTML) and w.value.startswith("<pre"))
-    assert shown.layout.display == "none"
+    assert "<pre" not in _text(box)
     button.click()
-    assert (shown.layout.display, button.description) == ("", "Hide diff 1")
-    assert "+    for micro in batch.split(16):" in shown.value
+    assert button.description == "Hide diff 1"
+    assert "+    for micro in batch.split(16):" in _text(box)
+    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 2)
+    assert part.layout.display == ""
     button.click()
-    assert (shown.layout.display, button.description) == ("none", "Show diff 1")
-    assert act.calls == []
+    assert (part.layout.display, button.description) == ("none", "Show diff 1")
+    assert doctor.calls == []
 
 
-def test_every_button_has_a_name_of_its_own_and_a_tooltip() -> None:
-    buttons = [widget for widget in _all(_built(Recorder())) if isinstance(widget, ipywidgets.Button)]
-    assert len({button.description for button in buttons}) == len(buttons)
-    assert all(button.tooltip for button in buttons)
+def test_the_changed_cell_is_shown_to_be_copied_with_the_command_that_inserts_it() -> None:
+    box = _built(Recorder())
+    _buttons(box)["Show as a cell 1"].click()
+    (area,) = _of(box, ipywidgets.Textarea)
+    assert area.value == cases.PATCH.edits[0].after
+    assert "%oomdoctor fix 1 --insert" in _text(box)
+
+
+def test_the_slider_shows_the_forecast_of_each_dose_as_it_moves() -> None:
+    box = _built(Recorder())
+    slider = _slider(box)
+    assert (slider.description, [text for text, _ in slider.options]) == ("micro_batch", ["32", "16", "8"])
+    assert slider.value == 1
+    assert "(micro_batch=16)" in _text(box)
+    slider.value = 2
+    assert "(micro_batch=8)" in _text(box)
+    assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB; analytic estimate, ± 30 %" in _text(box)
+    slider.value = 0
+    assert "~ borderline: ≈ 9.41 GiB → ≈ 7.90 GiB" in _text(box)
+
+
+def test_a_retry_takes_the_dose_that_is_chosen() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    _slider(box).value = 2
+    _buttons(box)["Retry with 1"].click()
+    assert doctor.calls == [("fix", replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8)))]
+
+
+def test_a_dose_that_cannot_be_had_is_not_run_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    _buttons(box)["Show diff 1"].click()
+    _slider(box).value = 0
+    assert "&lt;img&gt; cannot be had" in _text(box), "an open diff is that of the dose"
+    _buttons(box)["Retry with 1"].click()
+    assert doctor.calls == []
+    assert "cannot be had" in capsys.readouterr().out
+
+
+def test_two_changes_are_combined_and_priced_together() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    first, _, third = _of(box, ipywidgets.Checkbox)
+    combined = _buttons(box)["Retry combined"]
+    first.value = True
+    assert combined.disabled
+    assert "Choose two changes" in _text(box)
+    third.value = True
+    assert not combined.disabled
+    assert "≈ 9.41 GiB → ≈ 4.50 GiB; analytic estimate" in _text(box)
+    combined.click()
+    ((verb, candidate),) = doctor.calls
+    assert (verb, candidate.fix) == ("fix", "micro_batch + autocast")
+
+
+def test_two_changes_that_cannot_be_combined_say_why() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    first, second, third = _of(box, ipywidgets.Checkbox)
+    first.value = second.value = True
+    assert _buttons(box)["Retry combined"].disabled
+    assert "both change &lt;img&gt;" in _text(box)
+    third.value = True
+    assert "Choose two changes" in _text(box), "three are too many"
+    _buttons(box)["Retry combined"].click()
+    assert doctor.calls == []
+
+
+def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    (choice,) = _of(box, ipywidgets.Dropdown)
+    assert choice.value == "off"
+    choice.value = "exact"
+    assert doctor.auto == "exact"
+    assert "%oomdoctor auto exact" in _text(box)
+
+
+def test_a_retry_is_shown_while_it_runs_and_how_long_it_took_after() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    _buttons(box)["Retry best"].click()
+    assert "Attempt 1 of at most 3, 2.5 s: 6.00 GiB of 8.00 GiB in use; the kernel" in doctor.seen[0]
+    assert "Ended after 7.2 s, 2 attempts." in _text(box)
+
+
+@pytest.mark.parametrize(
+    ("live", "sentence"),
+    [
+        (Live(attempt=0, most=3, elapsed_s=0.2), "Going back to the cell's start, 0.2 s; the kernel's"),
+        (Live(attempt=2, most=2, elapsed_s=9, allocated=GIB), "Attempt 2 of at most 2, 9.0 s: 1.00 GiB in use; the"),
+    ],
+)
+def test_a_live_retry_says_no_more_than_is_known(live: Live, sentence: str) -> None:
+    assert live.sentence.startswith(sentence)
+
+
+def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
+    buttons = _buttons(_built(Recorder(), cases.nothing_fits()))
+    assert buttons["Retry best"].disabled
+    assert buttons["Retry best"].tooltip == "No change that keeps the result was forecast to fit"
+    assert not buttons["Retry with 1"].disabled
+
+
+def test_what_a_retry_would_do_is_what_the_caller_says() -> None:
+    why = Retry(why="other processes hold the device")
+    button = _buttons(_built(Recorder(), retry=why))["Retry best"]
+    assert (button.disabled, button.tooltip) == (True, "other processes hold the device")
+    second = _buttons(_built(Recorder(), retry=Retry(chosen=(cases.CHECKPOINT,))))["Retry best"]
+    assert (second.disabled, second.tooltip) == (False, "Run the cell again with fix 2, which is not certain to fit")
+
+
+def test_forecasts_that_come_later_fill_in() -> None:
+    doctor = Recorder()
+    made = panel.build(cases.pending(), doctor)
+    assert made is not None
+    doctor.box = made.box
+    assert list(_buttons(made.box)) == ["Retry best", "Undo"], "numbers may still change"
+    assert not _buttons(made.box)["Retry best"].disabled
+    assert "Forecasts are being made" in _text(made.box)
+    made.update(cases.nothing_fits())
+    assert "Forecasts are being made" not in _text(made.box)
+    assert "Retry with 1" in _buttons(made.box)
+    assert _buttons(made.box)["Retry best"].disabled
+
+
+def test_a_cell_that_awaits_is_retried_by_typing() -> None:
+    box = _built(Recorder(), typed=True)
+    assert list(_buttons(box)) == ["Undo", "Show diff 1", "Show as a cell 1", "Show diff 3", "Show as a cell 3"]
+    assert "%oomdoctor retry" in _text(box)
+    for number in (1, 2, 3):
+        assert f">%oomdoctor fix {number}<" in _text(box)
+
+
+def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> None:
+    box = _built(Recorder())
+    kinds = (ipywidgets.Button, ipywidgets.Checkbox, ipywidgets.SelectionSlider, ipywidgets.Dropdown)
+    names = [widget.description for widget in _of(box, kinds)]
+    assert all(names)
+    assert len(set(names)) == len(names)
+    assert all(button.tooltip for button in _of(box, ipywidgets.Button))
+
+
+class Hostile(Recorder):
+    """Answers with texts of the program's that try to break out."""
+
+    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
+        other = Dose((*(("name", f"{cases.HOSTILE}!"),), (cases.HOSTILE, cases.CONTROL)))
+        return ((candidate.dose, candidate.forecast), (other, cases.forecast(None, refused=cases.HOSTILE)))
+
+    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
+        return candidate if dose == candidate.dose else Refused(cases.HOSTILE)
+
+    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
+        return Refused(cases.HOSTILE)
 
 
 def test_hostile_names_stay_text() -> None:
-    box = _built(Recorder(), cases.hostile())
-    values = [widget.value for widget in _all(box) if isinstance(widget, ipywidgets.HTML)]
-    assert len(values) == 2
-    assert all("<img" not in value and "&lt;img" in value for value in values)
+    case = cases.hostile()
+    twice = replace(case, plan=replace(case.plan, candidates=case.plan.candidates * 2))
+    box = _built(Hostile(), twice, retry=Retry(why=cases.HOSTILE))
+    for name in ("Show diff 1", "Show as a cell 1"):
+        _buttons(box)[name].click()
+    shown = [_text(box)]
+    _of(box, ipywidgets.Dropdown)[1].value = 1
+    shown.append(_text(box))
+    for choice in _of(box, ipywidgets.Checkbox):
+        choice.value = True
+    shown.append(_text(box))
+    for text in shown:
+        assert "<img" not in text
+        assert "&lt;img" in text
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    labels = [widget.description for widget in _of(box, ipywidgets.DOMWidget) if hasattr(widget, "description")]
+    assert not any("<" in label for label in labels), "ipywidgets 7 takes descriptions for HTML"
 
 
 def test_there_is_no_panel_where_nothing_can_be_pressed() -> None:

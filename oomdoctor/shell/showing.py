@@ -1,0 +1,182 @@
+"""What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.absence import Refused, Unavailable
+
+if TYPE_CHECKING:
+    from oomdoctor.model.case import Case
+    from oomdoctor.model.fix import Dose
+    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.shell.extension import Extension
+    from oomdoctor.shell.retrying import OpenCase
+    from oomdoctor.views.live import Live
+    from oomdoctor.views.story import Retry
+
+__all__ = ["Shown"]
+
+_EVERY_S: Final = 0.25
+"""Time between two looks at the memory while a retry runs."""
+
+
+class Shown:
+    """One failure on the screen."""
+
+    def __init__(self, extension: Extension) -> None:
+        self._extension = extension
+        self._diagnosis: Any = None
+        self._panel: Any = None
+
+    def show(self, case: Case) -> None:
+        """Show the diagnosis and the panel."""
+        from IPython.display import DisplayHandle, display
+
+        from oomdoctor.views import bundle, panel
+
+        extension, retry = self._extension, _retry(case)
+        if case.plan.pending:
+            self._diagnosis = DisplayHandle()
+            self._diagnosis.display(bundle(case, extension.names, retry), raw=True)
+        else:
+            display(bundle(case, extension.names, retry), raw=True)
+        if extension.config.panel and hasattr(extension.shell, "kernel"):
+            typed = extension.open is not None and extension.is_source_awaited(extension.open.session.cells.failing)
+            self._panel = panel.build(case, _Doctor(extension, case.number), retry=retry, typed=typed)
+            if self._panel is not None:
+                display(self._panel.box)
+
+    def update(self, case: Case) -> None:
+        """Show what is known now in the place of what was."""
+        from oomdoctor.views import bundle
+
+        retry = _retry(case)
+        if self._diagnosis is not None:
+            self._diagnosis.update(bundle(case, self._extension.names, retry), raw=True)
+        if self._panel is not None:
+            self._panel.update(case, retry)
+
+
+def _retry(case: Case) -> Retry:
+    from oomdoctor import pipeline
+    from oomdoctor.views.story import Retry
+
+    return Retry(chosen=pipeline.admitted(case, "exact"), why=pipeline.beyond_cure(case) or "")
+
+
+class _Doctor:
+    """What the panel of one failure does: see ``views.panel.Doctor``."""
+
+    def __init__(self, extension: Extension, number: int) -> None:
+        self._extension, self._number = extension, number
+
+    @property
+    def auto(self) -> str:
+        return str(self._extension.config.auto)
+
+    @auto.setter
+    def auto(self, value: str) -> None:
+        self._extension.config.auto = value
+
+    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
+        """Do what a button asks for, as if the user had typed it."""
+        from oomdoctor import pipeline
+        from oomdoctor.shell.anywhere import run_cell_anywhere
+
+        extension, case = self._extension, pipeline.last_case()
+        if case is None or case.number != self._number:
+            print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
+            return None
+        line = f"%oomdoctor {verb}"
+        if candidate is not None:
+            from oomdoctor.shell.choosing import with_candidate
+
+            plan, number = with_candidate(case.plan, candidate)
+            pipeline.record(replace(case, plan=plan))
+            line = f"%oomdoctor fix {number}"
+        watch = None if extension.open is None or verb == "undo" else _Watch(extension, extension.open, tell)
+        try:
+            run_cell_anywhere(extension.shell, line)
+        except OomDoctorError as exc:
+            print(f"oomdoctor: {exc}", file=sys.stderr)
+        finally:
+            ended = None if watch is None else watch.end()
+        return ended
+
+    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
+        from oomdoctor.shell import choosing
+
+        case = self._case()
+        return () if case is None else choosing.doses(case, candidate)
+
+    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
+        from oomdoctor.shell import choosing
+
+        case, opened = self._case(), self._extension.open
+        if dose == candidate.dose:
+            return candidate
+        if case is None or opened is None:
+            return Refused(_PASSED)
+        return choosing.at_dose(case, opened.session, candidate, dose)
+
+    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
+        from oomdoctor.shell import choosing
+
+        case, opened = self._case(), self._extension.open
+        return Refused(_PASSED) if case is None or opened is None else choosing.together(case, opened.session, chosen)
+
+    def _case(self) -> Case | None:
+        from oomdoctor import pipeline
+
+        case = pipeline.last_case()
+        return case if case is not None and case.number == self._number else None
+
+
+_PASSED: Final = "the failed cell can no longer be retried: run it again"
+
+
+class _Watch:
+    """Looks at the memory while a retry runs, on a thread of its own, as the retry has the kernel's."""
+
+    def __init__(self, extension: Extension, opened: OpenCase, tell: Callable[[Live], None]) -> None:
+        self._opened, self._tell, self._most = opened, tell, int(extension.config.attempts)
+        opened.attempts = 0
+        self._began, self._ended = time.monotonic(), threading.Event()
+        self._budget = self._of_budget()
+        self._thread = threading.Thread(target=self._look, name="oomdoctor-progress", daemon=True)
+        self._thread.start()
+
+    def end(self) -> Live:
+        """Look no more; return how it ended."""
+        self._ended.set()
+        self._thread.join()
+        return self._live(None)
+
+    def _look(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            allocated = self._opened.session.accelerator.read().allocated
+            self._tell(self._live(None if isinstance(allocated, Unavailable) else allocated))
+
+    def _live(self, allocated: int | None) -> Live:
+        from oomdoctor.views.live import Live
+
+        return Live(
+            attempt=self._opened.attempts,
+            most=self._most,
+            elapsed_s=time.monotonic() - self._began,
+            allocated=allocated,
+            budget=self._budget,
+        )
+
+    def _of_budget(self) -> int | None:
+        from oomdoctor import pipeline
+
+        case = pipeline.last_case()
+        return None if case is None else case.plan.unchanged.budget

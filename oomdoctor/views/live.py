@@ -1,0 +1,43 @@
+"""A retry while it runs, as facts: which attempt, for how long, how much memory is in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomdoctor.model.sizes import format_size
+
+__all__ = ["Live"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A retry at one moment.
+
+    Attributes:
+        attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
+        allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
+    """
+
+    attempt: int
+    most: int
+    elapsed_s: float
+    allocated: int | None = None
+    budget: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else "Going back to the cell's start"
+        return f"{what}, {self.elapsed_s:.1f} s{self._memory()}; the kernel's interrupt button ends it."
+
+    @property
+    def end(self) -> str:
+        """How long it took, in words."""
+        attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
+        return f"Ended after {self.elapsed_s:.1f} s{attempts}."
+
+    def _memory(self) -> str:
+        if self.allocated is None:
+            return ""
+        of = "" if self.budget is None else f" of {format_size(self.budget)}"
+        return f": {format_size(self.allocated)}{of} in use"

@@ -1,0 +1,143 @@
+"""The parts that the panel is made of: buttons that are pressed one at a time, parts that open, and a live retry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.model.absence import Refused
+
+if TYPE_CHECKING:
+    from oomdoctor.model.fix import Patch
+    from oomdoctor.views.live import Live
+
+__all__ = ["Buttons", "Progress", "changed_cells", "code", "diff", "opener", "wrapping"]
+
+_MONO: Final = "var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))"
+_MOST_ROWS: Final = 30
+
+
+def wrapping(widgets: Any) -> Any:
+    """Return a layout that breaks its row where the screen is narrow."""
+    return widgets.Layout(flex_flow="row wrap", align_items="center")
+
+
+def code(text: str) -> str:
+    """Return code as HTML within a sentence."""
+    return f'<code style="font-family:{_MONO};background:none;color:inherit">{escape(text)}</code>'
+
+
+class Buttons:
+    """Buttons of which one is pressed at a time: while it runs, all of them are off.
+
+    Attributes:
+        output: takes what a pressed button puts out.
+    """
+
+    def __init__(self, widgets: Any) -> None:
+        self._widgets = widgets
+        self.output = widgets.Output()
+        self._enabled: dict[Any, bool] = {}
+        self._running = False
+
+    def add(self, name: str, tooltip: str, do: Callable[[], None], *, enabled: bool = True) -> Any:
+        """Return a new button that does ``do``."""
+        button = self._widgets.Button(description=name, tooltip=tooltip)
+        button.on_click(lambda _: self._press(button, do))
+        self.enable(button, enabled)
+        return button
+
+    def enable(self, button: Any, enabled: bool) -> None:
+        """Turn a button on or off; it is off in any case while one runs."""
+        self._enabled[button] = enabled
+        button.disabled = self._running or not enabled
+
+    def _press(self, button: Any, do: Callable[[], None]) -> None:
+        if self._running or not self._enabled.get(button):
+            return
+        self._running = True
+        self._refresh()
+        try:
+            self.output.clear_output()
+            with self.output:
+                do()
+        finally:
+            self._running = False
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for button, enabled in self._enabled.items():
+            button.disabled = self._running or not enabled
+
+
+def opener(widgets: Any, name: str, tooltip: str, fill: Callable[[], list[Any]]) -> tuple[Any, Any, Callable[[], None]]:
+    """Return a button that opens and closes a part, that part, and how to fill it anew where it is open.
+
+    It runs nothing, so the other buttons stay as they are. What is in the part is made when it is opened.
+    """
+    part = widgets.VBox([], layout=widgets.Layout(display="none"))
+    button = widgets.Button(description=f"Show {name}", tooltip=tooltip)
+
+    def toggle(_: Any) -> None:
+        hidden = part.layout.display == "none"
+        if hidden:
+            part.children = tuple(fill())
+        part.layout.display = "" if hidden else "none"
+        button.description = f"{'Hide' if hidden else 'Show'} {name}"
+
+    def refill() -> None:
+        if part.layout.display != "none":
+            part.children = tuple(fill())
+
+    button.on_click(toggle)
+    return button, part, refill
+
+
+def diff(widgets: Any, patch: Patch | Refused) -> list[Any]:
+    """Return the change of the source as a diff."""
+    if isinstance(patch, Refused):
+        return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
+    style = f"font-family:{_MONO};overflow-x:auto;line-height:1.3;color:inherit;background:none"
+    return [widgets.HTML(f'<pre style="{style}">{escape(patch.diff())}</pre>')]
+
+
+def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any]:
+    """Return the changed cells as texts to copy.
+
+    A callback cannot put a cell into the notebook: what it asks for would ride on the reply to another cell, and could
+    overwrite that one.
+
+    Args:
+        insert: the command that puts it into the next cell.
+    """
+    if isinstance(patch, Refused):
+        return [widgets.HTML(f"There is no changed source: {escape(patch.reason)}")]
+    parts = [widgets.HTML(f"Copy it into a cell, or run {code(insert)} in one, which puts it into the next.")]
+    for edit in patch.edits:
+        rows = min(edit.after.count("\n") + 2, _MOST_ROWS)
+        parts.append(widgets.HTML(f"In[{int(edit.cell)}] with the change:"))
+        parts.append(widgets.Textarea(edit.after, rows=rows, layout=widgets.Layout(width="100%")))
+    return parts
+
+
+class Progress:
+    """A retry while it runs, as a sentence and a bar of memory against the budget; hidden before the first."""
+
+    def __init__(self, widgets: Any) -> None:
+        hidden = widgets.Layout(display="none", align_items="center", flex_flow="row wrap")
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, description="Memory")
+        self._text = widgets.HTML()
+        self.box = widgets.HBox([self._bar, self._text], layout=hidden)
+
+    def show(self, live: Live) -> None:
+        """Show the retry as it is now. May be called on another thread than the kernel's."""
+        if live.allocated is not None and live.budget:
+            self._bar.value = min(live.allocated / live.budget, 1.0)
+        self._text.value = escape(live.sentence)
+        self.box.layout.display = ""
+
+    def end(self, live: Live) -> None:
+        """Show that it has ended."""
+        self._bar.value = 0.0
+        self._text.value = escape(live.end)

@@ -1,0 +1,147 @@
+"""One fix in the panel: what it is, its dose, and what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.views import words
+from oomdoctor.views.panel_parts import Buttons, changed_cells, code, diff, opener, wrapping
+from oomdoctor.views.prices import FixRow, fix_row
+
+if TYPE_CHECKING:
+    from oomdoctor.model.fix import Dose
+    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.views.panel import Doctor
+
+__all__ = ["Row", "label"]
+
+
+def label(row: FixRow) -> str:
+    """Return a fix on one line as HTML: what it is called, its effect, and its price."""
+    title = f"{row.title} ({row.dose})" if row.dose else row.title
+    price = [row.effect, f"{row.verdict_text}: {row.peak}"]
+    price += [part for part in (row.decided_by, row.basis) if part]
+    price.append(f"time {row.slowdown}")
+    number = "" if row.number is None else f"<b>{row.number}</b> "
+    return f"{number}{escape(title)} <small>{escape('; '.join(price))}</small>"
+
+
+class Row:
+    """The controls of one fix.
+
+    Args:
+        retry: runs the cell again with what is chosen; None where buttons cannot run it.
+        changed: is called when another dose is chosen, or the fix is chosen to be combined.
+
+    Attributes:
+        box: the widget.
+    """
+
+    def __init__(
+        self,
+        widgets: Any,
+        number: int,
+        candidate: Candidate,
+        unchanged: Forecast,
+        doctor: Doctor,
+        buttons: Buttons,
+        retry: Callable[[Candidate], None] | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self._widgets, self._number, self._unchanged, self._doctor = widgets, number, unchanged, doctor
+        self._candidate, self._retry, self._changed = candidate, retry, changed
+        self._doses = doctor.doses(candidate)
+        self._dose: Dose = candidate.dose
+        self._text = widgets.HTML(label(self._row()))
+        self._refills: list[Callable[[], None]] = []
+        self._choice: Any = None
+        row, controls, parts = self._row(), [], []
+        if row.apply and retry is None:
+            controls.append(widgets.HTML(code(row.apply)))
+        elif row.apply:
+            tooltip = f"Run the cell again with: {row.title}"
+            controls.append(buttons.add(f"Retry with {number}", tooltip, self._press))
+        if row.diff:
+            for name, tooltip, fill in (
+                (f"diff {number}", f"Show the change in source: {row.title}", self._diff),
+                (f"as a cell {number}", f"Show the changed cell to copy: {row.title}", self._cells),
+            ):
+                button, part, refill = opener(widgets, name, tooltip, fill)
+                controls.append(button)
+                parts.append(part)
+                self._refills.append(refill)
+        if row.apply and retry is not None and not candidate.parts:
+            self._choice = widgets.Checkbox(
+                value=False, description=f"Combine {number}", indent=False, layout=widgets.Layout(width="auto")
+            )
+            self._choice.observe(lambda _: changed(), "value")
+            controls.append(self._choice)
+        if len(self._doses) > 1 and row.apply and retry is not None:
+            controls.append(self._slider())
+        lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
+        self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
+
+    @property
+    def combines(self) -> bool:
+        """Whether it can be combined with another."""
+        return self._choice is not None
+
+    @property
+    def combined(self) -> bool:
+        """Whether it is chosen to be combined with another."""
+        return self._choice is not None and bool(self._choice.value)
+
+    def chosen(self) -> Candidate | Refused:
+        """Return the fix in the dose that is chosen, or why it cannot be had in that one."""
+        return self._doctor.at_dose(self._candidate, self._dose)
+
+    def _slider(self) -> Any:
+        """Return the choice of a dose, which shows its forecast as it moves."""
+        names = {name for dose, _ in self._doses for name, _ in dose.values}
+        values = [dict(dose.values) for dose, _ in self._doses]
+        moving = sorted(name for name in names if len({value.get(name) for value in values}) > 1)
+        numeric = all(isinstance(value.get(name), (int, float)) for value in values for name in moving)
+        shown = [", ".join(words.clean(str(value.get(name, "")), 40) for name in moving) for value in values]
+        place = next(at for at, (dose, _) in enumerate(self._doses) if dose == self._dose)
+        kind = self._widgets.SelectionSlider if numeric else self._widgets.Dropdown
+        slider = kind(
+            options=[(text, at) for at, text in enumerate(shown)],
+            value=place,
+            description=escape(words.clean(", ".join(moving), 60)),
+            style={"description_width": "initial"},
+        )
+        slider.observe(self._moved, "value")
+        return slider
+
+    def _moved(self, change: Any) -> None:
+        self._dose = self._doses[change["new"]][0]
+        self._text.value = label(self._row())
+        for refill in self._refills:
+            refill()
+        self._changed()
+
+    def _row(self) -> FixRow:
+        """Return the facts of the fix in the dose that is chosen."""
+        priced = dict(self._doses).get(self._dose, self._candidate.forecast)
+        return fix_row(self._number, replace(self._candidate, dose=self._dose, forecast=priced), self._unchanged)
+
+    def _diff(self) -> list[Any]:
+        chosen = self.chosen()
+        return diff(self._widgets, chosen if isinstance(chosen, Refused) else chosen.patch)
+
+    def _cells(self) -> list[Any]:
+        chosen = self.chosen()
+        patch = chosen if isinstance(chosen, Refused) else chosen.patch
+        return changed_cells(self._widgets, patch, f"%oomdoctor fix {self._number} --insert")
+
+    def _press(self) -> None:
+        assert self._retry is not None
+        chosen = self.chosen()
+        if isinstance(chosen, Refused):
+            print(f"oomdoctor: {chosen.reason}")
+        else:
+            self._retry(chosen)
