@@ -47,6 +47,8 @@ _VERDICT_STYLES: Final = {
     Verdict.UNKNOWN: "",
 }
 _NARROW: Final = 92
+_MOST_REFUSALS: Final = 6
+"""Refused fixes that are told; those that the findings suggest come first, and the page folds the rest away."""
 
 P = ParamSpec("P")
 
@@ -211,7 +213,10 @@ def _prices(priced: Prices, width: int) -> list[RenderableType]:
         parts += ["", indented(table)]
     if priced.refusals:
         parts += ["", heading("Considered and refused")]
-        parts += [indented(Text.assemble((row.fix, "bold"), f": {row.reason}")) for row in priced.refusals]
+        nearest = priced.refusals[:_MOST_REFUSALS]
+        parts += [indented(Text.assemble((row.fix, "bold"), f": {row.reason}")) for row in nearest]
+        if more := len(priced.refusals) - len(nearest):
+            parts.append(indented(Text(f"and {more} more, which the page and the JSON form list", "dim")))
     return parts
 
 
