@@ -149,7 +149,10 @@ def model_row(name: str, optimizer: str, variant: str) -> Row:
     model_bytes = sum(_bytes(value) for value in namespace.values() if isinstance(value, nn.Module))
     row: Row = {"family": name, "optimizer": optimizer, "variant": variant, "kernels": _kernels(family)}
     row["kitsune"], row["kitsune_why"] = kitsune(family, namespace, optimizer, variant)
-    (row["forecast"],), (found,), row["took_s"] = forecast(session_of(namespace, source), [Attempt(source=source)])
+    try:
+        (row["forecast"],), (found,), row["took_s"] = forecast(session_of(namespace, source), [Attempt(source=source)])
+    except RuntimeError as error:
+        return row | {"why": str(error)}
     row["margin"] = found.error_ratio
     if row["kernels"] != NONE:
         with nothing_measured():
@@ -314,7 +317,8 @@ def main() -> None:
     for name, optimizer, variant in itertools.product(args.family or FAMILIES, OPTIMIZERS, VARIANTS):
         row = in_a_process_of_its_own(model_row, name, optimizer, variant)
         kept.put("models", [row], ["family", "optimizer", "variant"])
-        print(f"{name:12} {optimizer:6} {variant:13} {row['measured']:>12,} {error(row):+8.2%}", flush=True)
+        outcome = row.get("why") or f"{row['measured']:>12,} {error(row):+8.2%}"
+        print(f"{name:12} {optimizer:6} {variant:13} {outcome}", flush=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def margins(rows: Iterable[Row]) -> dict[str, float]:
 
 def report(kept: dict[str, Any]) -> str:
     """Return the results as a page."""
-    rows, fixed = kept["models"], kept["fixes"]
+    rows, fixed = [row for row in kept["models"] if "why" not in row], kept["fixes"]
     lines = [
         kept["machine"],
         "",
@@ -83,6 +83,8 @@ def report(kept: dict[str, Any]) -> str:
             f"{row['family']:12} {row['optimizer']:9} {row['variant']:13} {row['measured']:>12,} {error(row):+8.2%}"
             f" {row['margin']:6.0%} {other}"
         )
+    refused = [row for row in kept["models"] if "why" in row]
+    lines += [f"{row['family']:12} {row['optimizer']:9} {row['variant']:13} {row['why']}" for row in refused]
     lines += ["", f"forecast: {summary([error(row) for row in rows])}"]
     recurrent = [error(row) for row in rows if row["family"] in ("LSTM", "GRU", "RNN")]
     lines.append(f"  recurrent: {summary(recurrent)}")

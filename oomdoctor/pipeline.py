@@ -370,7 +370,8 @@ def _device_fault(error: BaseException) -> str | None:
 def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
     """Return the candidates that an automatic retry may use under this setting, best first.
 
-    What other processes hold comes and goes: beside them, a shadow run of the change must fit.
+    What other processes hold comes and goes: beside them, a shadow run of the change must fit. What broke in its shadow
+    run, where the unchanged cell did not, is left to the user.
     """
     from oomdoctor import fixes
 
@@ -384,6 +385,7 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
         if auto != "off"
         and candidate.effect in effects
         and candidate.forecast.fits is not False
+        and (candidate.forecast.peak is not None or case.plan.unchanged.peak is None)
         and (_was_seen_to_fit(candidate) or not must_fit)
         and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
     )

@@ -191,10 +191,11 @@ def is_shadow_run() -> bool:
 
 
 def rng_marks(devices: Iterable[torch.device] = ()) -> tuple[Any, ...]:
-    """Return where the random number generators stand, for comparison: Python's, NumPy's and, by value, torch's."""
-    if is_shadow_run():
-        return host_marks()
-    states = [torch.get_rng_state(), *(_device_rng(one) for one in devices)]
+    """Return where the random number generators stand, for comparison: Python's, NumPy's and, by value, torch's.
+
+    In a shadow run those of devices stand still, and that of the host moves with them.
+    """
+    states = [torch.get_rng_state(), *(() if is_shadow_run() else (_device_rng(one) for one in devices))]
     return *host_marks(), *(state.numpy().tobytes() for state in states)
 
 

@@ -1,12 +1,14 @@
 """What a fake tensor says when the program asks for a value that only a real one has.
 
 The policy aims at the upper bound of memory and at the way through the cell that trains: masks select everything,
-``nonzero`` finds everything, losses are finite, a bool is True. A bool that is asked for again and again at one place
-stands in a loop that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one.
+``nonzero`` finds everything, losses are finite, a number is 1. Where a bool may be either, both ways are gone (see
+``ways``), the likelier first. One that is asked for again and again at one place stands in a loop that waits for it
+(rejection sampling, convergence), so every 32nd answer there is the other one.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,18 +25,26 @@ _INNER_MODULES: Final = ("torch._", "torch.utils._", "torch.overrides", "oomdoct
 
 _HINT: Final = "_oomdoctor_hint"
 """Attribute of a fake bool tensor whose answer is known: ``isnan`` is False, ``isfinite`` is True."""
+_LIKELY: Final = "_oomdoctor_likely"
+"""Attribute of one that is the comparison of one element with a number: what 1 would be, which ``item()`` answers."""
 
 
 class Scalars:
-    """Answers for ``item()``, ``float()``, ``int()`` and ``bool()`` of tensors."""
+    """Answers for ``item()``, ``float()``, ``int()`` and ``bool()`` of tensors.
+
+    Attributes:
+        choose: tells whether to answer what is likely, where a bool may be either.
+    """
 
     def __init__(self) -> None:
+        self.choose: Callable[[], bool] = lambda: True
         self._asked: Counter[object] = Counter()
 
     def answer(self, tensor: torch.Tensor) -> Any:
         """Return the value of a scalar that nobody knows."""
         if tensor.dtype is torch.bool:
-            return self._bool(getattr(tensor, _HINT, True))
+            hint = getattr(tensor, _HINT, None)
+            return self._bool(self.choose() is getattr(tensor, _LIKELY, True) if hint is None else hint)
         if tensor.dtype.is_complex:
             return complex(1.0)
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -112,6 +122,16 @@ def _hinted(value: bool) -> Callable[[Any, Any, Any], Any]:
     return handler
 
 
+def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any, Any], Any]:
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if args[0].dim() == 0 and isinstance(args[1], (int, float)):
+            setattr(out, _LIKELY, compare(1, args[1]))
+        return out
+
+    return handler
+
+
 def _keeps_hint(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
     hint = getattr(args[0], _HINT, None)
@@ -133,6 +153,10 @@ ANSWERS: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
     _aten.isnan.default: _hinted(False),
     _aten.isinf.default: _hinted(False),
     _aten.isfinite.default: _hinted(True),
+    **{
+        getattr(_aten, compare.__name__).Scalar: _compared(compare)
+        for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+    },
     _aten.any.default: _keeps_hint,
     _aten.all.default: _keeps_hint,
     _aten.logical_or.default: _keeps_hint,

@@ -24,12 +24,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.allocator import virtual
-from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import AllocatorSettings
-from oomdoctor.errors import ForecastError, OomDoctorError, UsageError
+from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.card import CACHED
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
@@ -43,17 +41,19 @@ from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.reading import Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
+from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.steady import Lengthened
 from oomdoctor.forecast.survey import live_modules, live_storages, optimizer_count
 from oomdoctor.forecast.tracker import Tracker
+from oomdoctor.forecast.ways import Ways
 from oomdoctor.model.magics import mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from oomdoctor.forecast.card import Card
-    from oomdoctor.model.session import Accelerator, Attempt, Session
+    from oomdoctor.model.session import Attempt, Session
 
 __all__ = ["Start", "bring_back", "run", "warm_up"]
 
@@ -141,17 +141,34 @@ def run(
         card: the device to be emulated, None for none.
         time_s: time after which the run is cut.
     """
+    ways = Ways()
+    return ways.joined(
+        _run(session, attempt, start, ways, budget=budget, cached=cached, card=card, time_s=time_s),
+    )
+
+
+def _run(
+    session: Session,
+    attempt: Attempt,
+    start: Start,
+    ways: Ways,
+    *,
+    budget: int | None,
+    cached: bool,
+    card: Card | None,
+    time_s: float,
+) -> Reading:
     # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
     kernels = Kernels(0 if cached or card is not None else start.threads)
     tracker = Tracker(start.ledger, kernels)
     if card is not None:
         asks_host = card.held is not None and session.accelerator.name == "cpu"
         tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
-    pace = Pace(start.optimizers, asker, lambda: len(tracker.ledger.events))
+    pace = Pace(start.optimizers, asker, tracker.ledger)
     settings, is_left = AllocatorSettings(), True
     try:
         if cached or card is not None:
-            settings = _allocator_settings(session.accelerator)
+            settings = allocator_settings(session.accelerator)
         codes = [_compiled(text, session.shell, _EARLIER) for text in attempt.replays]
         codes.append(_compiled(attempt.source, session.shell, CELL))
         with _time_limit(time_s):
@@ -163,6 +180,7 @@ def run(
                 if start.held is not None:
                     relabel(tracker, start.held)
             forbid()
+            tracker.scalars.choose = ways.choose
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
     except OutOfTime:
@@ -174,6 +192,8 @@ def run(
         pass  # the cell ends itself
     except ForecastError as error:
         return Reading(why=str(error))
+    except OomDoctorError as error:
+        return Reading(why=str(error), is_unfit=True)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
         if not _comes_of_cutting(error, pace):
             return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
@@ -273,12 +293,11 @@ def _is_steady(ledger: Ledger, pace: Pace) -> bool:
 def _comes_of_cutting(error: BaseException, pace: Pace) -> bool:
     """Whether the cell may have failed because a loop before had too few iterations: what it had is what was seen.
 
-    A change that finds itself unfit is not meant, nor a device that there is none of.
+    A device that there is none of is not meant.
     """
     if isinstance(error, StopIteration) and pace.ended_early:
         return True
-    ours = isinstance(error, OomDoctorError) or lacking(error) is not None
-    return bool(pace.cuts) and isinstance(error, Exception) and not ours
+    return bool(pace.cuts) and isinstance(error, Exception) and lacking(error) is None
 
 
 def _reading(
@@ -324,20 +343,6 @@ def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: i
             peak_reserved=found.peak_reserved + events.growth,
         )
     return found, events.is_steady
-
-
-def _allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
-    """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.
-
-    Raises:
-        ForecastError: a real device would not start with them either.
-    """
-    device = accelerator if isinstance(accelerator, VirtualAccelerator) else virtual.active()
-    try:
-        settings = AllocatorSettings.from_environment() if device is None else device.allocator.settings
-    except UsageError as error:
-        raise ForecastError(str(error)) from error
-    return replace(settings, per_process_memory_fraction=1.0)
 
 
 def _failure(error: BaseException) -> str:

@@ -93,7 +93,7 @@ class Ladder:
         self.told: dict[int, Forecast] = {}
         self.why: str | None = None
         self.refused: str | None = None
-        self.breaks = False
+        self.breaks = self._is_doubted = False
         self._session, self._evidence = session, evidence
         self._made: dict[int, tuple[Patch | Refused, Attempt | Refused]] = {}
         self._offered: dict[int, Candidate] = {}
@@ -117,7 +117,7 @@ class Ladder:
         """Return the dose to forecast next and how to run the cell with it, None where there is none for now."""
 
         def points_at(doses: range) -> int | None:
-            return self.points_at(doses, unchanged, scale)
+            return doses[0] if self._is_doubted else self.points_at(doses, unchanged, scale)
 
         while (index := self.search.ask(points_at)) is not None:
             if isinstance(attempt := self.attempt(index), Attempt):
@@ -128,11 +128,19 @@ class Ladder:
         """Return how to run the cell with a dose. Where that cannot be, it and the stronger ones are left out."""
         _, attempt = self._attempt(index)
         if isinstance(attempt, Refused):
-            self.search.leave_out_from(index)
-            self.rungs = self.rungs[:index] or self.rungs
-            if index == 0:
-                self.refused = attempt.reason
+            self._leave_out_from(index, attempt.reason)
         return attempt
+
+    def find_unfit(self, index: int, why: str) -> None:
+        """Take it that a dose found itself unfit in its shadow run; the mildest is asked next, whether any is fit."""
+        self._is_doubted = True
+        self._leave_out_from(index, why)
+
+    def _leave_out_from(self, index: int, why: str) -> None:
+        self.search.leave_out_from(index)
+        self.rungs = self.rungs[:index] or self.rungs
+        if index == 0:
+            self.refused = why
 
     def _attempt(self, index: int) -> tuple[Patch | Refused, Attempt | Refused]:
         if index not in self._made:
@@ -159,6 +167,7 @@ class Ladder:
             peak=peak,
             slowdown=_slowdown(rung),
             error_ratio=ESTIMATE_ERROR,
+            at_least=unchanged.at_least,
             refused=self.why,
         )
 
@@ -172,22 +181,26 @@ class Ladder:
         return max(unchanged.peak - peak, 0) / thought if thought else None
 
     def points_at(self, doses: range, unchanged: Forecast, scale: float) -> int | None:
-        """Return the mildest of some doses that fits by its estimate."""
+        """Return the mildest of some doses that fits by its estimate, where no more is needed than is known of."""
         error = ESTIMATE_ERROR if self._truth(unchanged) is None else 0.0
         for index in doses:
-            estimate = replace(self.estimate(index, unchanged, scale), error_ratio=error)
+            estimate = replace(self.estimate(index, unchanged, scale), error_ratio=error, at_least=False)
             if estimate.verdict is Verdict.FITS:
                 return index
         return None
 
     def settled(self, unchanged: Forecast, scale: float) -> tuple[int, Forecast]:
-        """Return the dose to offer, and its price: the mildest that fits, the strongest where none does."""
+        """Return the dose to offer, and its price: the mildest that fits, the strongest where none is known to.
+
+        Where no more is known of the unchanged cell than the least that it needs, an estimate cannot tell which dose is
+        enough, and a retry that fails costs more than one that is too slow: the strongest is offered then.
+        """
         if self.search.found is not None:
             return self.search.found, self.told[self.search.found]
         if self.search.over and self.told and self.why is None:
             strongest = max(self.told)
             return strongest, self.told[strongest]
-        pointed = self.points_at(self.search.open, unchanged, scale)
+        pointed = None if unchanged.at_least else self.points_at(self.search.open, unchanged, scale)
         index = (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
         return index, self.told.get(index) or self.estimate(index, unchanged, scale)
 

@@ -38,6 +38,10 @@ _RANKS: Final = {
 }
 """Of two roles that one storage has, the one that comes first here counts, as it does in a census."""
 
+_OF_TRAINING: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
+_MUCH: Final = 0.02
+"""Share of the peak from which on something matters."""
+
 
 @dataclass(slots=True)
 class Note:
@@ -134,6 +138,17 @@ class Ledger:
             self._free(entry)
             entry.bytes = nbytes
             self._allocate(entry, self._notes[entry.number - 1].role)
+
+    def keeps(self, since: int) -> bool:
+        """Whether much is alive that was made since there were ``since`` events, and is not the state of training."""
+        alive = {entry.number for entry in self._entries.values()}
+        made = (event for event in self.events[since:] if event[0] == "alloc" and event[1] in alive)
+        kept = sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING)
+        return kept > _MUCH * self.peak
+
+    def has_risen(self, level: int) -> bool:
+        """Whether much more is alive than there was at ``level``."""
+        return self.live - level > _MUCH * self.peak
 
     def twin(self, real: torch.UntypedStorage, fake: torch.UntypedStorage) -> None:
         """Count ``real``, and let ``fake`` stand for the same memory: views of either keep it alive."""

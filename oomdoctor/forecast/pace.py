@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.forecast.steady import Cut
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.ledger import Ledger
 
 __all__ = ["Asker", "Loop", "Pace", "StopForecast"]
 
@@ -28,6 +31,9 @@ _IDLE_WHOLE: Final = 8
 """One of so many batches is followed to its end: what comes after it often puts together what each batch gave."""
 _BACKWARDS: Final = 4
 """Backward passes that are followed where no optimizer exists to step."""
+
+_MOST_MORE: Final = 2
+"""Iterations that tell whether memory that rises goes on to rise: tuples of ``zip`` keep every other batch."""
 
 
 class StopForecast(BaseException):
@@ -48,15 +54,17 @@ class Loop:
     Attributes:
         total: how many iterations it would have, None where that is not known.
         loader: identity of the loader that it goes over, None for other loops.
-        turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began.
+        turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began, ``level``:
+            what was alive there.
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
+        more: iterations that it was given beyond those, because memory was rising.
     """
 
-    __slots__ = ("at", "backwards", "loader", "steps", "total", "turns")
+    __slots__ = ("at", "backwards", "level", "loader", "more", "steps", "total", "turns")
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
-        self.turns = self.backwards = self.at = 0
+        self.turns = self.backwards = self.at = self.level = self.more = 0
         self.steps: Counter[int] = Counter()
 
 
@@ -70,18 +78,18 @@ class Pace:
         cuts: the loops that were cut.
     """
 
-    def __init__(self, optimizers: int, asker: Callable[[], Asker], now: Callable[[], int]) -> None:
+    def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger) -> None:
         """Begin to count.
 
         Args:
             optimizers: how many exist.
             asker: tells who calls, past torch.
-            now: tells how long the trace of allocations is.
+            ledger: knows what is alive.
         """
         self.optimizers = optimizers
         self.ended_early = self.has_trained = False
         self.cuts: list[Cut] = []
-        self._asker, self._now = asker, now
+        self._asker, self._ledger = asker, ledger
         self._running: list[Loop] = []
         self._steps: Counter[int] = Counter()  # those of libraries since a loop asked
         self._backwards = 0
@@ -153,13 +161,14 @@ class Pace:
         if loop not in self._running:
             self._running.append(loop)
         asker = Asker.LOOP if loop.loader is None else self._asker()
-        now, begun = self._now(), loop.at
+        now, begun = len(self._ledger.events), loop.at
         if asker is not Asker.CODE and self._is_seen(loop):
             self.ended_early = self.ended_early or loop.loader is not None
-            if loop.turns:
-                self.cuts.append(Cut(begun, now, None if loop.total is None else loop.total - loop.turns))
+            left = None if loop.total is None else loop.total - loop.turns
+            if loop.turns and left != 0:
+                self.cuts.append(Cut(begun, now, left))
             return False
-        loop.turns, loop.at = loop.turns + 1, now
+        loop.turns, loop.at, loop.level = loop.turns + 1, now, self._ledger.live
         return True
 
     def ended(self, loop: Loop) -> None:
@@ -172,6 +181,9 @@ class Pace:
     def _is_seen(self, loop: Loop) -> bool:
         if _is_steady(loop.steps):
             self.has_trained = True
+            if self._rises(loop):
+                loop.more += 1
+                return False
             if loop.loader is not None:
                 self._trained_on.add(loop.loader)
             return True
@@ -179,6 +191,12 @@ class Pace:
             return True
         is_short = loop.total is not None and loop.total <= _IDLE_WHOLE
         return loop.loader is not None and not loop.backwards and not is_short and loop.turns >= _IDLE_BATCHES
+
+    def _rises(self, loop: Loop) -> bool:
+        """Whether the last iteration left something behind, so that the next may need more; or may let go of it."""
+        if loop.more == _MOST_MORE or loop.turns == loop.total:
+            return False
+        return self._ledger.keeps(loop.at) if loop.turns == 1 else self._ledger.has_risen(loop.level)
 
 
 def _is_steady(steps: Counter[int]) -> bool:

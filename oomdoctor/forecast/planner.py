@@ -8,14 +8,17 @@ none at all, for others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.allocator.caching import least_asked
+from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.ladder import ESTIMATE_ERROR, KEEPING, Ladder, Part
 from oomdoctor.forecast.pricing import forecast_of, is_late, late
 from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence, Role
 from oomdoctor.model.fix import Effect, Fix
@@ -217,6 +220,9 @@ class Planner:
     def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
         unchanged = self._unchanged
         assert unchanged is not None
+        if reading.is_unfit and reading.why is not None:
+            ladder.find_unfit(index, reading.why)
+            return
         forecast = forecast_of(reading, self._budget, self._cost)
         if forecast.refused is not None:
             ladder.why = late(self.time_budget_s) if is_late(reading) else forecast.refused
@@ -229,7 +235,7 @@ class Planner:
             # A shadow run that did not see what fills the memory unchanged does not see it with the fix either.
             estimate = ladder.estimate(index, unchanged, self._scale(unchanged))
             peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
-            forecast = replace(forecast, basis=estimate.basis, peak=peak, refused=unchanged.refused)
+            forecast = replace(forecast, basis=estimate.basis, peak=peak, at_least=True, refused=unchanged.refused)
         ladder.told[index] = forecast
         ladder.search.answer(fits=forecast.verdict is Verdict.FITS)
 
@@ -261,12 +267,14 @@ class Planner:
         """Return what the cell held and asked for when it failed, where it cannot be known how it goes on."""
         allocated, asked = self._evidence.device.allocated, self._incident.requested or 0
         if asked and self._evidence.device.name != "cpu":
-            asked = least_asked(asked)
+            with suppress(ForecastError):
+                asked = least_asked(asked, allocator_settings(self._session.accelerator))
         return Forecast(
             basis="held and asked for when it failed: the least that it needs",
             budget=self._budget,
             peak=None if isinstance(allocated, Unavailable) else allocated + asked,
             error_ratio=ESTIMATE_ERROR,
+            at_least=True,
             refused=why,
         )
 

@@ -31,6 +31,7 @@ class Reading:
         is_whole: whether every iteration that may change what is reserved is in these numbers.
         course: how the memory went on the way.
         why: why there are no numbers.
+        is_unfit: whether that is because the change found itself unfit for the cell.
         lacks: type of the device that the cell asked for in vain, where that is why.
         card: type of the device that was emulated.
     """
@@ -43,6 +44,7 @@ class Reading:
     is_whole: bool = False
     course: Course | None = None
     why: str | None = None
+    is_unfit: bool = False
     lacks: str | None = None
     card: str | None = None
 

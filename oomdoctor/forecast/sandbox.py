@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Blocked", "forbid", "raise_limits", "wall_off"]
+__all__ = ["Blocked", "forbid", "fork", "raise_limits", "wall_off"]
 
 
 class Blocked(PermissionError):
@@ -162,12 +162,25 @@ def forbid() -> None:
     """Refuse from now on, for the rest of this process, what would reach the world from Python code."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FORBIDDEN:
+        if event in _FORBIDDEN and not _forking:
             raise Blocked(f"the cell would {_FORBIDDEN[event]}, which a forecast must not do")
         if event == "open" and _writes(args) and args[0] != os.devnull:
             raise Blocked(f"the cell would write to {args[0]}, which a forecast must not do")
 
     sys.addaudithook(hook)
+
+
+def fork() -> int:
+    """Fork this process, as nobody else may."""
+    global _forking
+    _forking = True
+    try:
+        return os.fork()
+    finally:
+        _forking = False
+
+
+_forking = False
 
 
 def _writes(args: tuple[Any, ...]) -> bool:

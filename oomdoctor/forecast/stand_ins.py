@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -42,6 +43,7 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     replace_loaders(tracker, pace)
     _follow_training(pace)
     _scale_gradients()
+    _fill_histories()
     _read_values(tracker)
     _repoint_data(tracker)
     _move_modules()
@@ -84,6 +86,24 @@ def _scale_gradients() -> None:
         return optimizer.step(*args, **kwargs)
 
     scaler._maybe_opt_step = step
+
+
+def _fill_histories() -> None:
+    """Let LBFGS have all of its history after its first step: how many of its iterations add to it, values decide."""
+    cls: Any = torch.optim.LBFGS
+    step = cls.step
+
+    @wraps(step)
+    def filled(optimizer: Any, closure: Any) -> Any:
+        loss = step(optimizer, closure)
+        (group,), state = optimizer.param_groups, optimizer.state[optimizer._params[0]]
+        while "d" in state and len(state["old_dirs"]) < group["history_size"]:
+            state["old_dirs"].append(torch.empty_like(state["d"]))
+            state["old_stps"].append(torch.empty_like(state["d"]))
+            state["ro"].append(state["d"].new_empty(()))
+        return loss
+
+    cls.step = filled
 
 
 def _read_values(tracker: Tracker) -> None:

@@ -54,8 +54,7 @@ class Lengthened:
 
     def __init__(self, events: Sequence[Event], cuts: Sequence[Cut], allocator: CachingAllocator) -> None:
         self._events, self._allocator = events, allocator
-        ends = [cut.end for cut in cuts]
-        self._cuts = [cut for cut in cuts if not any(cut.begin < end < cut.end for end in ends)]
+        self._cuts = [cut for cut in cuts if not any(_holds(cut, other) for other in cuts)]
         self.is_steady = len(self._cuts) == len(cuts)
         self.growth = 0
         self._sizes: dict[Hashable, int] = {event[1]: event[2] for event in events if event[0] == "alloc"}
@@ -122,3 +121,8 @@ class Lengthened:
         for size, name in new:
             kept[size].append(name)
 
+
+def _holds(outer: Cut, inner: Cut) -> bool:
+    """Whether the last iteration of one loop holds that of another one, which may well end where it does."""
+    within = outer.begin <= inner.begin < inner.end <= outer.end
+    return within and (outer.begin, outer.end) != (inner.begin, inner.end)

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.forecast.answers import ANSWERS, Scalars
 from oomdoctor.forecast.cost import Meter
+from oomdoctor.forecast.draws import DRAWS, draws, move_generator
 from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.workspaces import WORKSPACES
@@ -28,7 +29,7 @@ from oomdoctor.model.evidence import Role
 __all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
-_HANDLERS = {**ANSWERS, **WORKSPACES}
+_HANDLERS = {**ANSWERS, **DRAWS, **WORKSPACES}
 _DEVICE = torch.ops.prim.device.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
@@ -162,6 +163,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = self.handlers.get(func)
+        if handler is None and draws(func):
+            move_generator(kwargs.get("generator"))
         try:
             return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
         except (NotImplementedError, fake_tensor.UnsupportedOperatorException):
@@ -250,7 +253,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+    """Whether compiled code takes an operation apart. One that Python alone can take apart has a kernel of its own."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def _is_small_index(tensor: torch.Tensor) -> bool:

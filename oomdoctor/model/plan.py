@@ -51,6 +51,7 @@ class Forecast:
         slowdown: time with the change over time without it, None where it is not known.
         basis: how it was found out: a shadow run, an analytic estimate.
         error_ratio: how far off such forecasts may be, as a share of the peak.
+        at_least: whether more than this may be needed: then it is known what does not fit, and never what does.
         peak_line: line of the failing cell at which the peak stands, None where it was not seen.
         refused: why there is no number, where there is none.
         course: how the memory goes on the way, None where no shadow run saw it.
@@ -62,6 +63,7 @@ class Forecast:
     reserved: int | None = None
     slowdown: float | None = None
     error_ratio: float = 0.0
+    at_least: bool = False
     peak_line: int | None = None
     refused: str | None = None
     course: Course | None = None
@@ -74,6 +76,8 @@ class Forecast:
         need = max(self.peak, self.reserved or 0)
         if need > self.budget:
             return Verdict.TOO_LARGE
+        if self.at_least:
+            return Verdict.UNKNOWN
         return Verdict.FITS if need * (1 + self.error_ratio) <= self.budget else Verdict.BORDERLINE
 
     @property

@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Final
 
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
 from oomdoctor.retry.held import GONE, LIGHT_TYPES, Weak, is_light, living
 
-__all__ = ["Foreign", "Frame", "is_frame"]
+__all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
 _LENGTHS: Final = (list, dict, set)
 _FEW: Final = 20_000
+_SHORT: Final = 256
 _FRAME_CELLS: Final = 1 << 22
 
 
 class _Standing:
     """A container known by where it stood and how long it was: to hold it would keep alive what it holds."""
 
-    __slots__ = ("ident", "length")
+    __slots__ = ("ident", "items", "length")
 
     def __init__(self, value: Any) -> None:
         self.ident = id(value)
         self.length = len(value) if type(value) in _LENGTHS else -1
+        self.items = _idents(value) if 0 <= self.length <= _SHORT else None
 
     def is_still(self, value: Any) -> bool:
-        return id(value) == self.ident and (self.length < 0 or len(value) == self.length)
+        if id(value) != self.ident or (self.length >= 0 and len(value) != self.length):
+            return False
+        return self.items is None or self.items == _idents(value)
+
+
+def _idents(container: Any) -> tuple[int, ...]:
+    return tuple(map(id, container.values() if type(container) is dict else container))
 
 
 class Foreign:
@@ -95,17 +104,57 @@ def _held(value: Any) -> Any:
 class Frame:
     """A pandas frame or series: one that shares its columns until either is written to (copy on write)."""
 
-    __slots__ = ("_copy", "_held")
+    __slots__ = ("_attrs", "_copy", "_held")
 
     def __init__(self, value: Any) -> None:
         self._held = Weak(value)
         self._copy = value.copy(deep=False)
+        self._attrs = dict(value.attrs)
+
+    def objects(self) -> Iterator[Any]:
+        """Yield what a column of objects holds, beside numbers and text."""
+        for block in self._copy._mgr.blocks:
+            values = block.values
+            if getattr(values.dtype, "kind", "") == "O" and hasattr(values, "flat"):
+                yield from (item for item in values.flat if type(item) not in LIGHT_TYPES)
 
     def restore(self) -> None:
         """Let the frame have the columns that it had."""
         value = self._held.get()
         if value is not GONE:
             object.__setattr__(value, "_mgr", self._copy.copy(deep=False)._mgr)
+            value.attrs.clear()
+            value.attrs.update(self._attrs)
+
+
+class Cached:
+    """A function of the user's that remembers results by ``lru_cache``: what it remembers is not seen."""
+
+    __slots__ = ("_function", "_info", "_path")
+
+    def __init__(self, function: Any, path: str) -> None:
+        self._function, self._path = function, path
+        self._info = _LRU.cache_info(function)
+
+    def lost(self) -> Iterator[str]:
+        """Yield a sentence if results were added or dropped that it cannot be rid of."""
+        now = _LRU.cache_info(self._function)
+        moved = (now.misses, now.currsize) != (self._info.misses, self._info.currsize)
+        if self._info.currsize and (moved or (now.hits != self._info.hits and now.currsize == now.maxsize)):
+            yield f"`{self._path}` remembers other results than before, and cannot be wound back"
+
+    def restore(self) -> None:
+        """Let it remember nothing again, if it remembered nothing."""
+        if not self._info.currsize and _LRU.cache_info(self._function) != self._info:
+            _LRU.cache_clear(self._function)
+
+
+def is_cached(cls: type) -> bool:
+    """Return whether a class is that of ``functools.lru_cache``, made in C."""
+    return cls is _LRU
+
+
+_LRU: Final[Any] = type(lru_cache(abs))
 
 
 def is_frame(value: Any) -> bool:

@@ -8,6 +8,7 @@ where it does not.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -20,10 +21,13 @@ __all__ = [
     "LIGHT_TYPES",
     "Gone",
     "Recipe",
+    "SetCopy",
     "Weak",
     "fill",
     "is_light",
+    "is_same",
     "length_of",
+    "light_copy",
     "living",
     "mapped_by",
     "revive",
@@ -62,6 +66,38 @@ def is_light(container: Any) -> bool:
     if isinstance(container, dict) and not LIGHT_TYPES.issuperset(map(type, container.values())):
         return False
     return LIGHT_TYPES.issuperset(map(type, container))
+
+
+class SetCopy:
+    """What a set held, in its order, and how large its table was: both tell in which order it goes on."""
+
+    __slots__ = ("items", "size")
+
+    def __init__(self, original: set[Any]) -> None:
+        self.items, self.size = tuple(set.__iter__(original)), set.__sizeof__(original)
+
+    def is_rebuilt_alike(self) -> bool:
+        """Return whether a set that is filled anew has the same order, and goes on in the same."""
+        anew = set(self.items) if not self.items else {*self.items}
+        return tuple(anew) == self.items and set.__sizeof__(anew) == self.size
+
+
+def light_copy(container: Any) -> Any:
+    """Return a copy of a container of numbers and text; see ``is_same``."""
+    if type(container) is set:
+        return SetCopy(container)
+    return container.copy() if type(container) in (dict, list, OrderedDict) else container[:]
+
+
+def is_same(container: Any, copy: Any) -> bool:
+    """Return whether a container holds what it held when it was copied, in the same order."""
+    if type(copy) is SetCopy:
+        return len(container) == len(copy.items) and all(map(operator.is_, container, copy.items))
+    if isinstance(container, dict):
+        return len(container) == len(copy) and all(
+            a is c and b is d for (a, b), (c, d) in zip(container.items(), copy.items(), strict=True)
+        )
+    return len(container) == len(copy) and all(map(operator.is_, container, copy))
 
 
 def living(held: Any) -> Any:
@@ -169,8 +205,10 @@ def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     elif kind_of(type(target)) is Kind.MAPPING:
         _fill_mapping(target, recipe, memo)
     elif kind_of(type(target)) is Kind.SET:
-        set.clear(target)
-        set.update(target, [item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE])
+        items = [item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE]
+        if set.__len__(target) != len(items) or not all(map(operator.is_, set.__iter__(target), items)):
+            set.clear(target)
+            set.update(target, items)
     else:
         base, now = _sequence_base(target), items_of(target, Kind.SEQUENCE)
         items = [revive(held, now[at] if at < len(now) else None, memo) for at, held in recipe.pairs]

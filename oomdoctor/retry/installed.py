@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from types import ModuleType
 from typing import Final
 
 from oomdoctor.model.homes import is_users_file
 
-__all__ = ["is_installed", "is_ours"]
+__all__ = ["is_installed", "is_ours", "own_modules"]
 
 _OURS: Final = __name__.partition(".")[0]
 
@@ -30,3 +31,19 @@ def is_installed(module: object) -> bool:
 def is_ours(module: object) -> bool:
     """Return whether the module of this name is of this package."""
     return type(module) is str and module.partition(".")[0] == _OURS
+
+
+_looked_at: Final[set[str]] = {"__main__"}
+_own: Final[list[str]] = []
+
+
+def own_modules() -> list[ModuleType]:
+    """Return the modules that are loaded from files of the user's, but for the program itself.
+
+    Each name is looked at once: there are thousands.
+    """
+    for name in sys.modules.keys() - _looked_at:
+        _looked_at.add(name)
+        if getattr(sys.modules.get(name), "__file__", None) and not is_installed(name):
+            _own.append(name)
+    return [module for name in _own if type(module := sys.modules.get(name)) is ModuleType]

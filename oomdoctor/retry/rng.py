@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from oomdoctor.model.aside import keep_apart
+from oomdoctor.model.kinds import module_of, mro_of, name_of
 
-__all__ = ["RandomState", "generator_state", "set_generator_state"]
+__all__ = ["RandomState", "generator_state", "is_random", "set_generator_state", "spawned"]
 
+_SOURCES: Final = frozenset(
+    {("numpy.random.bit_generator", "BitGenerator"), ("numpy.random.bit_generator", "SeedSequence")}
+)
 _DEFAULT_SEED: Final = 67280421310721
 """What torch's generators begin with. Source: ``default_rng_seed_val`` in c10/core/GeneratorImpl.h."""
 
@@ -60,7 +64,25 @@ def generator_state(generator: Any) -> Any:
         if hasattr(generator, read):
             state = getattr(generator, read)()
             return _apart(state.clone()) if hasattr(state, "clone") else state
-    return generator.bit_generator.state
+    return getattr(generator, "bit_generator", generator).state if not _is_seed(generator) else None
+
+
+def is_random(cls: type) -> bool:
+    """Return whether a class is of numpy's sources of random bits or of their seeds."""
+    return any((module_of(base), name_of(base)) in _SOURCES for base in mro_of(cls))
+
+
+def spawned(generator: Any) -> int:
+    """Return how many seeds were taken from that of a generator of numpy's; nothing sets that back."""
+    seed = generator if _is_seed(generator) else None
+    if seed is None:
+        seed = getattr(getattr(generator, "bit_generator", generator), "seed_seq", None)
+    count = getattr(seed, "n_children_spawned", 0)
+    return count if type(count) is int else 0
+
+
+def _is_seed(generator: Any) -> bool:
+    return hasattr(generator, "n_children_spawned")
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
@@ -69,4 +91,5 @@ def set_generator_state(generator: Any, state: Any) -> None:
         if hasattr(generator, write):
             getattr(generator, write)(state)
             return
-    generator.bit_generator.state = state
+    if not _is_seed(generator):
+        getattr(generator, "bit_generator", generator).state = state

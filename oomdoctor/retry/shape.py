@@ -7,27 +7,30 @@ optimizers and tensors; see ``foreign`` for their own attributes.
 
 from __future__ import annotations
 
+import zlib
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodWrapperType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, child_path, held_by, items_of, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, child_path, held_by, items_of, kind_of, module_of, mro_of, plain_dict, registered
 from oomdoctor.model.names import is_users
-from oomdoctor.retry.foreign import Foreign, Frame, is_frame
-from oomdoctor.retry.held import LIGHT_TYPES, Recipe, Weak, is_light, length_of, mapped_by
-from oomdoctor.retry.installed import is_installed, is_ours
-from oomdoctor.retry.rng import generator_state
+from oomdoctor.retry.foreign import Cached, Foreign, Frame, is_cached, is_frame
+from oomdoctor.retry.held import LIGHT_TYPES, Recipe, Weak, is_light, length_of, light_copy, mapped_by
+from oomdoctor.retry.installed import is_installed, is_ours, own_modules
+from oomdoctor.retry.parts import Parts, class_attributes, functions_in, items_of_array, slots_of
+from oomdoctor.retry.rng import generator_state, is_random, spawned
 
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault, Watched
 
-__all__ = ["LONG", "MOST_OBJECTS", "Shape", "slots_of"]
+__all__ = ["LONG", "MOST_OBJECTS", "Shape", "sample_of"]
 
-_DEPTH: Final = 12
+_DEPTH: Final = 40
 MOST_OBJECTS: Final = 200_000
 LONG: Final = 20_000
 _LIGHT_BYTES: Final = 64 << 10
@@ -47,15 +50,17 @@ _OUTWARD: Final = frozenset(
         *(("socket", "socket"), ("subprocess", "Popen"), ("sqlite3", "Connection"), ("sqlite3", "Cursor")),
         *(("requests.sessions", "Session"), ("mmap", "mmap"), ("queue", "Queue"), ("queue", "SimpleQueue")),
         *(("_queue", "SimpleQueue"), ("multiprocessing.queues", "Queue"), ("concurrent.futures.thread", "Executor")),
+        *(("builtins", "memoryview"), ("multiprocessing.sharedctypes", "Synchronized")),
         *(("torch.utils.tensorboard.writer", "SummaryWriter"), ("h5py._hl.files", "File")),
     }
 )
 """Objects of other libraries with which a cell reaches beyond the process, or that advance."""
 _SAMPLES: Final = 4096
+_SUMMED_BYTES: Final = 4 << 20
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
-_EMPTY: Final[dict[type, Any]] = {cls: cls() for cls in _PLAIN_CONTAINERS}
+_EMPTY: Final[dict[type, Any]] = {cls: cls() for cls in _PLAIN_CONTAINERS if cls is not set}
 """One copy for all that hold nothing: every module has a dozen of them. Never written to."""
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -73,7 +78,8 @@ class Shape:
             own modules with theirs; ``foreign``: objects of other libraries, ``frames`` of pandas.
         light: containers of numbers and text, and ``copies`` of them in the same order; ``arrays``: small arrays with
             theirs; ``large``: ``(path, array, sample)`` for the others; ``closures``: ``(function, index, held)``.
-        fixed: ``(path, owner, values)`` of attributes that are compared but not put back.
+        parts: slots, attributes of classes and items of arrays of objects. ``classes``: ``(owner, class)`` of objects.
+        caches: of functions. ``deep``: path and value of what lies too deep to be looked at.
         long: containers too long to copy. ``iterators``: path and value of what advances. ``unknown``: sentences on
             what could not be looked at.
         random: generators with their states. ``modules``: of Python's and of libraries.
@@ -92,10 +98,14 @@ class Shape:
         self.light: list[Any] = []
         self.copies: list[Any] = []
         self.random: list[tuple[Any, Any]] = []
+        self.spawned: list[tuple[Any, int]] = []
         self.arrays: list[tuple[Any, Any]] = []
         self.large: list[tuple[str, Any, bytes]] = []
         self.closures: list[tuple[Any, int, Any]] = []
-        self.fixed: list[tuple[str, Any, dict[str, Any]]] = []
+        self.parts: list[Parts] = []
+        self.classes: list[tuple[Any, type]] = []
+        self.caches: list[Cached] = []
+        self.deep: list[tuple[str, Any]] = []
         self.long: list[Recipe] = []
         self.iterators: list[tuple[str, Any]] = []
         self.unknown: list[str] = []
@@ -108,6 +118,8 @@ class Shape:
                 self.bindings[name] = self._hold_guarded(value, name)
             else:  # the shell's own names for outputs: to hold them would keep the outputs
                 del self.bindings[name]
+        for module in own_modules():
+            self._note_own_module(module)
         self.is_whole = len(self._known) <= MOST_OBJECTS
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
         del self._known, self._vault
@@ -130,7 +142,7 @@ class Shape:
         if shells:
             light[:] = [value for value in light if id(value) not in shells]
             rest = [item for item in rest if id(item[1]) not in shells]
-        self.copies += [value.copy() for value in light]
+        self.copies += [value.copy() for value in light]  # lists, all of them
         return rest
 
     def _hold_guarded(self, value: Any, name: str) -> Any:
@@ -145,17 +157,22 @@ class Shape:
         """Return how to hold ``value``, noting on the way what lies in it."""
         kind = kind_of(type(value))
         if kind is Kind.ATOM or type(value) in _BOUND:
-            self._note_atom(value, path, depth)
+            if type(value) not in LIGHT_TYPES:
+                self._note_atom(value, path, depth)
             return value
         if id(value) in self._known:
             return self._known[id(value)]
-        if depth == 0 or len(self._known) > MOST_OBJECTS:
+        if depth <= 0 or len(self._known) > MOST_OBJECTS:
+            if kind in _CONTAINERS or kind in _OBJECTS or (kind is Kind.OBJECT and _is_open(type(value))):
+                self.deep.append((path, _weak(value)))
             return value
         if type(value) in _PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
             self._copy_light(value)
             return value
         if kind is Kind.TENSOR:
             held: Any = self._hold_tensor(value, path)
+            self._known[id(value)] = held
+            self._note_derived(value, path, kind, held, depth)
         elif kind in _CONTAINERS or type(value) is tuple or _is_named_tuple(type(value)):
             return self._hold_container(value, path, kind, depth)
         else:
@@ -172,15 +189,70 @@ class Shape:
     def _note_atom(self, value: Any, path: str, depth: int) -> None:
         """Note what cannot be replaced but leads further: classes, modules, bound methods that are made in C."""
         if isinstance(value, type):
-            self._note_fixed(value, path, slots_of(value))
+            self._note_class(value, path, depth)
         elif type(value) in _BOUND:
             self._hold(value.__self__, f"{path}.__self__", depth - 1)
-        elif type(value) is ModuleType and id(value) not in self._known:
+        elif id(value) in self._known:
+            return
+        elif type(value) is ModuleType:
             self._known[id(value)] = value
             if is_installed(value.__name__):
                 self.modules.append(value)
             else:
                 self._note_globals(vars(value), path, depth)
+        elif isinstance(value, frozenset):
+            self._known[id(value)] = value
+            for item in frozenset.__iter__(value):
+                self._hold(item, path, depth - 1)
+            self._note_derived(value, path, Kind.ATOM, value, depth)
+        elif not is_installed(module_of(type(value))):
+            self._known[id(value)] = value
+            self._note_derived(value, path, Kind.ATOM, value, depth)
+
+    def _note_class(self, cls: type, path: str, depth: int) -> None:
+        """Note the functions and the attributes of the user's own classes: of this one, and of those it derives from."""
+        for base in mro_of(cls):
+            if id(base) in self._known or is_installed(module_of(base)):
+                continue
+            self._known[id(base)] = base
+            where = path if base is cls else base.__qualname__
+            recipe = Recipe(vars(base), where, "{}.{}".format)
+            self.parts.append(Parts(base, recipe, class_attributes))
+            for name, item in class_attributes(base).items():
+                held = self._hold(item, f"{where}.{name}", depth - 1)
+                for function in functions_in(item):
+                    self._hold(function, f"{where}.{name}", depth - 1)
+                # A function is plain, and a cell that replaces it is to find it again.
+                recipe.pairs.append((name, item if kind_of(type(item)) is Kind.CALLABLE else held))
+
+    def _note_derived(self, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
+        """Note what an object of a class derived from a builtin one, or from a library's, has besides: attributes."""
+        cls = type(value)
+        attributes = plain_dict(value)
+        if is_installed(module_of(cls)):
+            if attributes and kind is Kind.TENSOR:
+                self._note_object(attributes, path, kind, held, depth)
+            return
+        if attributes is not None:
+            self._note_object(attributes, path, kind, held, depth)
+        self._note_kept(value, path, held, depth)
+
+    def _note_kept(self, value: Any, path: str, held: Any, depth: int) -> None:
+        """Note the class of an object, and its slots."""
+        self.classes.append((held, type(value)))
+        self._note_class(type(value), type(value).__qualname__, depth)
+        slots = slots_of(value)
+        if slots:
+            recipe = Recipe(slots, path, "{}.{}".format)
+            recipe.pairs = [(name, self._hold(item, f"{path}.{name}", depth - 1)) for name, item in slots.items()]
+            self.parts.append(Parts(held, recipe, slots_of))
+
+    def _note_own_module(self, module: ModuleType) -> None:
+        """Note the globals of a module of the user's that no name leads to: a function may import it."""
+        try:
+            self._note_globals(vars(module), module.__name__, _DEPTH)
+        except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
+            self.unknown.append(f"the module `{module.__name__}` could not be looked at ({type(exc).__name__})")
 
     def _note_globals(self, names: dict[str, Any], path: str, depth: int) -> None:
         """Note the globals of a module of the user's own."""
@@ -197,7 +269,7 @@ class Shape:
         if not container and type(container) in _EMPTY:
             self.copies.append(_EMPTY[type(container)])
         else:
-            self.copies.append(container.copy() if type(container) in _PLAIN_CONTAINERS else container[:])
+            self.copies.append(light_copy(container))
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         self._vault().watch(tensor, path)
@@ -231,6 +303,8 @@ class Shape:
             recipe.pairs = [
                 (at, self._hold(item, item_path(path, at), depth - 1)) for at, item in enumerate(items_of(value, kind))
             ]
+        if type(value) not in _REMADE and type(value) is not deque:
+            self._note_derived(value, path, kind, _weak(value), depth)
         if recipe.length < 0 and not recipe.is_heavy:
             recipe.original = value
         elif recipe.length < 0 and type(value) not in _REMADE and not _is_named_tuple(type(value)):
@@ -240,42 +314,66 @@ class Shape:
     def _note(self, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
         """Note the state of an object: its ``__dict__``, its random stream, its closure, that it advances."""
         if kind is Kind.GENERATOR_STATE:
-            self.random.append((value, generator_state(value)))
+            self._note_random(value)
+            self._note_derived(value, path, kind, held, depth)
         elif kind is Kind.ITERATOR:
             self.iterators.append((path, held))
         elif kind is Kind.ARRAY:
-            self._note_array(value, path, held)
+            self._note_array(value, path, held, depth)
         elif kind is Kind.CALLABLE:
             self._note_callable(value, path, held, depth)
         elif kind in _OBJECTS or _is_open(type(value)):
             attributes = plain_dict(value)
             if attributes is not None:
                 self._note_object(attributes, path, kind, held, depth)
-            self._note_fixed(value, path, slots_of(value))
+            self._note_kept(value, path, held, depth)
+            if kind is Kind.MODULE and attributes is not None and kind_of(type(attributes["_modules"])) is not Kind.MAPPING:
+                self._hold_scripted(value, path, depth)
         elif kind is Kind.OBJECT:
-            self._note_foreign(value, path, held)
+            self._note_foreign(value, path, held, depth)
 
-    def _note_array(self, array: Any, path: str, held: Any) -> None:
-        if array.dtype.kind in "biufc" and array.nbytes <= _LIGHT_BYTES:
+    def _note_random(self, generator: Any) -> None:
+        self.random.append((generator, generator_state(generator)))
+        self.spawned.append((generator, spawned(generator)))
+
+    def _note_array(self, array: Any, path: str, held: Any, depth: int) -> None:
+        if array.dtype.kind == "O" and array.size <= LONG:
+            recipe = Recipe({}, path)
+            recipe.pairs = [(at, self._hold(item, f"{path}[{at}]", depth - 1)) for at, item in enumerate(array.flat)]
+            self.parts.append(Parts(held, recipe, items_of_array))
+        elif array.dtype.kind in "biufcSUmM" and array.nbytes <= _LIGHT_BYTES:
             self.arrays.append((held, array.copy()))
         elif array.dtype.kind != "O":
             self.large.append((path, held, sample_of(array)))
+        self._note_derived(array, path, Kind.ARRAY, held, depth)
 
-    def _note_foreign(self, value: Any, path: str, held: Any) -> None:
+    def _note_foreign(self, value: Any, path: str, held: Any, depth: int) -> None:
         """Note an object of another library's: its attributes, what it holds, and whether it can be wound back."""
+        cls = type(value)
         if is_frame(value):
-            self.frames.append(Frame(value))
-        elif type(value) in (bytearray, array) and len(value) <= _LIGHT_BYTES:
-            self._copy_light(value)
-        elif (type(value).__module__, type(value).__name__) in _OUTWARD:
+            frame = Frame(value)
+            self.frames.append(frame)
+            for item in frame.objects():
+                self._hold(item, path, depth - 1)
+        elif is_random(cls):
+            self._note_random(value)
+        elif is_cached(cls):
+            self.caches.append(Cached(value, path))
+            self._hold(value.__wrapped__, path, depth - 1)
+        elif cls in (bytearray, array):
+            if len(value) <= _LIGHT_BYTES:
+                self._copy_light(value)
+            else:
+                self.large.append((path, held, sample_of(value)))
+        elif (cls.__module__, cls.__name__) in _OUTWARD or any(module_of(base) == "_ctypes" for base in mro_of(cls)):
             self.iterators.append((path, held))
         else:
             self._look_into(value, path, _FOREIGN_DEPTH)
 
     def _note_callable(self, value: Any, path: str, held: Any, depth: int) -> None:
         closure = getattr(value, "__closure__", None) or () if type(value) is FunctionType else ()
-        if type(value) is FunctionType and value.__dict__:
-            self._note_object(value.__dict__, path, Kind.CALLABLE, held, depth)
+        if type(value) is FunctionType or type(value) is partial:
+            self._note_object(vars(value), path, Kind.CALLABLE, held, depth)
         for at, cell in enumerate(closure):
             with suppress(ValueError):  # an empty cell
                 self.closures.append((held, at, self._hold(cell.cell_contents, path, depth - 1)))
@@ -283,11 +381,6 @@ class Shape:
             self._hold(item, f"{path}{suffix}", depth - 1)
         if type(value) is FunctionType and not is_installed(value.__module__):
             self._note_globals(value.__globals__, str(value.__module__), depth)
-
-    def _note_fixed(self, owner: Any, path: str, values: dict[str, Any]) -> None:
-        """Note attributes that are compared but not put back."""
-        if values:
-            self.fixed.append((path, _weak(owner), {name: _weak(item) for name, item in values.items()}))
 
     def _look_into(self, value: Any, path: str, depth: int) -> None:
         """Note the attributes of an object of another library's; look for modules, optimizers and tensors in it."""
@@ -309,10 +402,16 @@ class Shape:
         recipe = Recipe(attributes, path, "{}.{}".format)
         self.objects.append((held, recipe))
         for name, item in attributes.items():
-            if kind is Kind.MODULE and name in _MODULE_TABLES:
+            if kind is Kind.MODULE and name in _MODULE_TABLES and kind_of(type(item)) is Kind.MAPPING:
                 recipe.pairs.append((name, self._hold_table(item, path, name, depth)))
             else:
                 recipe.pairs.append((name, self._hold(item, f"{path}.{name}", depth - 1)))
+
+    def _hold_scripted(self, value: Any, path: str, depth: int) -> None:
+        """Hold what a scripted module keeps in C++."""
+        for table in _MODULE_TABLES:
+            for name, item in registered(value, table):
+                self._hold(item, child_path(path, name), depth - 1)
 
     def _hold_table(self, table: dict[str, Any], path: str, kind: str, depth: int) -> Recipe:
         """Hold the parameters, buffers or children of a module by the paths that a user would type."""
@@ -324,24 +423,15 @@ class Shape:
         return recipe
 
 
-def slots_of(value: Any) -> dict[str, Any]:
-    """Return the values of the slots of an object of the notebook's own classes, or a class's own plain attributes."""
-    cls = type(value)
-    if cls is type or issubclass(cls, type):
-        if is_installed(value.__module__):
-            return {}
-        return {name: item for name, item in vars(value).items() if type(item) in LIGHT_TYPES and name[:2] != "__"}
-    found = {}
-    for base in cls.__mro__ if not is_installed(cls.__module__) else ():
-        for name, member in vars(base).items():
-            if type(member) is MemberDescriptorType:
-                with suppress(AttributeError):
-                    found[name] = member.__get__(value)
-    return found
-
-
 def sample_of(array: Any) -> bytes:
-    """Return some of the contents of a large array, from its beginning to its end; it may be a view of any kind."""
+    """Return some of the contents of a large array, from its beginning to its end; it may be a view of any kind.
+
+    Of one that lies in a piece and is not too large, a checksum of all of it.
+    """
+    if not hasattr(array, "flags"):  # no array of numpy's
+        return zlib.crc32(array).to_bytes(4)
+    if array.flags.c_contiguous and array.nbytes <= _SUMMED_BYTES and array.dtype.kind in "biufc":
+        return zlib.adler32(array.view("u1")).to_bytes(4)
     flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel("K") if array.flags.forc else array.flat
     return bytes(flat[:: max(1, array.size // _SAMPLES)].tobytes())
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.names import FirstUse, first_uses, is_users
-from oomdoctor.retry.held import GONE, Recipe, fill, living, revive
+from oomdoctor.retry.held import GONE, Recipe, SetCopy, fill, is_same, living, revive
+from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
-from oomdoctor.retry.rng import RandomState, set_generator_state
-from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, sample_of, slots_of
+from oomdoctor.retry.rng import RandomState, set_generator_state, spawned
+from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, sample_of
 from oomdoctor.retry.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Snapshot:
             self._rng = RandomState.take()
             self._shape = Shape(namespace, lambda: self.vault)
         self._surroundings = Surroundings(self._shape.modules)
+        self._patches = Patches(source, namespace)
 
     @property
     def vault(self) -> TensorVault:
@@ -115,8 +117,16 @@ class Snapshot:
                 yield f"`{label}` was written in place and no copy was kept{why}"
             for label in self._vault.unhooked():
                 yield f"a hook of `{label}` was removed by the cell, and cannot be put back"
-        for path, owner, values in self._shape.fixed:
-            yield from (f"`{path}.{name}` was changed, and cannot be put back" for name in _changed(owner, values))
+        for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
+            if type(copy) is SetCopy and not is_same(container, copy) and not copy.is_rebuilt_alike():
+                yield f"a set of {len(copy.items)} items was changed, and its order cannot be brought back"
+        for path, held in self._shape.deep:
+            if (value := living(held)) is not GONE and reach.reaches(value):
+                yield f"`{path}` lies too deep to be looked at, and the cell may have changed it"
+        for cache in self._shape.caches:
+            yield from cache.lost()
+        if any(spawned(generator) != count for generator, count in self._shape.spawned):
+            yield "seeds were taken from the seed of a generator of numpy's, which cannot be taken back"
         for recipe in self._shape.long:
             if len(recipe.original) < recipe.length or (
                 kind_of(recipe.cls) is not Kind.SEQUENCE and len(recipe.original) != recipe.length
@@ -135,6 +145,7 @@ class Snapshot:
         for foreign in self._shape.foreign:
             yield from foreign.lost()
         yield from self._surroundings.lost()
+        yield from self._patches.lost()
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
 
@@ -148,6 +159,7 @@ class Snapshot:
         todo: list[Any] = [held for held in self._shape.bindings.values() if type(held) is Recipe]
         todo += [recipe for owner, recipe in self._shape.objects if living(owner) is not GONE]
         todo += [recipe for _, recipe in self._shape.globals]
+        todo += [parts.recipe for parts in self._shape.parts if parts.is_there]
         seen: set[int] = set()
         while todo:
             recipe = todo.pop()
@@ -161,13 +173,18 @@ class Snapshot:
         memo: dict[int, Any] = {}
         with _outside_modes():
             self._restore_bindings(memo)
+            for owner, cls in self._shape.classes:
+                if (alive := living(owner)) is not GONE and type(alive) is not cls:
+                    object.__setattr__(alive, "__class__", cls)
             for owner, recipe in self._shape.objects:
                 if (alive := living(owner)) is not GONE:
                     fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
             for names, recipe in self._shape.globals:
                 fill(names, recipe, memo)
-            for foreign in self._shape.foreign:
-                foreign.restore()
+            for parts in self._shape.parts:
+                parts.restore(memo)
+            for one in (*self._shape.foreign, *self._shape.caches):
+                one.restore()
             for frame in self._shape.frames:
                 frame.restore()
             for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
@@ -186,6 +203,7 @@ class Snapshot:
                 set_generator_state(generator, state)
             self._rng.restore()
         self._surroundings.restore()
+        self._patches.restore()
 
     def _restore_bindings(self, memo: dict[int, Any]) -> None:
         uses = first_uses(self.source)
@@ -223,7 +241,7 @@ class Snapshot:
         names = dict.fromkeys([*self._shape.bindings, *self._namespace])
         return (
             any(is_users(name) and not self._stands(name) for name in names)
-            or not all(map(_is_same, self._shape.light, self._shape.copies))
+            or not all(map(is_same, self._shape.light, self._shape.copies))
             or (self._vault is not None and self._vault.changed_anything())
         )
 
@@ -234,31 +252,12 @@ class Snapshot:
         return id(value) == held.ident if type(held) is Recipe else revive(held) is value
 
 
-def _changed(owner: Any, values: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the attributes that are not what they were."""
-    alive = living(owner)
-    if alive is GONE:
-        return
-    now = slots_of(alive)
-    for name, held in values.items():
-        if now.get(name, GONE) is not living(held):
-            yield name
-    yield from (name for name in now if name not in values)
-
-
-def _is_same(container: Any, copy: Any) -> bool:
-    if isinstance(container, dict):
-        now, then = [*container.items()], [*copy.items()]
-        return len(now) == len(then) and all(a is c and b is d for (a, b), (c, d) in zip(now, then, strict=True))
-    return len(container) == len(copy) and all(a is b for a, b in zip(container, copy, strict=True))
-
-
 def _restore_light(container: Any, copy: Any) -> None:
-    if _is_same(container, copy):
+    if is_same(container, copy):
         return
     if isinstance(container, (dict, set)):
         container.clear()
-        container.update(copy)
+        container.update(copy.items if type(copy) is SetCopy else copy)
     else:
         container[:] = copy
 

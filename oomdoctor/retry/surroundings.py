@@ -5,6 +5,7 @@ Settings and functions are put back; what was written to a log file is told.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import sys
@@ -14,6 +15,8 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
+
+from oomdoctor.retry.installed import own_modules
 
 __all__ = ["Surroundings"]
 
@@ -30,25 +33,94 @@ def _torch_settings(torch: Any) -> list[_Setting]:
     calls = [
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
     ]
+    calls += [(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)]
+    calls += [(partial(_default_device, torch), torch.set_default_device)]
+    if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
+        for device in ("cpu", "cuda"):
+            for read, put in (("is_autocast_enabled", "set_autocast_enabled"), ("get_autocast_dtype", "set_autocast_dtype")):
+                calls.append((partial(getattr(torch, read), device), partial(getattr(torch, put), device)))
     calls += [(partial(getattr, cudnn, flag), partial(setattr, cudnn, flag)) for flag in _CUDNN]
     kernels = [name for name in _SDP if hasattr(cuda, f"enable_{name}_sdp")]  # cudnn's came with torch 2.5
     calls += [(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")) for name in kernels]
     return calls
 
 
+def _default_device(torch: Any) -> Any:
+    """Return the device that was set as default, None where none was. torch's own asking may initialise it."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return None if context is None else context.device
+
+
+def _process_settings() -> list[_Setting]:
+    """Return settings of Python and of the libraries that are loaded."""
+    calls: list[_Setting] = [
+        (os.getcwd, os.chdir),
+        (sys.getrecursionlimit, sys.setrecursionlimit),
+        (partial(getattr, sys, "stdout"), partial(setattr, sys, "stdout")),
+        (partial(getattr, sys, "stderr"), partial(setattr, sys, "stderr")),
+        (partial(getattr, logging.root, "level"), logging.root.setLevel),
+        (partial(_copied, logging.root.handlers), partial(_refill, logging.root.handlers)),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "set_printoptions"):
+        calls.append((numpy.geterr, lambda value: numpy.seterr(**value)))
+        calls.append((numpy.get_printoptions, lambda value: numpy.set_printoptions(**value)))
+    if (printed := getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)) is not None:
+        calls.append((partial(_copied, vars(printed)), partial(_refill, vars(printed))))
+    if (decimals := sys.modules.get("decimal")) is not None:
+        calls.append((lambda: decimals.getcontext().prec, partial(_set_on, decimals.getcontext, "prec")))
+    rc = getattr(sys.modules.get("matplotlib"), "rcParams", None)
+    if isinstance(rc, dict):
+        calls.append((partial(_copied, rc), partial(_refill, rc)))
+    if (figures := getattr(sys.modules.get("matplotlib._pylab_helpers"), "Gcf", None)) is not None:
+        calls.append((partial(set, figures.figs), partial(_keep_only, figures.figs)))
+    for name, tables in _GLOBAL_HOOKS.items():
+        home = vars(sys.modules[name]) if name in sys.modules else {}
+        for table in (home[one] for one in tables if isinstance(home.get(one), dict)):
+            calls.append((partial(set, table), partial(_keep_only, table)))
+    return calls
+
+
+def _copied(container: Any) -> Any:
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
+
+
+def _refill(container: Any, copy: Any) -> None:
+    base: Any = dict if isinstance(container, dict) else list
+    base.clear(container)
+    base.update(container, copy) if base is dict else base.extend(container, copy)
+
+
+def _keep_only(table: dict[Any, Any], names: set[Any]) -> None:
+    for name in [name for name in table if name not in names]:
+        del table[name]
+
+
+def _set_on(owner: Callable[[], Any], name: str, value: Any) -> None:
+    setattr(owner(), name, value)
+
+
+_GLOBAL_HOOKS: Final = {
+    "torch.nn.modules.module": (
+        *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
+        *("_global_forward_hooks_with_kwargs", "_global_backward_hooks", "_global_backward_pre_hooks"),
+        *("_global_buffer_registration_hooks", "_global_module_registration_hooks"),
+        "_global_parameter_registration_hooks",
+    ),
+    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+}
 _CUDNN: Final = ("enabled", "benchmark", "deterministic")
 _SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _where_told() -> AbstractContextManager[None]:
     """Pass over what torch will not tell: the matmul precision, once it was set by other means for one backend."""
-    return suppress(RuntimeError)
+    return suppress(RuntimeError, OSError)  # OSError: the folder is gone
 
 
 class Surroundings:
@@ -65,13 +137,14 @@ class Surroundings:
         # Only what is put back: whatever else a module holds, as ``sys`` does a traceback, must not live on for this.
         self._modules = [
             (module, {name: value for name, value in vars(module).items() if type(value) in _PATCHED})
-            for module in modules
+            for module in (builtins, *modules)
         ]
         torch = sys.modules.get("torch")
-        self._torch: list[tuple[_Setting, Any]] = []
-        for setting in _torch_settings(torch) if torch is not None else []:
+        self._own = {module.__name__ for module in own_modules()}
+        self._settings: list[tuple[_Setting, Any]] = []
+        for setting in [*_process_settings(), *(_torch_settings(torch) if torch is not None else [])]:
             with _where_told():
-                self._torch.append((setting, setting[0]()))
+                self._settings.append((setting, setting[0]()))
         self._logs = dict(_log_sizes())
 
     def lost(self) -> Iterator[str]:
@@ -95,10 +168,22 @@ class Surroundings:
             for name, value in before.items():
                 if now.get(name) is not value:
                     now[name] = value
-        for (read, put), value in self._torch:
+        for module in own_modules():
+            if module.__name__ not in self._own:
+                _forget(module.__name__)
+        for (read, put), value in self._settings:
             with _where_told():
                 if read() != value:
                     put(value)
+
+
+def _forget(name: str) -> None:
+    """Take back the first import of a module of the user's: to import it is to run it."""
+    module = sys.modules.pop(name, None)
+    parent, _, own = name.rpartition(".")
+    holder = vars(sys.modules[parent]) if parent in sys.modules else {}
+    if module is not None and holder.get(own) is module:
+        del holder[own]
 
 
 def _log_sizes() -> Iterator[tuple[str, int]]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.model.aside import keep_apart
+from oomdoctor.model.kinds import plain_dict
 from oomdoctor.retry.tensor_hooks import hooks_of, take_new_hooks_away
 
 __all__ = ["TensorVault", "Watched", "outside_modes"]
@@ -34,6 +35,7 @@ class Watched:
 
     __slots__ = (
         "copy",
+        "bare",
         "device",
         "dtype",
         "hooks",
@@ -53,6 +55,7 @@ class Watched:
         self.device, self.dtype = tensor.device, tensor.dtype
         self.requires_grad = tensor.requires_grad
         self.hooks = hooks_of(tensor)
+        self.bare = not plain_dict(tensor)
         self.copy: torch.Tensor | None = None
         self.uncopied = self.unrestored = False
 
@@ -212,6 +215,8 @@ class TensorVault:
 
 def _restore(watched: Watched, tensor: torch.Tensor) -> None:
     take_new_hooks_away(tensor, watched.hooks)
+    if watched.bare and (attributes := plain_dict(tensor)):
+        attributes.clear()
     if tensor.is_leaf and tensor.requires_grad != watched.requires_grad:
         tensor.requires_grad_(watched.requires_grad)
     if watched.has_moved(tensor) and watched.unchanged(tensor) and watched.copy is None:

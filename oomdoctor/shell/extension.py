@@ -9,6 +9,7 @@ line, and the user's result and traceback stay as they were.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from oomdoctor.shell.borders import Borders, quietly
 from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, only_looks, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun, find_oom
+from oomdoctor.shell.filling import comes_later
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport
@@ -28,6 +30,7 @@ from oomdoctor.shell.running import Run, current
 from oomdoctor.shell.script_watch import is_left_alone
 from oomdoctor.shell.stragglers import running_tasks
 from oomdoctor.shell.tracebacks import TracebackWatch
+from oomdoctor.shell.warming import warm
 from oomdoctor.shell.wrapping import Wrapped
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Extension:
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
+        self.warming: asyncio.Task[None] | None = None
         self.passed = ""
         self.remedies = Remedies()
         self.borders = Borders()
@@ -80,6 +84,8 @@ class Extension:
             self.shell.configurables.remove(self.config)
         unregister(self)
         self.end_filling()
+        if self.warming is not None:
+            self.warming.cancel()
         self.open = self.healed = None
         virtual = sys.modules.get("oomdoctor.allocator.virtual")
         if virtual is not None and virtual.active() is not None:
@@ -123,6 +129,7 @@ class Extension:
                 print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
+            self.borders.guarded("loading", self._warm)
         source = self.memplan.take()
         if source is not None and result.success:
             given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
@@ -171,6 +178,11 @@ class Extension:
             self.filling.settle()
         elif not is_own(raw_cell) and not only_looks(raw_cell):
             self.end_filling()
+
+    def _warm(self) -> None:
+        """Begin to load what a failure needs, once the user has begun to work with torch."""
+        if self.warming is None and "torch" in sys.modules and comes_later(self.shell, self.config.forecasts):
+            self.warming = asyncio.get_running_loop().create_task(warm(self.config.rule_paths))
 
     def end_filling(self) -> None:
         """Make no more forecasts of the last failure."""

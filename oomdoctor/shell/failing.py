@@ -146,9 +146,7 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
         return _refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
-        extension.open = OpenCase(
-            session=session, transaction=run.transaction, tasks=run.tasks, failure=kept
-        )
+        extension.open = OpenCase(session=session, transaction=run.transaction, tasks=run.tasks, failure=kept)
     pipeline.record(case)
     return case
 

@@ -61,12 +61,12 @@ _FILLS: Final = {
     "process": ("#7a5c48", None),
     "simulated": ("#8a6d1c", _LEVEL),
     "children": ("#2f7f9e", _UPRIGHT),
-    "cached": ("#8c8c8c", _LEVEL),
+    "cached": ("#757575", _LEVEL),
     "context": ("#5c5c5c", None),
     "elsewhere": ("#6e6e6e", _UPRIGHT),
     "outside": ("#6e6e6e", _DOWN),
     "free": ("rgba(128,128,128,0.15)", None),
-    "asked": ("#c98686", _UP),
+    "asked": ("#a85858", _UP),
     "over": ("#c62828", _UP),
 }
 
@@ -152,10 +152,11 @@ def _fill(kind: str) -> str:
     if pattern is None:
         return f"background:{colour}"
     angle, size = pattern
-    clear, light = "rgba(255,255,255,0)", "rgba(255,255,255,0.25)"
-    stops = [f"{light} 0%", f"{light} 25%", f"{clear} 25%", f"{clear} 50%"]
+    # Dark on the colour, as the text on it is white.
+    clear, dark = "rgba(0,0,0,0)", "rgba(0,0,0,0.25)"
+    stops = [f"{dark} 0%", f"{dark} 25%", f"{clear} 25%", f"{clear} 50%"]
     if angle in (_UP[0], _DOWN[0]):
-        stops += [f"{light} 50%", f"{light} 75%", f"{clear} 75%", f"{clear} 100%"]
+        stops += [f"{dark} 50%", f"{dark} 75%", f"{clear} 75%", f"{clear} 100%"]
     else:
         stops += [f"{clear} 100%"]
     hatching = f"linear-gradient({angle}, {', '.join(stops)})"
@@ -171,15 +172,20 @@ def _themed(lab: str, vscode: str, fallback: str = "inherit") -> str:
     return f"var(--jp-{lab}, var(--vscode-{vscode}, {fallback}))"
 
 
+def _signal(lab: str, vscode: str) -> str:
+    """Return a colour of the theme, nearer to that of the text: by itself, green on white is too faint to read."""
+    return f"color:color-mix(in srgb, {_themed(lab, vscode, 'currentcolor')} 70%, currentcolor)"
+
+
 _MONO: Final = f"font-family:{_themed('code-font-family', 'editor-font-family', 'monospace')}"
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,0.3)"
 
 _CSS: Final = {
     "root": f"max-width:62em;line-height:1.45;color:{_themed('ui-font-color1', 'foreground')};"
     f"font-family:{_themed('ui-font-family', 'font-family')};font-size:{_themed('ui-font-size1', 'font-size', '14px')}",
-    "bad": f"color:{_themed('error-color1', 'errorForeground')}",
-    "good": f"color:{_themed('success-color1', 'testing-iconPassed')}",
-    "warn": f"color:{_themed('warn-color1', 'editorWarning-foreground')}",
+    "bad": _signal("error-color1", "errorForeground"),
+    "good": _signal("success-color1", "testing-iconPassed"),
+    "warn": _signal("warn-color1", "editorWarning-foreground"),
     "muted": "opacity:0.75",
     "code": f"{_MONO};font-size:0.95em;background:none;color:inherit;padding:0;word-break:break-word",
     "command": f"{_MONO};font-size:0.95em;display:inline-block;white-space:nowrap;color:inherit;border-radius:3px;"

@@ -123,7 +123,7 @@ class Panel:
         ]
         self._unchanged = plan.unchanged
         both = [] if self._typed or sum(row.combines for row in self._rows) < 2 else [self._both_box()]
-        shown = [self._head, *(row.box for row in self._rows), *both, self._progress.box, self._buttons.output]
+        shown = [self._head, self._progress.box, *(row.box for row in self._rows), *both, self._buttons.output]
         self.box.children = tuple(shown)
 
     def _both_box(self) -> Any:

@@ -27,7 +27,8 @@ def label(row: FixRow) -> str:
     price += [part for part in (row.decided_by, row.basis) if part]
     price.append(f"time {row.slowdown}")
     number = "" if row.number is None else f"<b>{row.number}</b> "
-    return f"{number}{escape(title)} <small>{escape('; '.join(price))}</small>"
+    text = f"{number}{escape(title)} <small>{escape('; '.join(price))}</small>"
+    return f'<div style="line-height:1.45">{text}</div>'
 
 
 class Row:
@@ -76,7 +77,10 @@ class Row:
                 self._refills.append(refill)
         if row.apply and retry is not None and not candidate.parts:
             self._choice = widgets.Checkbox(
-                value=False, description=f"Combine {number}", indent=False, layout=widgets.Layout(width="auto")
+                value=False,
+                description=f"Combine {number}",
+                indent=False,
+                layout=widgets.Layout(width="auto", margin="2px 14px 2px 6px"),
             )
             self._choice.observe(lambda _: changed(), "value")
             controls.append(self._choice)

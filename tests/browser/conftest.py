@@ -58,8 +58,10 @@ def opening(server: Server, browser: BrowserContext) -> Iterator[Opener]:
     """Open notebooks, given by their cells or whole, and close them at the end."""
     opened: list[Page] = []
 
-    def open_one(name: str, *cells: str, whole: dict[str, Any] | None = None, **options: Any) -> Page:
-        server.write(name, whole or cells)
+    def open_one(name: str, *cells: str, whole: Any = None, trusted: bool = False, **options: Any) -> Page:
+        path = server.write(name, whole or cells)
+        if trusted:
+            server.trust(path)
         opened.append(Page(browser, server, name, **options))
         return opened[-1]
 

@@ -58,7 +58,8 @@ _STICKING_OUT = """root => {
   const frame = root.getBoundingClientRect(), found = [];
   for (const element of root.querySelectorAll('*')) {
     const box = element.getBoundingClientRect();
-    if (!box.width || !element.checkVisibility() || box.right <= frame.right + 1 && box.left >= frame.left - 1) continue;
+    const within = box.right <= frame.right + 1 && box.left >= frame.left - 1;
+    if (within || !box.width || !element.checkVisibility()) continue;
     let holder = element.parentElement;
     while (holder !== root && getComputedStyle(holder).overflowX === 'visible') holder = holder.parentElement;
     if (holder === root) found.push(`${element.tagName} ${element.textContent.trim().slice(0, 40)}`);

@@ -16,7 +16,9 @@ _CONTEXT = """
   const session = context && context.isReady && context.sessionContext;
   const kernel = session && session.isReady && session.session && session.session.kernel;"""
 # Neither the page nor the kernel is ready for a command when the first cells show.
-_READY = f"() => {{{_CONTEXT} return !!(kernel && kernel.connectionStatus === 'connected' && kernel.status === 'idle') }}"
+_READY = (
+    f"() => {{{_CONTEXT} return !!(kernel && kernel.connectionStatus === 'connected' && kernel.status === 'idle') }}"
+)
 _EMPTIED = f"code => {{{_CONTEXT} return kernel.requestExecute({{code, silent: true}}).done.then(() => null) }}"
 _EMPTY = """\
 import sys

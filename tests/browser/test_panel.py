@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from notebooks import SCORE, SCORING, TRAIN, TRAINING
+from failing_cells import SCORE, SCORING, TRAIN, TRAINING
 from pages import Page
 from playwright.sync_api import expect
 
@@ -14,7 +14,7 @@ SLOW = """\
 model.eval()
 scores = []
 for at, part in enumerate(tqdm(parts * 10)):
-    scores.append(model(part))
+    scores.append(model(part)[:, :8].clone())
     print("part", at + 100)
     time.sleep(0.1)"""
 
@@ -43,28 +43,24 @@ def test_a_cell_is_healed_by_its_button(open_notebook, interface):
 
 def test_a_healed_cell_is_undone(open_notebook):
     look = 'print("as before", bool((model[0].weight == before).all()), "y" in globals())'
-    page: Page = open_notebook("undo", TRAINING + "\nbefore = model[0].weight.detach().clone()", TRAIN, look, look)
+    setup = f"{TRAINING}\nbefore = model[0].weight.detach().clone()"
+    page: Page = open_notebook("undo", setup, f"{TRAIN}\n{look}", look)
     page.run_all()
-    expect(page.button(1, "Retry best")).to_be_visible(timeout=60_000)
     page.button(1, "Retry best").click()
-    page.expect_says(1, "steps 2")
-    page.wait_until_idle()
-    page.run(2)
-    page.expect_says(2, "as before False True")
+    page.expect_says(1, "as before False True")
     page.wait_until_idle()
     page.button(1, "Undo").click()
-    page.expect_says(1, "undone")
+    page.expect_says(1, "was taken back")
     page.wait_until_idle()
-    page.run(3)
-    page.expect_says(3, "as before True False")
     page.shot("undone")
+    page.run(2)
+    page.expect_says(2, "as before True False")
 
 
 def test_a_retry_shows_what_the_cell_puts_out_and_is_interrupted(open_notebook):
     after = 'print("after", 1 + 1, len(globals().get("scores", [])))'
     page: Page = open_notebook("interrupt", SCORING, SLOW, after, SCORE)
     page.run_all()
-    expect(page.button(1, "Retry best")).to_be_visible(timeout=60_000)
     page.button(1, "Retry best").click()
     panel = page.panel(1)
     expect(panel).to_contain_text(re.compile(r"\b[1-9]\d?/40"))
@@ -133,28 +129,23 @@ def test_a_cell_that_awaits_is_healed_or_says_how_it_can_be(open_notebook):
 
 def test_hostile_names_stay_text(open_notebook):
     evil = "<img src=x onerror=alert(1)>"
-    page: Page = open_notebook(
-        "hostile",
-        f"""\
+    setup = f"""\
 evil = {evil!r}
-{SCORING}
-globals()[evil] = torch.zeros(200_000)
-table = {{evil: torch.zeros(220_000), "<b>" + evil: torch.zeros(180_000)}}
-Evil = type(evil, (nn.Sequential,), {{}})
-bad = Evil(nn.Linear(256, 256))
-exec(compile("def run(model, part):\\n    return bad(model(part))  # " + evil, evil + ".py", "exec"))""",
-        f"{SCORE.replace('model(part)', 'run(model, part)')}  # {evil}",
-        "%memreport",
-    )
+{SCORING.replace("parts =", "globals()[evil] =")}
+table = {{evil: []}}
+lines = ["def forward(self, x):", "    for layer in self:", "        x = layer(x)", "    return x"]
+exec(compile(chr(10).join(lines), evil + ".py", "exec"))
+model = type(evil, (nn.Sequential,), {{"forward": forward}})(*model)"""
+    cell = f"model.eval()\nfor part in globals()[evil]:  # {evil}\n    table[evil].append(model(part))\nprint(1 + 1)"
+    page: Page = open_notebook("hostile", setup, cell, "%memreport")
     page.run_all()
-    expect(page.told(1).first).to_be_visible(timeout=60_000)
+    page.expect_says(1, f"{evil}.py")
+    expect(page.told(1).first).to_contain_text(f"table['{evil}'][0]")
+    page.button(1, "Show diff 1").click()
+    expect(page.panel(1).locator("pre").first).to_contain_text(f"# {evil}")
     page.wait_until_idle()
     page.run(2)
     page.expect_says(2, f"table['{evil}']")
-    if page.button(1, "Show diff 1").count():
-        page.button(1, "Show diff 1").click()
-        expect(page.panel(1).locator("pre").first).to_contain_text(evil)
-    assert page.output(1).inner_text().count(evil) > 3
     page.shot("hostile")
     assert page.page.locator('img[src="x"], [onerror]').count() == 0
     assert page.dialogs == []

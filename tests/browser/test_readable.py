@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from failing_cells import TRAIN, TRAINING
 from looks import contrasts, sticking_out
-from notebooks import TRAIN, TRAINING
-from pages import Page
+from nbconvert import HTMLExporter
+from pages import SHOTS, Page
 from playwright.sync_api import expect
 
 WCAG_AA = 4.5
@@ -46,3 +47,66 @@ def test_every_text_stands_out_from_what_is_behind_it(diagnosed, theme):
         assert len(found) > 10
         faint = sorted({(ratio, text) for text, ratio in found if ratio < WCAG_AA})
         assert not faint, faint
+
+
+def test_nothing_sticks_out_of_a_narrow_window(diagnosed):
+    page = diagnosed
+    page.page.set_viewport_size({"width": 400, "height": 900})
+    page.command("application:set-mode", mode="single-document")
+    page.command("application:toggle-left-area")
+    page.page.wait_for_timeout(500)
+    for part in (page.told(1).first, page.told(2).first, page.panel(2)):
+        part.scroll_into_view_if_needed()
+        assert not sticking_out(part)
+    page.shot("narrow")
+    page.page.set_viewport_size({"width": 1200, "height": 1000})
+
+
+def test_a_plan_says_what_the_cell_needs_and_does_not_run_it(diagnosed):
+    expect(diagnosed.told(1)).to_have_count(1)
+    expect(diagnosed.told(1)).to_contain_text("Cards")
+    expect(diagnosed.told(1)).to_contain_text("✗ too large")
+    expect(diagnosed.output(1)).not_to_contain_text("steps 2")
+    diagnosed.shot("plan", diagnosed.told(1))
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_saved_diagnosis_can_be_read_without_a_kernel(saved, open_notebook, trusted):
+    page: Page = open_notebook(f"reopened-{trusted}", whole=sent_by_mail(saved), trusted=trusted, runs=False)
+    page.page.get_by_role("button", name="No Kernel", exact=True).click()
+    story = page.told(2).first
+    for text in (story.get_by_text("more than was free"), story.get_by_role("heading", name="What to change")):
+        expect(text).to_be_visible()
+        text.scroll_into_view_if_needed()
+    page.shot(f"reopened-{'trusted' if trusted else 'untrusted'}")
+    story.get_by_text("Considered and refused").click()
+    expect(story.locator("details li").first).to_be_visible()
+    bar = story.locator("[title]").first.evaluate("one => getComputedStyle(one).backgroundColor")
+    assert bar not in ("rgba(0, 0, 0, 0)", "transparent")
+    expect(page.output(0).get_by_text("a picture")).to_be_visible()
+    page.page.wait_for_timeout(300)
+    assert page.page.evaluate("() => window.ran === true") is trusted
+
+
+def sent_by_mail(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a notebook as it comes from a computer whose kernel is not here, with an output that runs."""
+    kernel = {"name": "elsewhere", "display_name": "Elsewhere", "language": "elsewhere"}
+    running = {"text/html": "<p>a picture</p><img src=x onerror='window.ran = true'>"}
+    first, *others = saved["cells"]
+    first = {**first, "outputs": [{"output_type": "display_data", "data": running, "metadata": {}}]}
+    return {**saved, "cells": [first, *others], "metadata": {"kernelspec": kernel}}
+
+
+def test_an_exported_page_can_be_read_offline(saved, browser, tmp_path):
+    made, _ = HTMLExporter().from_notebook_node(nbformat.reads(json.dumps(saved), as_version=4))
+    path = tmp_path / "exported.html"
+    path.write_text(made, encoding="utf-8")
+    page = browser.new_page()
+    page.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
+    page.goto(path.as_uri(), wait_until="domcontentloaded")
+    story = page.locator("section", has_text="Out of memory").first
+    expect(story.get_by_role("heading", name="What to change")).to_be_visible()
+    faint = {(ratio, text) for text, ratio in contrasts(story) if ratio < WCAG_AA}
+    story.screenshot(path=SHOTS / "offline.png")
+    page.close()
+    assert not faint

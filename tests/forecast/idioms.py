@@ -22,7 +22,7 @@ for i, (x, y) in enumerate(loader):
 
 # %% early stopping
 best, patience = float("inf"), 0
-for epoch in range(100):
+for epoch in range(8):
     for x, y in loader:
         STEP
     if loss < best:
@@ -111,7 +111,7 @@ for x, y in loader:
     optimizer.step(closure)
 
 # %% LBFGS
-newton = torch.optim.LBFGS(model.parameters(), max_iter=4)
+newton = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=3)
 def closure():
     newton.zero_grad()
     loss = F.cross_entropy(model(x), y)
@@ -184,7 +184,7 @@ for x, y in loader:
 
 # %% next of an iterator with a restart
 it = iter(loader)
-for step in range(100):
+for step in range(12):
     try:
         x, y = next(it)
     except StopIteration:
@@ -206,7 +206,7 @@ for i, ((x, y), _) in enumerate(zip(loader, loader)):
 
 # %% SGD by hand
 optimizer = None
-for i in range(1000):
+for i in range(20):
     loss = model(data).sum()
     loss.backward()
     with torch.no_grad():
@@ -363,6 +363,264 @@ with ThreadPoolExecutor(2) as pool:
     squares = list(pool.map(lambda i: i * i, range(4)))
 assert squares == [0, 1, 4, 9]
 model(data)
+
+# %% tqdm
+from tqdm.auto import tqdm
+bar = tqdm(loader, desc="train")
+for x, y in bar:
+    STEP
+    bar.set_postfix(loss=f"{loss.item():.3f}")
+
+# %% the losses are plotted
+import matplotlib.pyplot as plt
+losses = []
+for x, y in loader:
+    STEP
+    losses.append(loss.item())
+plt.plot(losses, label="train")
+plt.legend()
+plt.savefig("/losses.png")
+plt.show()
+
+# %% metrics are sent to a service
+class Run:
+    def __init__(self, project, config):
+        self.rows, self.file = [], open("/run.jsonl", "a")
+    def log(self, row):
+        import json
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + chr(10))
+run = Run("project", config={"lr": optimizer.param_groups[0]["lr"]})
+for x, y in loader:
+    STEP
+    run.log({"loss": loss.item(), "grad": sum(p.grad.norm().item() for p in model.parameters())})
+
+# %% a sampling loop
+head, tokens = nn.Linear(64, 5000), torch.zeros(4, 1, dtype=torch.long)
+table = nn.Embedding(5000, 64)
+with torch.no_grad():
+    for i in range(20):
+        logits = head(table(tokens))[:, -1] / 0.8
+        values, _ = torch.topk(logits, 50)
+        logits[logits < values[:, [-1]]] = -float("inf")
+        following = torch.multinomial(F.softmax(logits, dim=-1), 1)
+        tokens = torch.cat([tokens, following], dim=1)
+
+# %% a sampling loop that ends with a token
+head, tokens = nn.Linear(64, 5000), torch.zeros(1, 1, dtype=torch.long)
+table = nn.Embedding(5000, 64)
+with torch.no_grad():
+    for i in range(20):
+        following = head(table(tokens))[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, following], dim=1)
+        if following.item() == 4999:
+            break
+
+# %% weight tying
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(2000, 64), nn.Linear(64, 2000, bias=False)
+        self.head.weight = self.table.weight
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+tied = Tied()
+tying = torch.optim.AdamW(tied.parameters())
+tokens = torch.randint(0, 2000, (8, 33))
+for i in range(5):
+    tying.zero_grad()
+    F.cross_entropy(tied(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    tying.step()
+
+# %% an averaged model
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+for x, y in loader:
+    STEP
+    ema.update_parameters(model)
+
+# %% a custom autograd function
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.save_for_backward(x)
+        ctx.most = most
+        return x.clamp(-most, most)
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        return grad * (x.abs() <= ctx.most), None
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(Clip.apply(model(x), 3.0), y)
+    loss.backward()
+    optimizer.step()
+
+# %% backward hooks
+norms = {}
+def keep(name):
+    return lambda module, given, out: norms.__setitem__(name, out[0].norm().item())
+handles = [m.register_full_backward_hook(keep(n)) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+for x, y in loader:
+    STEP
+for handle in handles:
+    handle.remove()
+
+# %% activations are kept by hooks
+kept_activations = {}
+for name, module in model.named_children():
+    module.register_forward_hook(lambda m, i, o, name=name: kept_activations.__setitem__(name, o.detach()))
+with torch.no_grad():
+    model(data)
+
+# %% activation checkpoints
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(checkpoint_sequential(model, 3, x, use_reentrant=False), y)
+    loss.backward()
+    optimizer.step()
+
+# %% gradient accumulation
+every = 2
+for i, (x, y) in enumerate(loader):
+    for part, target in zip(x.split(64), y.split(64)):
+        (F.cross_entropy(model(part), target) / 4).backward()
+    if (i + 1) % every == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+# %% layers are frozen
+for p in model[:3].parameters():
+    p.requires_grad_(False)
+partial = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+for x, y in loader:
+    partial.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    partial.step()
+
+# %% two optimizers
+generator, judge = nn.Linear(32, 256), nn.Linear(256, 1)
+of_generator, of_judge = torch.optim.Adam(generator.parameters()), torch.optim.Adam(judge.parameters())
+for x, _ in loader:
+    made = generator(torch.randn(len(x), 32))
+    of_judge.zero_grad()
+    (judge(x).mean() - judge(made.detach()).mean()).backward()
+    of_judge.step()
+    of_generator.zero_grad()
+    judge(made).mean().backward()
+    of_generator.step()
+
+# %% the best weights are kept
+import copy
+best, best_state = float("inf"), None
+for epoch in range(3):
+    for x, y in loader:
+        STEP
+    if loss < best:
+        best, best_state = loss.item(), copy.deepcopy(model.state_dict())
+model.load_state_dict(best_state)
+
+# %% outputs are gathered
+outs = []
+with torch.no_grad():
+    for x, y in loader:
+        outs.append(model[0](x))
+everything = torch.cat(outs)
+
+# %% losses are kept with their graphs
+kept_losses = []
+for x, y in loader:
+    STEP
+    kept_losses.append(F.cross_entropy(model(x), y))
+
+# %% a trainer class
+class Trainer:
+    def __init__(self, model, optimizer, loader):
+        self.model, self.optimizer, self.loader, self.step = model, optimizer, loader, 0
+    def fit(self, epochs):
+        for epoch in range(epochs):
+            for batch in self.loader:
+                self.training_step(*batch)
+            self.evaluate()
+    def training_step(self, x, y):
+        STEP
+        self.step += 1
+    @torch.no_grad()
+    def evaluate(self):
+        self.model.eval()
+        hits = sum((self.model(x).argmax(-1) == y).sum().item() for x, y in self.loader)
+        self.model.train()
+        return hits / len(self.loader.dataset)
+Trainer(model, optimizer, loader).fit(2)
+
+# %% cross validation
+for fold in range(3):
+    net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    adam = torch.optim.Adam(net.parameters())
+    for x, y in loader:
+        adam.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        adam.step()
+
+# %% mixup and permutations
+import numpy as np
+for x, y in loader:
+    share, order = np.random.beta(0.4, 0.4), torch.randperm(len(x))
+    x = share * x + (1 - share) * x[order]
+    STEP
+
+# %% a causal mask
+q = torch.randn(2, 4, 128, 32)
+scores = q @ q.transpose(-1, -2)
+mask = torch.triu(torch.ones(128, 128, dtype=torch.bool), diagonal=1)
+out = scores.masked_fill(mask, float("-inf")).softmax(-1) @ q
+
+# %% a convergence loop
+v = torch.rand(256)
+matrix = data.T @ data
+for i in range(1000):
+    w = matrix @ v
+    w = w / w.norm()
+    if (w - v).norm() < 1e-6:
+        break
+    v = w
+
+# %% one branch needs more
+if model(data).mean() > 0:
+    pass
+else:
+    big = torch.ones(1 << 20)
+
+# %% an error of memory is caught
+try:
+    out = model(data)
+except torch.OutOfMemoryError:
+    import gc
+    gc.collect()
+    out = model(data[:10])
+
+# %% inference with normalisation
+net = nn.Sequential(nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8), nn.Upsample(scale_factor=2)).eval()
+with torch.inference_mode():
+    net(data[:32, None])
+
+# %% weights are parametrised
+from torch.nn.utils.parametrizations import weight_norm
+normed = weight_norm(nn.Linear(256, 1000))
+normed(data).sum().backward()
+
+# %% a generator that is told
+def averages():
+    total, count = 0.0, 0
+    while True:
+        value = yield total / max(count, 1)
+        total, count = total + value, count + 1
+average = averages()
+next(average)
+for x, y in loader:
+    STEP
+    mean = average.send(loss.item())
 """
 
 

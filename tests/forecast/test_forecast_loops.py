@@ -95,7 +95,7 @@ LOOPS = {
     """,
     "evaluation in the epoch of batches by hand": """
         for epoch in range(10**9):
-            order = torch.randperm(1024)
+            order = torch.randperm(64)
             for i in range(0, 10**9, 64):
                 x, y = data[order[:64]], labels[order[:64]]
                 STEP

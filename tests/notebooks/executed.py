@@ -20,6 +20,7 @@ __all__ = ["NOTEBOOKS", "Executed", "execute"]
 
 NOTEBOOKS: Final = Path(__file__).resolve().parents[2] / "notebooks"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
+_CELL_S: Final = 170
 _FORECAST_S: Final = 60
 _ASKED: Final = "asked-by-the-test"
 
@@ -71,9 +72,8 @@ def execute(name: str, folder: Path, ask: str) -> Executed:
     notebook = nbformat.read(str(NOTEBOOKS / f"{name}.ipynb"), as_version=4)
     last = nbformat.v4.new_code_cell(f"print(__import__('json').dumps({ask}))", id=_ASKED)
     notebook.cells.append(last)
-    client = NotebookClient(
-        notebook, km=AsyncKernelManager(kernel_spec_manager=_ThisInterpreter()), timeout=170, shutdown_kernel="immediate"
-    )
+    manager = AsyncKernelManager(kernel_spec_manager=_ThisInterpreter())
+    client = NotebookClient(notebook, km=manager, timeout=_CELL_S, shutdown_kernel="immediate")
     with tempfile.TemporaryDirectory(prefix="oomdoctor-gallery-") as home:
         profile = Path(home, "profile_default")
         profile.mkdir()

@@ -89,7 +89,9 @@ def test_what_holds_memory_is_found_and_let_go_of(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_says_what_the_cell_then_takes(tmp_path: Path) -> None:
-    run = execute("03_plan_before_running", tmp_path, "[forecast, measured, plan, len(losses), 'big' in globals(), most]")
+    run = execute(
+        "03_plan_before_running", tmp_path, "[forecast, measured, plan, len(losses), 'big' in globals(), most]"
+    )
     forecast, measured, plan, steps, built, most = run.asked
     told = run.text("plan")
     assert "on cuda:0 (simulated): ✗ too large" in told
@@ -143,7 +145,7 @@ def test_a_fine_tune_is_healed_in_the_trainer_and_in_a_loop(tmp_path: Path) -> N
     assert cases.keys() == {"Trainer", "loop"}
     for unchanged, forecast, measured in cases.values():
         assert measured == pytest.approx(forecast, rel=0.1)
-        assert measured < 36 < unchanged
+        assert measured < 64 < unchanged
     for one in (curve, losses):
         assert len(one) == 8
         assert one[-1] < 0.9 * one[0]

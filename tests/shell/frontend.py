@@ -32,7 +32,7 @@ class Frontend:
 
     def send(self, code: str) -> str:
         """Begin to run a cell."""
-        return str(self._client.execute(code, store_history=True, allow_stdin=False))
+        return str(self._client.execute(code, store_history=True, allow_stdin=False, stop_on_error=False))
 
     def wait(self, sent: str) -> dict[str, Any]:
         """Take what comes until a cell is done; return its reply."""

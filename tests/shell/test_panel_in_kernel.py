@@ -205,3 +205,30 @@ def test_a_cell_that_awaits_offers_the_command(page: Frontend) -> None:
     assert "This cell awaits" in page.texts
     assert page.run("%oomdoctor retry") == "ok"
     assert "Healed" in page.said()
+
+
+PLANNING = "__import__('oomdoctor.forecast.planning').forecast.planning"
+
+
+def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: Frontend, started: Kernel) -> None:
+    page.run(f"kept = {PLANNING}.Planning\n{PLANNING}.Planning = None")
+    assert page.run(train()) == "error"
+    page.run(f"{PLANNING}.Planning = kept")
+    assert "oomdoctor could not finish (forecast" in page.said()
+    assert "Out of memory, case" in shown(page)
+    assert PENDING not in shown(page)
+    assert page.state("Retry best")["disabled"]
+
+
+@pytest.mark.parametrize(("setting", "loads"), [("later", True), ("first", False)])
+def test_what_a_failure_needs_is_loaded_where_somebody_looks(kernel: Kernel, setting: str, loads: bool) -> None:
+    kernel.run(f"%load_ext oomdoctor\n%config OomDoctor.forecasts = {setting!r}", ok=True)
+    kernel.run("import random, sys\nrandom.seed(1)\nbefore = random.getstate()", ok=True)
+    assert not kernel.value("'rule_engine' in sys.modules"), "nothing is loaded before the user works with torch"
+    kernel.run("import torch", ok=True)
+    books = "len(getattr(sys.modules.get('oomdoctor.rulebook.sources'), '_books', ()))"
+    end = time.monotonic() + (30 if loads else 2)
+    while not kernel.value(books) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert bool(kernel.value(books)) is loads
+    assert kernel.value("random.getstate() == before"), "the user's random numbers are left alone"

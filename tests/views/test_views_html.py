@@ -50,7 +50,10 @@ PROPERTIES = {
     ),
     "word-break",
 }
-THEMED = re.compile(r"var\(--jp-[\w-]+, var\(--vscode-[\w-]+, (inherit|monospace|14px)\)\)")
+THEMED = re.compile(
+    r"var\(--jp-[\w-]+, var\(--vscode-[\w-]+, (inherit|monospace|14px)\)\)"
+    r"|color-mix\(in srgb, var\(--jp-[\w-]+, var\(--vscode-[\w-]+, currentcolor\)\) 70%, currentcolor\)"
+)
 LITERAL_TEXT_COLOUR = {"inherit", "#ffffff"}
 
 
@@ -132,3 +135,16 @@ def test_refusals_are_folded() -> None:
     page = html.case(cases.offered())
     assert re.search(r"<details[^>]*>\s*<summary[^>]*>Considered and refused</summary>", page)
     assert page.index("chunked_forward") > page.index("<details")
+
+
+@pytest.mark.parametrize("title", ["What holds it", "How the memory goes", "Considered and refused"])
+def test_details_are_folded(title: str) -> None:
+    page = html.case(cases.nothing_fits())
+    assert re.search(rf"<details[^>]*>\s*<summary[^>]*>{title}</summary>", page)
+    assert page.index("What to change") > page.index("What holds it")
+
+
+def test_the_timeline_has_a_line_for_the_budget_and_says_it_in_words() -> None:
+    page = html.case(cases.nothing_fits())
+    assert re.search(r"height:10px;box-sizing:border-box;border-bottom:2px solid", page), "8 of 9.41 GiB, from above"
+    assert "It first passes the budget of 8.00 GiB at line 7." in Seen(page).text

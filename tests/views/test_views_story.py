@@ -7,15 +7,15 @@ import pytest
 from cases import CASES
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.case import Outcome, OutcomeKind
+from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.evidence import Role
 from oomdoctor.model.incident import CellLine, Family
-from oomdoctor.model.plan import Forecast, Plan, Verdict
+from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.bar import device_bar, host_bar
 from oomdoctor.views.prices import fix_rows, prices
-from oomdoctor.views.story import headline, tell
+from oomdoctor.views.story import Retry, headline, tell
 from oomdoctor.views.survey import survey
 from oomdoctor.views.words import clean
 
@@ -249,3 +249,89 @@ def test_clean_spells_out_what_could_drive_a_terminal_and_cuts_in_the_middle() -
     assert clean("\ud800") == "\\ud800"
     assert clean("x" * 50 + "END", 20) == "x" * 12 + "…" + "xxxxEND"
     assert len(clean("x" * 50, 20)) == 20
+
+
+def _priced(*candidates: Candidate) -> Case:
+    return cases.offered(plan=replace(cases.PLAN, candidates=candidates))
+
+
+LARGE = cases.forecast(8.9, reserved=9.1)
+NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
+
+
+@pytest.mark.parametrize(
+    ("case", "retry", "sentence"),
+    [
+        (
+            _priced(cases.MICRO_BATCH),
+            None,
+            "`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",
+        ),
+        (
+            _priced(cases.AUTOCAST, NOT_SURE),
+            None,
+            (
+                "`%oomdoctor retry` tries fix 2 first, though no change that keeps the result is certain to fit; "
+                "state is restored first."
+            ),
+        ),
+        (
+            _priced(replace(cases.AUTOCAST, forecast=cases.forecast(5))),
+            None,
+            (
+                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "state is restored first."
+            ),
+        ),
+        (
+            _priced(replace(cases.MICRO_BATCH, forecast=LARGE)),
+            None,
+            (
+                "`%oomdoctor retry` runs nothing: no change was forecast to fit. `%oomdoctor fix 1` tries one all the "
+                "same; state is restored first."
+            ),
+        ),
+        (
+            _priced(cases.MICRO_BATCH),
+            Retry(why="other processes hold the device"),
+            "`%oomdoctor retry` runs nothing: other processes hold the device.",
+        ),
+        (
+            _priced(cases.MICRO_BATCH),
+            Retry(),
+            (
+                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "state is restored first."
+            ),
+        ),
+        (
+            cases.pending(),
+            None,
+            "`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",
+        ),
+    ],
+)
+def test_what_to_type_next_is_what_would_be_done(case: Case, retry: Retry | None, sentence: str) -> None:
+    assert tell(case, retry).next == (sentence,)
+
+
+def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
+    assert tell(_priced(cases.SMALLER_MODEL)).next == ()
+
+
+def test_fixes_have_numbers_and_commands_once_their_order_is_settled() -> None:
+    (row,) = tell(cases.pending()).prices.fixes
+    assert (row.number, row.apply, row.diff) == (None, None, None)
+    assert [row.number for row in tell(cases.nothing_fits()).prices.fixes] == [1, 2]
+
+
+def test_the_timeline_is_held_against_the_budget() -> None:
+    timeline = tell(cases.nothing_fits()).timeline
+    assert timeline is not None
+    assert timeline.sentence.endswith("It first passes the budget of 8.00 GiB at line 7.")
+    columns = timeline.columns(20)
+    over = [column for column in columns if column.kind == "over"]
+    assert 0 < len(over) < len(columns)
+    assert timeline.budget_ratio == pytest.approx(8 / 9.41, abs=1e-3)
+    assert all(column.ratio > timeline.budget_ratio for column in over)
+    assert tell(cases.offered()).timeline is None

@@ -1,0 +1,84 @@
+"""Both ways through a cell that asks for a bool which nobody knows.
+
+Which way needs more memory cannot be told beforehand: a generation that ends with its first token, a rejection loop, a
+loss that is the best so far. So the shadow is forked at the first such question: it goes on as if the answer were yes,
+its copy as if it were no, and the higher of both peaks is the answer. What comes before the question is run once. Of
+later questions each of the two gives the answer of its own; what differs between them is not tried.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from dataclasses import replace
+from typing import Final
+
+from oomdoctor.forecast import sandbox
+from oomdoctor.forecast.reading import Reading
+
+__all__ = ["Ways"]
+
+_REPORT_S: Final = 0.1
+"""Time beyond its limit in which the copy may still report."""
+
+
+class Ways:
+    """The two processes, as each of them sees itself.
+
+    Attributes:
+        answer: what is answered in this one.
+    """
+
+    def __init__(self) -> None:
+        self.answer = True
+        self._pid = self._reader = self._writer = -1
+        self._end = 0.0
+
+    def choose(self) -> bool:
+        """Return the answer of this process; the first call forks the other one."""
+        if self._pid < 0:
+            self._split()
+        return self.answer
+
+    def _split(self) -> None:
+        timer = signal.getitimer(signal.ITIMER_REAL)
+        self._end = time.monotonic() + timer[0] + _REPORT_S
+        self._reader, self._writer = os.pipe()
+        self._pid = sandbox.fork()
+        if self._pid == 0:
+            os.close(self._reader)
+            self.answer = False
+            signal.setitimer(signal.ITIMER_REAL, *timer)  # which a fork does not inherit
+        else:
+            os.close(self._writer)
+
+    def joined(self, reading: Reading) -> Reading:
+        """Return the reading of the way that needs more; in the copy, say what it read and end.
+
+        A way that ends in an error is not the one that the cell goes, unless both do.
+        """
+        if self._pid < 0:
+            return reading
+        if self._pid == 0:
+            try:
+                os.write(self._writer, reading.to_json().encode())
+            finally:
+                os._exit(0)
+        other = self._received()
+        if other is None or other.why is not None or reading.lacks is not None:
+            return reading
+        if reading.why is not None:
+            return other
+        higher = max(reading, other, key=lambda one: (max(one.peak, one.reserved or 0), one is reading))
+        return replace(higher, cost=max(reading.cost, other.cost))
+
+    def _received(self) -> Reading | None:
+        received = b""
+        while (left := self._end - time.monotonic()) > 0 and select.select([self._reader], [], [], left)[0]:
+            chunk = os.read(self._reader, 1 << 16)
+            if not chunk:
+                return Reading.from_json(received.decode()) if received else None
+            received += chunk
+        return None  # it ends by its own limit, or with the nursery
