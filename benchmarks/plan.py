@@ -1,11 +1,12 @@
-"""Whether the plan is right, and how long it takes: ``python benchmarks/plan.py [--time] [--write] [FAMILY ...]``.
+"""Whether the plan is right, and how long it takes: ``benchmarks/plan.py [--doses | --time] [--write] [FAMILY ...]``.
 
-The healing loop. Each model family of the tests, grown until its peak is some 64 MiB, runs out of memory on the virtual
+The healing loop. Each model family of the tests, grown until its peak is some 48 MiB, runs out of memory on the virtual
 accelerator with 90, 70, 50 and 30 % of what it takes at its peak without a change. The plan is made with forecasts on;
 then the cell is retried as ``auto`` would, with ``exact`` and with ``any``. Shown is how each case ended, and in how
-many of those that were healed the first retry did it. For each fix of several doses that the plan offers, every dose is
-tried for real: how many steps does the chosen one lie from the mildest that runs? Retries and trials run in forked
-copies, so each begins alike.
+many of those that were retried the first retry healed. Retries run in forked copies, so each begins alike.
+
+``--doses``: for each fix of several doses that the plan offers, every dose is tried for real, mildest first: how many
+steps does the chosen one lie from the mildest that runs?
 
 ``--time``: one forecast of the steps of a GPT-2 of the smallest size, five candidates beside it, and how long the user
 is kept waiting who does not wait for the plan, as medians of some rounds. Other programs on the machine count, so the
@@ -43,7 +44,7 @@ from oomdoctor.model.session import Attempt, Cell, Cells, Session
 
 RESULTS = Path(__file__).parent / "results" / "plan.txt"
 SHARES = (0.9, 0.7, 0.5, 0.3)
-LEAST_BYTES = 64 << 20
+LEAST_BYTES = 48 << 20
 ROUNDS = 3
 
 
@@ -65,30 +66,42 @@ def cases(families: list[Family], shares: tuple[float, ...], time_s: float) -> I
 
 
 def matrix(say: Callable[[str], None], families: list[Family], shares: tuple[float, ...], time_s: float) -> None:
-    """Retry every case, try every dose, and say what came of it."""
+    """Retry every case, and say how it ended."""
     ends: dict[str, Counter[str]] = {"exact": Counter(), "any": Counter()}
-    off: Counter[int] = Counter()
-    say(f"{'family':<16} {'of peak':>7}  {'exact':<16} {'any':<16} {'steps off':<28} plan")
+    say(f"{'family':<16} {'of peak':>7}  {'exact':<16} {'any':<16} plan")
     for name, share, ready in cases(families, shares, time_s):
         if not isinstance(ready, Ready):
             say(f"{name:<16} {share:>7.0%}  {ready}")
             continue
-        found = {auto: ending(healed(ready, auto)) for auto in ends}
+        results = {auto: healed(ready, auto) for auto in ends}
+        found = {auto: ending(result) for auto, result in results.items()}
         for auto, end in found.items():
             ends[auto][end] += 1
+        say(f"{name:<16} {share:>7.0%}  {found['exact']:<16} {found['any']:<16} {ready.planned_s:.1f} s")
+        for auto, end in found.items():
+            if end not in ("first retry", "none admitted"):
+                say(f"{'':<26}{auto}: {', '.join(results[auto]['fixes'])}: {results[auto]['why']}")
+    for auto, counted in ends.items():
+        tried = counted.total() - counted["none admitted"]
+        first = counted["first retry"] / tried if tried else 0.0
+        told = ", ".join(_counted(counted))
+        say(f"auto {auto}: the first retry healed {first:.1%} of {tried} that were retried; {told}")
+
+
+def doses(say: Callable[[str], None], families: list[Family], shares: tuple[float, ...], time_s: float) -> None:
+    """Try every dose of every fix that is offered, and say how far the chosen one lies from the mildest that runs."""
+    off: Counter[int] = Counter()
+    for name, share, ready in cases(families, shares, time_s):
+        if not isinstance(ready, Ready):
+            say(f"{name:<16} {share:>7.0%}  {ready}")
+            continue
         steps = {one.fix: step for one in ready.case.plan.candidates if (step := steps_off(ready, one)) is not None}
         off.update(steps.values())
-        told = (
-            ", ".join(f"{fix} {step:+d}" for fix, step in steps.items() if step) or f"{len(steps)} of {len(steps)} at 0"
-        )
-        say(f"{name:<16} {share:>7.0%}  {found['exact']:<16} {found['any']:<16} {told:<28} {ready.planned_s:.1f} s")
-    for auto, counted in ends.items():
-        mended = sum(count for end, count in counted.items() if end.startswith(("first", "escalated")))
-        first = counted["first retry"] / mended if mended else 0.0
-        say(f"auto {auto}: first retry in {first:.1%} of {mended} healed; " + ", ".join(_counted(counted)))
+        told = ", ".join(f"{fix} {step:+d}" for fix, step in steps.items()) or "no fix of several doses runs in any"
+        say(f"{name:<16} {share:>7.0%}  {told}")
     within = sum(count for step, count in off.items() if abs(step) <= 1)
     if off:
-        say(f"doses: {within / off.total():.1%} of {off.total()} within one step of the mildest that runs; {dict(off)}")
+        say(f"{within / off.total():.1%} of {off.total()} within one step of the mildest that runs; {dict(off)}")
 
 
 def _counted(counter: Counter[str]) -> list[str]:
@@ -174,6 +187,7 @@ def main() -> None:
     parser.add_argument("--share", action="append", type=float, help="only this share of the peak, such as 0.5")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the forecasts of one plan")
     parser.add_argument("--time", action="store_true", help="time forecasts instead")
+    parser.add_argument("--doses", action="store_true", help="try every dose instead")
     parser.add_argument("--write", action="store_true", help="write results/plan.txt")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -189,9 +203,11 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         families = [FAMILIES[name] for name in args.family or FAMILIES]
-        matrix(say, families, tuple(args.share or SHARES), args.seconds)
+        do = doses if args.doses else matrix
+        do(say, families, tuple(args.share or SHARES), args.seconds)
+    say(f"load average at the end {os.getloadavg()[0]:.1f}")
     if args.write:
-        mark = "Time" if args.time else "Healing"
+        mark = "Time" if args.time else "Doses" if args.doses else "Healing"
         parts = dict(_parts(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
         parts[mark] = "\n".join(lines)
         text = "\n\n".join(f"{name}\n{'-' * len(name)}\n{body}" for name, body in sorted(parts.items()))

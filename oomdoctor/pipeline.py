@@ -468,11 +468,14 @@ def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
         yield f"rule left out: {first}{more}"
 
 
-def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) -> Report:
+def report(
+    namespace: dict[str, Any] | None = None, cells: Cells | None = None, filenames: Mapping[str, int] | None = None
+) -> Report:
     """Tell what holds memory now, by role and by name: the device first, where one is in use.
 
     Args:
         namespace: where to look for names; what the caller sees by default, its locals and its globals.
+        filenames: number of the cell by the file name of its code.
     """
     from oomdoctor.allocator import virtual
     from oomdoctor.evidence import collect, devices
@@ -485,7 +488,7 @@ def report(namespace: dict[str, Any] | None = None, cells: Cells | None = None) 
     run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
     with _uncounted():
         session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])
-        return Report(collect(session, None, {}), devices.absent())
+        return Report(collect(session, None, filenames or {}), devices.absent())
 
 
 def foresee(

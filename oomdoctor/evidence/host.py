@@ -92,12 +92,13 @@ def binding_limit(host: HostMemory) -> tuple[int, int, str]:
 class HostAccelerator:
     """Host memory as the device that tensors live on: read through the operating system.
 
-    Its peak is the growth of the resident set's high-water mark since ``reset_peak``; pages that were touched before
-    and kept by ``malloc`` do not show, so it is a lower bound of what was allocated.
+    Its peak is the growth of the resident set's high-water mark since ``reset_peak``. Pages that were touched before
+    and kept by ``malloc`` do not show, so more may have been allocated; pages of mapped files count while they are in
+    memory, and are no allocation: the kernel keeps a high-water mark of both together alone.
     """
 
     name = "cpu"
-    measure = "growth of the process's resident set (VmHWM)"
+    measure = "growth of the process's resident set (VmHWM), pages of mapped files included"
 
     def __init__(self) -> None:
         self._base: int | None = None

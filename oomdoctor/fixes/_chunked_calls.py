@@ -16,8 +16,9 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _imports
+from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence, TrainingLoop
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 
@@ -75,8 +76,9 @@ class _Names:
     helper: str | None = None
 
 
-def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
+def rewrite(cells: Cells, evidence: Evidence, chunks: int) -> Patch | Refused:
     """Return the patch that splits the calls of the failing step into ``chunks``."""
+    code, several = evidence.code, containers(evidence)
     loop = next((one for one in code.loops if one.in_failing_run and one.was_running), None)
     number = loop.cell if loop else cells.failing.number
     try:
@@ -94,6 +96,9 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
     if _SPLIT.search(parsed.code(around)):
         return Refused("a model is given parts of the batch already")
     calls = _calls(parsed, around, models)
+    for argument in (argument for one in calls for argument in one.call.args):
+        if (name := next((name for name in _operands(argument.value) if name in several), None)) is not None:
+            return Refused(f"`{name}` holds several tensors: it has no parts of a batch")
     if not calls:
         return Refused("the code calls no model that could be given parts of the batch")
     whole = sum(one.field is None for one in calls)
@@ -140,6 +145,14 @@ class _ModelCall:
             return None
         is_method = isinstance(self.grandparent, cst.Call) and self.grandparent.func is parent
         return None if is_method else parent.attr.value
+
+
+def _operands(node: cst.BaseExpression) -> Iterator[str]:
+    """Yield the names that an expression is made of as they are: no item of them, nothing that is called on them."""
+    if isinstance(node, cst.Name):
+        yield node.value
+    elif isinstance(node, cst.BinaryOperation):
+        yield from (*_operands(node.left), *_operands(node.right))
 
 
 class _Finder(cst.CSTVisitor):

@@ -21,6 +21,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
@@ -196,7 +197,8 @@ def rng_marks(devices: Iterable[torch.device] = ()) -> tuple[Any, ...]:
     In a shadow run those of devices stand still, and that of the host moves with them.
     """
     states = [torch.get_rng_state(), *(() if is_shadow_run() else (_device_rng(one) for one in devices))]
-    return *host_marks(), *(state.numpy().tobytes() for state in states)
+    with _disable_current_modes():  # the states have values, which modes of a shadow run would not give
+        return *host_marks(), *(state.numpy().tobytes() for state in states)
 
 
 def _device_rng(device: torch.device) -> Any:

@@ -159,12 +159,20 @@ def _direct(run: Run, scope: ast.AST) -> set[str]:
 
 
 def _base(node: ast.expr, made: set[str], models: Sequence[ast.Call]) -> ast.expr | None:
+    method = "numpy"  # the innermost that is called: by it, what it is called on is a tensor
     while not any(node is call for call in models):
         if isinstance(node, ast.Name):
-            return node if node.id in made else None
+            return node if node.id in made and _is_of_tensors(method) else None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in made:
-            return node  # a field of the result: ``out.logits``
+            return node if _is_of_tensors(method) else None  # a field of the result: ``out.logits``
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return None
-        node = node.func.value
-    return node
+        method, node = node.func.attr, node.func.value
+    return node if _is_of_tensors(method) else None
+
+
+def _is_of_tensors(method: str) -> bool:
+    """Whether tensors have this method, and containers have none so called."""
+    import torch
+
+    return hasattr(torch.Tensor, method) and not any(hasattr(kind, method) for kind in (dict, list, tuple))

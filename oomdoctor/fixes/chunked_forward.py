@@ -162,7 +162,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(why)
     if (why := why_not_training(evidence)) is not None:
         return Refused(why)
-    return rewrite(cells, evidence.code, dose.number("chunks"))
+    return rewrite(cells, evidence, dose.number("chunks"))
 
 
 def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._batch_replay import node_of
 from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._precision_dtype import native
+from oomdoctor.fixes._precision_given import is_floating_tensor
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Role
@@ -38,7 +39,6 @@ __all__ = ["FIX", "guard", "patch", "propose"]
 _Tails: TypeAlias = dict[int, list[tuple[ast.expr, str]]]
 """By the number of the cell, expressions and the call of a method that is to follow each."""
 
-_ROOT: Final = re.compile(r"(local `)?(?P<name>[^\W\d]\w*)")
 _CASTS: Final = re.compile(r"\.half\(\)|\.bfloat16\(\)|torch\.(bfloat16|float16|half)\b")
 _DIGITS: Final = {"bfloat16": 8, "float16": 11}
 
@@ -102,7 +102,7 @@ def _tails(book: Book, found: list[Run], evidence: Evidence, dtype: str) -> _Tai
     for run in found:
         given = [*run.call.args, *(keyword.value for keyword in run.call.keywords)]
         for one in given:
-            is_floating = _is_floating(evidence, one)
+            is_floating = is_floating_tensor(one, book, evidence)
             if isinstance(is_floating, Refused):
                 return is_floating
             if is_floating:
@@ -113,23 +113,6 @@ def _tails(book: Book, found: list[Run], evidence: Evidence, dtype: str) -> _Tai
                 return Refused(f"`{ast.unparse(call)}` may get bfloat16, which NumPy does not have")
             out.setdefault(page.cell.number, []).append((base, ".float()"))
     return out
-
-
-def _is_floating(evidence: Evidence, node: ast.expr) -> bool | Refused:
-    """Tell by what the census saw of the batch whether an argument is floating point."""
-    if isinstance(node, ast.Constant):
-        return False
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    typed = [held for held in evidence.census.holdings if held.dtype]
-    # In a loop that does not train, the census does not know the batch from other tensors of the user's.
-    named = [held for held in typed if (root := _ROOT.match(held.path)) is not None and root["name"] in names]
-    seen = named or [held for held in typed if held.role is Role.BATCH]
-    kinds = {str(held.dtype).removeprefix("torch.").startswith(("float", "bfloat")) for held in seen}
-    if len(kinds) != 1:
-        return Refused(f"of which type `{ast.unparse(node)}` is was not seen")
-    if kinds == {True} and isinstance(node, ast.Starred):
-        return Refused(f"`{ast.unparse(node)}` would have to be cast, one by one")
-    return kinds.pop()
 
 
 def _written(cells: Cells, tails: _Tails, first: Mapping[int, Sequence[str]]) -> Patch | Refused:

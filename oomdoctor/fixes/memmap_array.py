@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _data_places, _host_only, _optimizer_source, _told
+from oomdoctor.fixes import _array_writers, _cst, _data_places, _host_only, _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, is_label
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -36,7 +36,6 @@ _NOWHERE: Final = "the line that ran out of memory reads no array as a whole wit
 _SLOWER: Final = 1.1
 """Time of a step that reads from pages of a file, as a ratio. A round figure, not measured."""
 
-_WRITES: Final = re.compile(r"\b(?:np|numpy)\.(?:save\w*|memmap|lib\.format\.open_memmap)\(|\.tofile\(|open_memmap\(")
 _SIZES: Final = frozenset({"shape", "dtype", "ndim", "size", "nbytes", "itemsize"})
 _NEW: Final = frozenset({"all", "any", "argmax", "argmin", "astype", "copy", "max", "mean", "min", "std", "sum", "var"})
 """Methods that give a new array or a number."""
@@ -122,8 +121,8 @@ def _unmappable(cells: Cells, load: cst.Call) -> str | None:
     opened = rf"\b{re.escape(text)}\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(text)}\b"
     if "open(" in text or "BytesIO" in text or any(re.search(opened, cell.source) for cell in cells.history):
         return "the array is read from an open file, which cannot be mapped by its name"
-    writer = next((cell for cell in cells.history if _WRITES.search(cell.source)), None)
-    return None if writer is None else f"cell {writer.number} writes arrays to files, perhaps to the one that is read"
+    writing = _array_writers.writer(cells)
+    return None if writing is None else f"cell {writing.number} writes arrays to files, perhaps to the one that is read"
 
 
 def _written(pages: tuple[Page, ...], page: Page, load: cst.Call) -> str | None:

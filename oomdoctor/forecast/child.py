@@ -43,7 +43,7 @@ from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
-from oomdoctor.forecast.steady import Lengthened
+from oomdoctor.forecast.steady import Lengthened, Tally
 from oomdoctor.forecast.survey import live_modules, live_storages, optimizer_count
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
@@ -60,6 +60,10 @@ __all__ = ["Start", "bring_back", "run", "warm_up"]
 _EARLIER: Final = "<oomdoctor: shadow of an earlier cell>"
 _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""
+
+
+_MANY: Final = 10_000
+"""Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
 
 
 def warm_up() -> None:
@@ -310,17 +314,24 @@ def _reading(
     cached: bool,
 ) -> Reading:
     ledger, meter = tracker.ledger, tracker.meter
-    peak, reserved, margin, is_whole = ledger.peak, None, meter.margin, False
+    reserved, margin, is_whole = None, meter.margin, False
     if cached:
         if ledger is tracker.host:
             # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
             margin = meter.least_margin
-        found, is_whole = _replayed(ledger, pace, settings, None)
+        found, events = _replayed(ledger, pace, settings, None)
+        is_whole = events.is_steady
         if budget is not None and found.peak_reserved > budget:
             # Short of room the allocator gives cached segments back: that run is the one that would be.
             squeezed, _ = _replayed(ledger, pace, settings, budget)
             found = found if squeezed.failed_at is not None else squeezed
         peak, reserved = found.peak_allocated, found.peak_reserved
+    else:
+        tally = Tally()
+        events = Lengthened(ledger.events, pace.cuts, tally)
+        for event in events:
+            tally.take(event)
+        peak = tally.peak_reserved + events.growth
     return Reading(
         peak=peak,
         reserved=reserved,
@@ -328,11 +339,13 @@ def _reading(
         cost=meter.cost * pace.share,
         error_ratio=margin,
         is_whole=is_whole and not is_left,
+        over=events.over,
+        endless=events.endless if events.endless * _MANY > margin * peak else 0,
     )
 
 
-def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, bool]:
-    """Return what the trace comes to with the iterations that were left out, and whether all of them are in it."""
+def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, Lengthened]:
+    """Return what the trace comes to with the iterations that were left out, and how these were put in."""
     allocator = CachingAllocator(budget, settings=settings)
     events = Lengthened(ledger.events, pace.cuts, allocator)
     found = replay(events, allocator=allocator)
@@ -342,7 +355,7 @@ def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: i
             peak_allocated=found.peak_allocated + events.growth,
             peak_reserved=found.peak_reserved + events.growth,
         )
-    return found, events.is_steady
+    return found, events
 
 
 def _failure(error: BaseException) -> str:

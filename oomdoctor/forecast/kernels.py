@@ -19,6 +19,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from oomdoctor.forecast.losses import LOSSES
+
 __all__ = ["Kernels"]
 
 _aten = torch.ops.aten
@@ -109,6 +111,8 @@ class Kernels:
 
     def scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         """Return the bytes that an operation on tensors without data needs beyond its results, at its highest."""
+        if func in LOSSES and self._threads:
+            return 0 if out.dim() else _bytes(out)
         way = _WAYS.get(func)
         if way is None or not self._threads:
             return 0

@@ -38,7 +38,7 @@ _RANKS: Final = {
 }
 """Of two roles that one storage has, the one that comes first here counts, as it does in a census."""
 
-_OF_TRAINING: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
+_OF_TRAINING: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER, Role.BATCH)
 _MUCH: Final = 0.02
 """Share of the peak from which on something matters."""
 

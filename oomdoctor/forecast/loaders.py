@@ -1,19 +1,19 @@
 """The ``DataLoader`` of the shadow: one real batch, fetched in this process, handed out again and again.
 
 Worker processes cannot be started in the shadow and need not be. Limit: batches of varying length are judged by the
-first one.
+first one, the last of a loader's own sampler excepted.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from oomdoctor.model.evidence import Role
@@ -64,7 +64,8 @@ def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[A
     try:
         while (total is None or loop.turns < total) and pace.wants_more(loop):
             with _disable_current_modes():
-                batch = tree_map_only(torch.Tensor, torch.clone, first)
+                is_last = loop.turns == total
+                batch = tree_map_only(torch.Tensor, _rest(loader) if is_last else torch.clone, first)
             for leaf in tree_iter(batch):
                 if isinstance(leaf, torch.Tensor):
                     tracker.hold_real(leaf, Role.BATCH)
@@ -73,6 +74,19 @@ def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[A
             del batch
     finally:
         pace.ended(loop)
+
+
+def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes the last batch of the first one: it may have fewer samples."""
+    sampler = loader.batch_sampler
+    rest = 0
+    if type(sampler) is BatchSampler and not sampler.drop_last and isinstance(sampler.sampler, Sized):
+        rest = len(sampler.sampler) % sampler.batch_size
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor[:rest] if rest and tensor.dim() and len(tensor) == sampler.batch_size else tensor).clone()
+
+    return cut
 
 
 def _length(loader: Any) -> int | None:

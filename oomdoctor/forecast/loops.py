@@ -76,9 +76,14 @@ def asker() -> Asker:
 def follow_functions(namespace: dict[str, Any]) -> None:
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
+    Until ``follow_loops``, in the nursery, they go on as they would.
+
     Args:
         namespace: the globals of the cells.
     """
+    names: Any = builtins
+    setattr(names, _ITEMS, lambda iterable, _is_statement: iterable)
+    setattr(names, _ROUNDS, lambda _is_statement: lambda: True)
     homes: dict[str, bool] = {}
     found: dict[str, list[FunctionType]] = {}
     for function in gc.get_objects():

@@ -28,7 +28,9 @@ _STEPS_OF_ONE: Final = 6
 _IDLE_BATCHES: Final = 3
 """Batches without a backward after which a loop is taken to be an evaluation in its steady state."""
 _IDLE_WHOLE: Final = 8
-"""One of so many batches is followed to its end: what comes after it often puts together what each batch gave."""
+_IDLE_PILED: Final = 32
+"""One of so many batches is followed to its end, more of them where each leaves something behind: what comes after it
+often puts together what each batch gave."""
 _BACKWARDS: Final = 4
 """Backward passes that are followed where no optimizer exists to step."""
 
@@ -92,7 +94,7 @@ class Pace:
         self._asker, self._ledger = asker, ledger
         self._running: list[Loop] = []
         self._steps: Counter[int] = Counter()  # those of libraries since a loop asked
-        self._backwards = 0
+        self._backwards = self._all_steps = 0
         self._trained_on: set[int] = set()
         self._first: Loop | None = None
         self._depth = 0
@@ -105,7 +107,11 @@ class Pace:
     @property
     def share(self) -> float:
         """How many times the followed part of the training loop the whole of it is; 1 where that is not known."""
-        return 1.0 if self._first is None else (self._first.total or 0) / self._first.turns
+        if self._first is None:
+            return 1.0
+        # Of epochs one counts, however many were followed.
+        whole = (self._first.total or 0) / self._first.turns
+        return whole * self._first.steps.total() / self._all_steps
 
     def stepped(self, optimizer: object) -> None:
         """Count a finished optimizer step.
@@ -113,6 +119,7 @@ class Pace:
         Raises:
             StopForecast: nothing new is to be expected from this loop, and it does not ask.
         """
+        self._all_steps += 1
         for loop in self._running:
             loop.steps[id(optimizer)] += 1
         if self._asker() is Asker.LIBRARY:
@@ -166,7 +173,7 @@ class Pace:
             self.ended_early = self.ended_early or loop.loader is not None
             left = None if loop.total is None else loop.total - loop.turns
             if loop.turns and left != 0:
-                self.cuts.append(Cut(begun, now, left))
+                self.cuts.append(Cut(begun, now, left, loop.turns))
             return False
         loop.turns, loop.at, loop.level = loop.turns + 1, now, self._ledger.live
         return True
@@ -189,7 +196,8 @@ class Pace:
             return True
         if not self.optimizers and loop.backwards >= _BACKWARDS:
             return True
-        is_short = loop.total is not None and loop.total <= _IDLE_WHOLE
+        piles_up = loop.turns > 1 and self._ledger.has_risen(loop.level)
+        is_short = loop.total is not None and loop.total <= (_IDLE_PILED if piles_up else _IDLE_WHOLE)
         return loop.loader is not None and not loop.backwards and not is_short and loop.turns >= _IDLE_BATCHES
 
     def _rises(self, loop: Loop) -> bool:

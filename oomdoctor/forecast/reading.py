@@ -29,6 +29,8 @@ class Reading:
         cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
         error_ratio: calibrated margin for the operations that were seen.
         is_whole: whether every iteration that may change what is reserved is in these numbers.
+        over: iterations that were not followed and are reckoned with, because each of them keeps something.
+        endless: bytes that each iteration of a loop of unknown length keeps, so that more than this may be needed.
         course: how the memory went on the way.
         why: why there are no numbers.
         is_unfit: whether that is because the change found itself unfit for the cell.
@@ -42,6 +44,8 @@ class Reading:
     cost: float = 0.0
     error_ratio: float = 0.0
     is_whole: bool = False
+    over: int = 0
+    endless: int = 0
     course: Course | None = None
     why: str | None = None
     is_unfit: bool = False

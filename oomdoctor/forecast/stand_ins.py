@@ -89,12 +89,14 @@ def _scale_gradients() -> None:
 
 
 def _fill_histories() -> None:
-    """Let LBFGS have all of its history after its first step: how many of its iterations add to it, values decide."""
+    """Let LBFGS make all of its iterations, and have all of its history after its first step: else values decide."""
     cls: Any = torch.optim.LBFGS
     step = cls.step
 
     @wraps(step)
     def filled(optimizer: Any, closure: Any) -> Any:
+        for group in optimizer.param_groups:
+            group["tolerance_change"] = -1.0
         loss = step(optimizer, closure)
         (group,), state = optimizer.param_groups, optimizer.state[optimizer._params[0]]
         while "d" in state and len(state["old_dirs"]) < group["history_size"]:

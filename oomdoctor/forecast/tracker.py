@@ -23,13 +23,14 @@ from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
 from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
+from oomdoctor.forecast.losses import LOSSES
 from oomdoctor.forecast.workspaces import WORKSPACES
 from oomdoctor.model.evidence import Role
 
 __all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
-_HANDLERS = {**ANSWERS, **DRAWS, **WORKSPACES}
+_HANDLERS = {**ANSWERS, **DRAWS, **LOSSES, **WORKSPACES}
 _DEVICE = torch.ops.prim.device.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)

@@ -220,7 +220,9 @@ def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
 def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     base = mapped_by(target)
     now = dict(base.items(target))
-    values = [(key, revive(held, now.get(key), memo)) for key, held in ((revive(k), v) for k, v in recipe.pairs)]
+    values = [
+        (key, revive(held, now.get(key), memo)) for key, held in ((revive(k, None, memo), v) for k, v in recipe.pairs)
+    ]
     values = [(key, value) for key, value in values if key is not GONE]
     if len(now) == len(values) and all(a is c and b is d for (a, b), (c, d) in zip(now.items(), values, strict=True)):
         return

@@ -33,7 +33,7 @@ def is_ours(module: object) -> bool:
     return type(module) is str and module.partition(".")[0] == _OURS
 
 
-_looked_at: Final[set[str]] = {"__main__"}
+_looked_at: Final[set[str]] = {"__main__", "__mp_main__"}
 _own: Final[list[str]] = []
 
 
@@ -44,6 +44,8 @@ def own_modules() -> list[ModuleType]:
     """
     for name in sys.modules.keys() - _looked_at:
         _looked_at.add(name)
-        if getattr(sys.modules.get(name), "__file__", None) and not is_installed(name):
+        home = getattr(sys.modules.get(name), "__file__", None)
+        # Parts of a package may be made in it, as ``torch.ops`` is, and have no file.
+        if home and not is_installed(name.partition(".")[0]) and not is_installed(name):
             _own.append(name)
     return [module for name in _own if type(module := sys.modules.get(name)) is ModuleType]

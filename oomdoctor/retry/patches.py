@@ -1,4 +1,4 @@
-"""What a cell puts in another's place in modules and classes of libraries: ``F.relu = mine``, ``setattr(nn.Linear, ...)``.
+"""What a cell puts in another's place in modules and classes of libraries: ``F.relu = mine`` and the like.
 
 Found in the cell's text, because all attributes of all libraries are too many to be kept. One that a function of an
 earlier cell puts there is seen where a name leads to its module, and not otherwise.
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from oomdoctor.model.magics import mask
 from oomdoctor.model.names import call_name
+from oomdoctor.retry.installed import is_installed
 
 __all__ = ["Patches"]
 
@@ -45,7 +46,8 @@ class Patches:
         """Yield a sentence for each attribute of what was not loaded yet when the cell began."""
         for path, name in self._later:
             owner = _found(path, {}, self._namespace)
-            if isinstance(owner, (ModuleType, type)) and getattr(owner, "__module__", "") != "__main__":
+            home = owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None)
+            if isinstance(owner, (ModuleType, type)) and is_installed(home):
                 yield f"`{path}.{name}` was replaced, and what it was before is not known"
 
     def restore(self) -> None:
@@ -64,7 +66,8 @@ def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str]]
         nodes = list(ast.walk(ast.parse(mask(source).text)))
     except (SyntaxError, ValueError, RecursionError):
         return (), {}
-    found, imports = [], {}
+    found: list[tuple[str, str]] = []
+    imports: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             found.append((call_name(node.value), node.attr))

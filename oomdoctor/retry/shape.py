@@ -17,7 +17,17 @@ from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleTy
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, child_path, held_by, items_of, kind_of, module_of, mro_of, plain_dict, registered
+from oomdoctor.model.kinds import (
+    Kind,
+    child_path,
+    held_by,
+    items_of,
+    kind_of,
+    module_of,
+    mro_of,
+    plain_dict,
+    registered,
+)
 from oomdoctor.model.names import is_users
 from oomdoctor.retry.foreign import Cached, Foreign, Frame, is_cached, is_frame
 from oomdoctor.retry.held import LIGHT_TYPES, Recipe, Weak, is_light, length_of, light_copy, mapped_by
@@ -71,11 +81,13 @@ class Shape:
     Args:
         namespace: the globals.
         vault: returns the vault that tensors are watched by; asked for the first tensor.
+        source: the cell's text.
 
     Attributes:
         bindings: how each name of the user's is held.
         objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
-            own modules with theirs; ``foreign``: objects of other libraries, ``frames`` of pandas.
+            own modules with theirs, ``counters`` those of them that no name leads to;
+            ``foreign``: objects of other libraries, ``frames`` of pandas.
         light: containers of numbers and text, and ``copies`` of them in the same order; ``arrays``: small arrays with
             theirs; ``large``: ``(path, array, sample)`` for the others; ``closures``: ``(function, index, held)``.
         parts: slots, attributes of classes and items of arrays of objects. ``classes``: ``(owner, class)`` of objects.
@@ -87,12 +99,13 @@ class Shape:
         is_whole: whether all was looked at.
     """
 
-    def __init__(self, namespace: dict[str, Any], vault: Callable[[], TensorVault]) -> None:
+    def __init__(self, namespace: dict[str, Any], vault: Callable[[], TensorVault], source: str) -> None:
         self._vault = vault
         self._known: dict[int, Any] = {id(namespace): namespace}
         self.modules: list[ModuleType] = []
         self.objects: list[tuple[Any, Recipe]] = []
         self.globals: list[tuple[dict[str, Any], Recipe]] = []
+        self.counters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.foreign: list[Foreign] = []
         self.frames: list[Frame] = []
         self.light: list[Any] = []
@@ -119,7 +132,7 @@ class Shape:
             else:  # the shell's own names for outputs: to hold them would keep the outputs
                 del self.bindings[name]
         for module in own_modules():
-            self._note_own_module(module)
+            self._note_own_module(module, source)
         self.is_whole = len(self._known) <= MOST_OBJECTS
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
         del self._known, self._vault
@@ -210,7 +223,7 @@ class Shape:
             self._note_derived(value, path, Kind.ATOM, value, depth)
 
     def _note_class(self, cls: type, path: str, depth: int) -> None:
-        """Note the functions and the attributes of the user's own classes: of this one, and of those it derives from."""
+        """Note the functions and attributes of the user's own classes: of this one, and of those it derives from."""
         for base in mro_of(cls):
             if id(base) in self._known or is_installed(module_of(base)):
                 continue
@@ -247,10 +260,25 @@ class Shape:
             recipe.pairs = [(name, self._hold(item, f"{path}.{name}", depth - 1)) for name, item in slots.items()]
             self.parts.append(Parts(held, recipe, slots_of))
 
-    def _note_own_module(self, module: ModuleType) -> None:
-        """Note the globals of a module of the user's that no name leads to: a function may import it."""
+    def _note_own_module(self, module: ModuleType, source: str) -> None:
+        """Note the globals of a module of the user's that no name leads to: a function may import it.
+
+        All of them where the cell's text has its name, and else numbers, text, and plain containers of them.
+        """
+        names = vars(module)
+        if id(names) in self._known:
+            return
         try:
-            self._note_globals(vars(module), module.__name__, _DEPTH)
+            if module.__name__.rpartition(".")[2] in source:
+                self._note_globals(names, module.__name__, _DEPTH)
+                return
+            found = [(name, item) for name, item in names.items() if name[:2] != "__"]
+            self.counters.append((names, {name: item for name, item in found if type(item) in LIGHT_TYPES}))
+            for _, item in found:
+                if type(item) in _PLAIN_CONTAINERS and id(item) not in self._known and len(item) <= LONG:
+                    self._known[id(item)] = item
+                    if is_light(item):
+                        self._copy_light(item)
         except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
             self.unknown.append(f"the module `{module.__name__}` could not be looked at ({type(exc).__name__})")
 
@@ -303,7 +331,7 @@ class Shape:
             recipe.pairs = [
                 (at, self._hold(item, item_path(path, at), depth - 1)) for at, item in enumerate(items_of(value, kind))
             ]
-        if type(value) not in _REMADE and type(value) is not deque:
+        if type(value) not in _REMADE and type(value) is not deque and not _is_named_tuple(type(value)):
             self._note_derived(value, path, kind, _weak(value), depth)
         if recipe.length < 0 and not recipe.is_heavy:
             recipe.original = value
@@ -327,7 +355,11 @@ class Shape:
             if attributes is not None:
                 self._note_object(attributes, path, kind, held, depth)
             self._note_kept(value, path, held, depth)
-            if kind is Kind.MODULE and attributes is not None and kind_of(type(attributes["_modules"])) is not Kind.MAPPING:
+            if (
+                kind is Kind.MODULE
+                and attributes is not None
+                and kind_of(type(attributes["_modules"])) is not Kind.MAPPING
+            ):
                 self._hold_scripted(value, path, depth)
         elif kind is Kind.OBJECT:
             self._note_foreign(value, path, held, depth)
@@ -379,8 +411,11 @@ class Shape:
                 self.closures.append((held, at, self._hold(cell.cell_contents, path, depth - 1)))
         for suffix, item in held_by(value):
             self._hold(item, f"{path}{suffix}", depth - 1)
-        if type(value) is FunctionType and not is_installed(value.__module__):
-            self._note_globals(value.__globals__, str(value.__module__), depth)
+        if type(value) is FunctionType:
+            # Not its ``__module__``: a library's wrapper bears the name of what it wraps.
+            home = value.__globals__.get("__name__")
+            if not is_installed(home):
+                self._note_globals(value.__globals__, str(home), depth)
 
     def _look_into(self, value: Any, path: str, depth: int) -> None:
         """Note the attributes of an object of another library's; look for modules, optimizers and tensors in it."""

@@ -47,7 +47,7 @@ class Snapshot:
         self._vault: TensorVault | None = None
         with _outside_modes():
             self._rng = RandomState.take()
-            self._shape = Shape(namespace, lambda: self.vault)
+            self._shape = Shape(namespace, lambda: self.vault, source)
         self._surroundings = Surroundings(self._shape.modules)
         self._patches = Patches(source, namespace)
 
@@ -181,10 +181,14 @@ class Snapshot:
                     fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
             for names, recipe in self._shape.globals:
                 fill(names, recipe, memo)
+            for names, values in self._shape.counters:
+                names.update({name: value for name, value in values.items() if names.get(name, GONE) is not value})
             for parts in self._shape.parts:
                 parts.restore(memo)
-            for one in (*self._shape.foreign, *self._shape.caches):
-                one.restore()
+            for foreign in self._shape.foreign:
+                foreign.restore()
+            for cache in self._shape.caches:
+                cache.restore()
             for frame in self._shape.frames:
                 frame.restore()
             for container, copy in zip(self._shape.light, self._shape.copies, strict=True):

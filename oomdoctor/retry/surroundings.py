@@ -43,7 +43,10 @@ def _torch_settings(torch: Any) -> list[_Setting]:
     calls += [(partial(_default_device, torch), torch.set_default_device)]
     if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
         for device in ("cpu", "cuda"):
-            for read, put in (("is_autocast_enabled", "set_autocast_enabled"), ("get_autocast_dtype", "set_autocast_dtype")):
+            for read, put in (
+                ("is_autocast_enabled", "set_autocast_enabled"),
+                ("get_autocast_dtype", "set_autocast_dtype"),
+            ):
                 calls.append((partial(getattr(torch, read), device), partial(getattr(torch, put), device)))
     calls += [(partial(getattr, cudnn, flag), partial(setattr, cudnn, flag)) for flag in _CUDNN]
     kernels = [name for name in _SDP if hasattr(cuda, f"enable_{name}_sdp")]  # cudnn's came with torch 2.5
@@ -81,8 +84,8 @@ def _process_settings() -> list[_Setting]:
         calls.append((partial(set, figures.figs), partial(_keep_only, figures.figs)))
     for name, tables in _GLOBAL_HOOKS.items():
         home = vars(sys.modules[name]) if name in sys.modules else {}
-        for table in (home[one] for one in tables if isinstance(home.get(one), dict)):
-            calls.append((partial(set, table), partial(_keep_only, table)))
+        found = [home[one] for one in tables if isinstance(home.get(one), dict)]
+        calls += [(partial(set, table), partial(_keep_only, table)) for table in found]
     return calls
 
 

@@ -34,8 +34,8 @@ class Watched:
     """One tensor under watch: a weak reference, its stamp at the start, and its copy once there is one."""
 
     __slots__ = (
-        "copy",
         "bare",
+        "copy",
         "device",
         "dtype",
         "hooks",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.growth import Mark
-from oomdoctor.shell.cells import cells_until, is_own
+from oomdoctor.shell.cells import cells_until, filenames, is_own
 from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ class MemReport:
         with unobserved():
             if options.snapshot is not None:
                 pipeline.check_snapshot()
-            return pipeline.report(self._shell.user_ns, cells_until(self._shell, number, ""))
+            cells = cells_until(self._shell, number, "")
+            return pipeline.report(self._shell.user_ns, cells, filenames(self._shell, number))
 
     def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
         from oomdoctor.views.growth import NOTHING_YET, growth_rows

@@ -224,7 +224,8 @@ class Watch:
         chosen: Sequence[Candidate] = pipeline.admitted(case, self._settings.auto)
         if not chosen:
             kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
-            return replace(case, outcome=_refusal(f"{kind} is likely to fit")), None
+            why = pipeline.beyond_cure(case) or f"{kind} is likely to fit"
+            return replace(case, outcome=_refusal(why)), None
         before = _healers(self._part.namespace)
         case, error = await pipeline.heal(
             case,

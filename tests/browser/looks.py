@@ -11,7 +11,8 @@ from playwright.sync_api import Locator
 _CONTRASTS = """root => {
   const rgba = text => {
     const n = (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-    return [n[0], n[1], n[2], n.length > 3 ? n[3] : 1];
+    const whole = text.startsWith('color(') ? 255 : 1;  // color(srgb 0.2 0.4 0.6 / 0.5)
+    return [n[0] * whole, n[1] * whole, n[2] * whole, n.length > 3 ? n[3] : 1];
   };
   const over = (top, under) => {
     const alpha = top[3] + under[3] * (1 - top[3]);

@@ -71,6 +71,7 @@ def test_a_retry_shows_what_the_cell_puts_out_and_is_interrupted(open_notebook):
     page.shot("retrying")
     page.interrupt()
     expect(panel).to_contain_text("KeyboardInterrupt")
+    expect(page.button(1, "Retry best")).to_be_enabled()
     page.wait_until_idle()
     page.shot("interrupted")
     page.run(2)

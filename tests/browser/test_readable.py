@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -11,16 +15,19 @@ from failing_cells import TRAIN, TRAINING
 from looks import contrasts, sticking_out
 from nbconvert import HTMLExporter
 from pages import SHOTS, Page
+from PIL import Image
 from playwright.sync_api import expect
 
 WCAG_AA = 4.5
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "panel.png"
 PLANNED = f"%%memplan\n{TRAIN}"
 
 
 @pytest.fixture(scope="module")
 def diagnosed(open_for_all) -> Page:
     """A notebook with a plan, a diagnosis and its panel, which is open for all to look at."""
-    page: Page = open_for_all("diagnosed", TRAINING, PLANNED, TRAIN)
+    setup = f"{TRAINING}\n%config OomDoctor.forecast_time_s = 60"
+    page: Page = open_for_all("diagnosed", setup, PLANNED, TRAIN)
     page.run_all()
     page.expect_says(2, "OutOfMemoryError", timeout_s=90)
     expect(page.button(2, "Retry best")).to_be_visible(timeout=60_000)
@@ -35,7 +42,7 @@ def saved(diagnosed, server) -> dict[str, Any]:
     return json.loads((server.root / "diagnosed.ipynb").read_text())
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+@pytest.mark.parametrize("theme", ["JupyterLab Dark", "JupyterLab Light"])
 def test_every_text_stands_out_from_what_is_behind_it(diagnosed, theme):
     diagnosed.command("apputils:change-theme", theme=theme)
     diagnosed.page.wait_for_function(f"() => document.body.dataset.jpThemeName === '{theme}'")
@@ -60,6 +67,30 @@ def test_nothing_sticks_out_of_a_narrow_window(diagnosed):
         assert not sticking_out(part)
     page.shot("narrow")
     page.page.set_viewport_size({"width": 1200, "height": 1000})
+    page.command("application:set-mode", mode="multiple-document")
+
+
+def test_the_picture_of_the_panel_is_there(diagnosed):
+    """Taken here: ``OOMDOCTOR_REGENERATE=1`` puts it among the documents."""
+    made = SHOTS / PICTURE.name
+    diagnosed.page.set_viewport_size({"width": 1000, "height": 4000})
+    around = 1000 - diagnosed.told(2).first.locator("..").bounding_box()["width"]
+    diagnosed.page.set_viewport_size({"width": 1000 + round(around), "height": 4000})
+    diagnosed.told(2).first.evaluate("story => story.scrollIntoView({block: 'start'})")
+    diagnosed.page.wait_for_timeout(500)
+    story, controls = diagnosed.told(2).first.bounding_box(), diagnosed.button(2, "Retry with 2").bounding_box()
+    below = controls["y"] + controls["height"] + 12
+    clip = {"x": story["x"] - 8, "y": story["y"], "width": 1000, "height": below - story["y"]}
+    with Image.open(io.BytesIO(diagnosed.page.screenshot(clip=clip))) as picture:
+        picture.convert("RGB").quantize(256, kmeans=3, dither=Image.Dither.NONE).save(made, optimize=True)
+    diagnosed.page.set_viewport_size({"width": 1200, "height": 1000})
+    if "OOMDOCTOR_REGENERATE" in os.environ:
+        PICTURE.parent.mkdir(exist_ok=True)
+        shutil.copy(made, PICTURE)
+    for path in (made, PICTURE):
+        with Image.open(path) as picture:
+            assert picture.width == 1000
+        assert path.stat().st_size <= 200 * 1024
 
 
 def test_a_plan_says_what_the_cell_needs_and_does_not_run_it(diagnosed):
@@ -67,13 +98,17 @@ def test_a_plan_says_what_the_cell_needs_and_does_not_run_it(diagnosed):
     expect(diagnosed.told(1)).to_contain_text("Cards")
     expect(diagnosed.told(1)).to_contain_text("✗ too large")
     expect(diagnosed.output(1)).not_to_contain_text("steps 2")
+    diagnosed.page.set_viewport_size({"width": 1200, "height": 3000})
     diagnosed.shot("plan", diagnosed.told(1))
+    diagnosed.page.set_viewport_size({"width": 1200, "height": 1000})
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_saved_diagnosis_can_be_read_without_a_kernel(saved, open_notebook, trusted):
-    page: Page = open_notebook(f"reopened-{trusted}", whole=sent_by_mail(saved), trusted=trusted, runs=False)
-    page.page.get_by_role("button", name="No Kernel", exact=True).click()
+    page: Page = open_notebook(
+        f"reopened-{trusted}", whole=sent_by_mail(saved, f"trusted: {trusted}"), trusted=trusted, runs=False
+    )
+    page.page.get_by_role("dialog").get_by_role("button", name="No Kernel").click()
     story = page.told(2).first
     for text in (story.get_by_text("more than was free"), story.get_by_role("heading", name="What to change")):
         expect(text).to_be_visible()
@@ -83,15 +118,16 @@ def test_a_saved_diagnosis_can_be_read_without_a_kernel(saved, open_notebook, tr
     expect(story.locator("details li").first).to_be_visible()
     bar = story.locator("[title]").first.evaluate("one => getComputedStyle(one).backgroundColor")
     assert bar not in ("rgba(0, 0, 0, 0)", "transparent")
-    expect(page.output(0).get_by_text("a picture")).to_be_visible()
+    expect(page.output(0).get_by_text(f"trusted: {trusted}")).to_be_visible()
     page.page.wait_for_timeout(300)
     assert page.page.evaluate("() => window.ran === true") is trusted
 
 
-def sent_by_mail(saved: dict[str, Any]) -> dict[str, Any]:
+def sent_by_mail(saved: dict[str, Any], text: str) -> dict[str, Any]:
     """Return a notebook as it comes from a computer whose kernel is not here, with an output that runs."""
+    # What is signed is the content, wherever it lies: each has one of its own.
     kernel = {"name": "elsewhere", "display_name": "Elsewhere", "language": "elsewhere"}
-    running = {"text/html": "<p>a picture</p><img src=x onerror='window.ran = true'>"}
+    running = {"text/html": f"<p>{text}</p><img src=x onerror='window.ran = true'>"}
     first, *others = saved["cells"]
     first = {**first, "outputs": [{"output_type": "display_data", "data": running, "metadata": {}}]}
     return {**saved, "cells": [first, *others], "metadata": {"kernelspec": kernel}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -249,6 +250,20 @@ def test_the_host_as_a_device_has_the_limit_that_binds() -> None:
     capacity, free, which = binding_limit(host.read(in_full=False))
     assert (device.total, device.basis) == (capacity, which)
     assert device.free == pytest.approx(free, rel=0.2)
+
+
+def test_the_hosts_peak_counts_pages_of_mapped_files_and_says_so(tmp_path: Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the kernel lets no high-water mark begin anew here")
+    (tmp_path / "pages").write_bytes(bytes(32 * MIB))
+    device = HostAccelerator()
+    device.reset_peak()
+    with (tmp_path / "pages").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[::4096]) == 0
+    peak = device.read().peak_allocated
+    assert isinstance(peak, int)
+    assert peak > 24 * MIB
+    assert "pages of mapped files included" in device.measure
 
 
 # Other systems --------------------------------------------------------------------------------------------------

@@ -438,6 +438,19 @@ def test_calls_are_rewritten_as_a_person_would(line, wanted) -> None:
     assert _rewritten(line) == wanted
 
 
+@pytest.mark.parametrize("given", ["x", "x * 2"])
+@pytest.mark.parametrize("path", ["x[0:4]", "local `x['ids']` of train at In[1] line 3"])
+def test_a_call_with_a_container_that_was_seen_is_left_to_the_live_form(given: str, path: str) -> None:
+    def held(path: str) -> Holding:
+        return Holding(bytes=1, device="cuda:0", role=Role.USER_TENSOR, path=path, dtype="float32")
+
+    refused = _rewritten(f"loss = model({given}).sum()", holdings=(held(path),))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "`x` holds several tensors: it has no parts of a batch"
+    assert not isinstance(_rewritten(f"loss = model({given}).sum()", holdings=(held(path), held("x"))), Refused)
+    assert not isinstance(_rewritten("loss = model(x[0]).sum()", holdings=(held("x[0:4]"),)), Refused)
+
+
 def test_without_gradients_the_call_is_only_split() -> None:
     assert _rewritten("out = model(x)", grad_disabled=True) == ("out = torch.cat([model(part) for part in x.chunk(4)])")
 

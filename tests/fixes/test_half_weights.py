@@ -157,6 +157,66 @@ def test_peak_goes_down() -> None:
     assert peaks[1] < 0.6 * peaks[0]
 
 
+CACHED = """
+    with torch.no_grad():
+        for x, _ in batches:
+            logits, cache = model(x, cache)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        (CACHED, "cache[0][1]"),
+        ("cache = None\n" + textwrap.dedent(CACHED), "cache"),
+        (CACHED.replace("x, cache)", "x, hidden := None)"), "hidden"),
+        (CACHED.replace("x, cache)", "[x, x])"), "cache"),
+        (CACHED.replace("x, cache)", "prepare(x))"), "cache"),
+        (CACHED.replace("x, cache)", "x, **cache)"), "cache['keys']"),
+        (CACHED.replace("x, cache)", "x, len(cache))"), "cache"),
+    ],
+)
+def test_an_argument_that_may_be_no_tensor_is_refused(source: str, path: str) -> None:
+    refuses(path, source)
+
+
+def test_a_parameter_that_is_none_by_default_is_refused() -> None:
+    refuses("local `cache` of step at In[2] line 2", "def step(x, cache=None):\n    return model(x, cache)", "step(x)")
+
+
+def refuses(path: str, *sources: str) -> None:
+    cells = cells_of("import torch", *sources)
+    made = patch(cells, evidence(cells, batch("x"), batch(path)), BF16)
+    assert isinstance(made, Refused), made.diff()
+    assert "was not seen to be a tensor at every call" in made.reason
+
+
+@pytest.mark.parametrize(
+    ("argument", "path"),
+    [
+        ("(x - mean) / std", "x"),
+        ("x[None]", "local `x` of predict at In[2] line 3"),
+        ("x.view(16, -1).contiguous()", "x"),
+        ("batch['x']", "local `batch['x']` of predict at In[2] line 3"),
+        ("unseen.to(device)", "another"),
+        ("torch.cat([x, x])", "x"),
+    ],
+)
+def test_an_argument_that_is_a_tensor_is_cast(argument: str, path: str) -> None:
+    cells = cells_of("import torch", f"with torch.no_grad():\n    out = model({argument})")
+    made = patch(cells, evidence(cells, batch(path)), BF16)
+    assert isinstance(made, Patch), made
+    inner = f"({argument})" if "/" in argument else argument
+    assert f"model({inner}.to(torch.bfloat16))" in made.diff()
+
+
+@pytest.mark.parametrize("read", ["out.get('logits').numpy()", "out.pop().numpy()", "model(x).values().numpy()"])
+def test_a_result_that_may_be_no_tensor_is_not_widened(read: str) -> None:
+    made = patched("import torch", f"with torch.no_grad():\n    out = model(x)\n    y = {read}")
+    assert isinstance(made, Refused), made.diff()
+    assert "NumPy does not have" in made.reason
+
+
 TRAIN = "for x, y in batches:\n    loss = model(x).sum()\n    loss.backward()\n    optimizer.step()\n"
 REFUSALS = {
     "derived": (PREDICT.replace("out.softmax(1)", "torch.cat([out, out])"), "NumPy does not have"),

@@ -198,6 +198,47 @@ def test_uses_that_may_write_or_share_are_refused(use: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "writer",
+    [
+        "from numpy import save\nsave(path, y)",
+        "from numpy import savez as keep\nkeep(path, y)",
+        "from numpy import *\nsave(path, y)",
+        "import numpy as xp\nxp.save(path, y)",
+        "from numpy.lib.format import open_memmap\ny = open_memmap(path, 'w+')",
+        "y = numpy.lib.format.open_memmap(path, 'w+')",
+        "y = np.memmap(path)",
+        "y.tofile(path)",
+        "pool.submit(np.save, path, y)",
+        "%time np.save(path, y)",
+        "%%timeit\nnp.save(path, y)",
+        "%%somewhere\nnp.save(path, y)",
+    ],
+)
+def test_a_cell_that_writes_arrays_is_known_by_what_it_calls(writer: str) -> None:
+    refused = patched("x = np.load(path)", writer)
+    assert isinstance(refused, Refused), refused.diff()
+    assert "cell 2 writes arrays to files" in refused.reason
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "subprocess.run([sys.executable, '-c', 'import numpy as np; np.save(path, 1)'])",
+        "# np.save(path, y)",
+        "!python -c 'np.save(path, 1)'",
+        "%%writefile make.py\nnp.save(path, 1)",
+        "save(model)",
+        "model.save(path)",
+        "isinstance(y, np.memmap)",
+    ],
+)
+def test_a_cell_that_only_speaks_of_writing_is_none(cell: str) -> None:
+    made = patch(live.cells_of(cell, "x = np.load(path)"), live.evidence(), Dose.of(cell=2, line=1))
+    assert isinstance(made, Patch), made
+    assert made.edits[0].after == 'x = np.load(path, mmap_mode="r")'
+
+
+@pytest.mark.parametrize(
     ("source", "why"),
     [
         ("x = np.load('a.npz')['x']", ".npz"),

@@ -180,9 +180,8 @@ def healed(ready: Ready, auto: str, *, most_attempts: int = 3) -> dict[str, Any]
         return {"kind": "none admitted", "attempts": 0, "fixes": [], "why": ""}
 
     async def run(attempt: Attempt) -> BaseException | None:
-        for replay in attempt.replays:
-            execute(replay, "<replay>", ready.namespace)
-        return error_of(attempt.source, "<retry>", ready.namespace)
+        texts = [*((replay, "<replay>") for replay in attempt.replays), (attempt.source, "<retry>")]
+        return next((error for text, name in texts if (error := error_of(text, name, ready.namespace))), None)
 
     def heal() -> dict[str, Any]:
         case, _ = asyncio.run(

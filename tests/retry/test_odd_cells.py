@@ -8,6 +8,8 @@ told to be lost it runs again, and what it shows is what it shows in a twin wher
 
 from __future__ import annotations
 
+import builtins
+import decimal
 import io
 import itertools
 import logging
@@ -21,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +173,98 @@ COMES_BACK = {
     "a function of one's own module": (
         "bump = helpers.bump; del helpers", "bump(); n = bump()", "n",
     ),
+    "lists and numbers of a class": (
+        "class A:\n    n = 0\n    seen = []\n    def inc(self): type(self).n += 1; self.seen.append(1)\na = A()",
+        "A.n += 1; A.seen.append(2); a.inc()", "(A.n, A.seen)",
+    ),
+    "a class that an object alone leads to": (
+        "def make():\n    k = 0\n    class C:\n        n = 0\n        def f(self, kept=[]):\n            nonlocal k\n"
+        "            k += 1; type(self).n += 1; kept.append(k)\n"
+        "            return k, self.n, kept\n    return C()\nc = make()",
+        "n = c.f()", "n",
+    ),
+    "a method put in another's place": (
+        "class A:\n    def f(self): return 1\na = A()", "old = A.f\nA.f = lambda self: old(self) + 1\nn = a.f()", "n",
+    ),
+    "a method of a library's class": (
+        "", "old = nn.Identity.forward\nnn.Identity.forward = lambda self, z, old=old: old(self, z) * 2\n"
+        "n = nn.Identity()(x).sum().item()", "n",
+    ),
+    "a function of a module that no name leads to": (
+        "del F", "import torch.nn.functional as fn\nold = fn.selu\nfn.selu = lambda z, old=old: old(z) + 1\n"
+        "n = fn.selu(torch.zeros(1)).item()", "n",
+    ),
+    "a builtin": (
+        "", "import builtins\nold = builtins.ascii\nbuiltins.ascii = lambda z, old=old: old(z) * 2\nn = ascii(1)", "n",
+    ),
+    "slots": (
+        "class S:\n    __slots__ = ('h', 'n', 'new')\n    def __init__(self): self.h, self.n = [], 0\ns = S()",
+        "s.h.append(1); s.n += 1; s.new = getattr(s, 'new', 0) + 1", "(s.h, s.n, s.new)",
+    ),
+    "attributes of what derives from builtin classes": (
+        "class L(list): pass\nclass D(dict): pass\nclass I(int): pass\nclass T(tuple): pass\n"
+        "class R(random.Random): pass\n"
+        "class Ts(torch.Tensor): pass\n"
+        "many = [L(), D(), I(3), T((1,)), R(1), torch.zeros(2).as_subclass(Ts), torch.ones(1), np.zeros(2)]\n"
+        "for one in many[:-1]: one.n = 0",
+        "for one in many[:-1]: one.n += 1\nmodel[0].bias.n = getattr(model[0].bias, 'n', 0) + 1",
+        "([one.n for one in many[:-1]], model[0].bias.n)",
+    ),
+    "arrays of objects": ("o = np.array([1, None, []], dtype=object)", "o[0] += 1; o[2].append(1)", "o.tolist()"),
+    "objects in a frozenset, an enum, a frame": (
+        "import enum, pandas as pd\nclass K: n = 0\nclass E(enum.Enum):\n    A = 1\nE.A.n = 0\n"
+        "held = frozenset([K()])\n"
+        "df = pd.DataFrame({'a': [[], []]}); df.attrs['n'] = 0",
+        "next(iter(held)).n += 1; E.A.n += 1; df.loc[0, 'a'].append(1); df.attrs['n'] += 1",
+        "(next(iter(held)).n, E.A.n, df['a'].tolist(), df.attrs)",
+    ),
+    "what lies deep": (
+        "root = None\nfor _ in range(20): root = {'next': root, 'n': 0, 'of': [root]}",
+        "at = root\nwhile at: at['n'] += 1; at = at['next']", "str(root).count(\"'n': 1\")",
+    ),
+    "keys that are tuples": ("q = {(0, 1): 0.5, (1, 0): 0.0}", "q[0, 1] += 1; q[2, 2] = 3.0", "q"),
+    "a cache that was empty": (
+        "import functools\n@functools.lru_cache\ndef f(i): return random.random()", "a = f(1), random.random()",
+        "(a, f.cache_info())",
+    ),
+    "sources of random bits": ("bits = np.random.PCG64(3)", "a = int(bits.random_raw())", "a"),
+    "a class that is exchanged": (
+        "class A: v = 1\nclass B: v = 2\na = A()", "a.__class__ = B if a.v == 1 else A\nn = a.v", "n",
+    ),
+    "weights that are parametrized": (
+        "", "nn.utils.parametrizations.weight_norm(model[0])\ny = model.eval()(x).sum().item()",
+        "(y, sorted(model.state_dict()))",
+    ),
+    "hooks of all modules": (
+        "calls = []",
+        "handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: calls.append(1)); train()\n"
+        "n = len(nn.modules.module._global_forward_hooks)", "(calls, n)",
+    ),
+    "more settings of torch": (
+        "torch.use_deterministic_algorithms(True, warn_only=True)",
+        "a = torch.is_autocast_enabled('cpu'), str(torch.get_autocast_dtype('cpu'))\n"
+        "a = *a, torch.get_deterministic_debug_mode()\n"
+        "b = str(torch.get_default_device()), torch._C._get_mkldnn_enabled()\n"
+        "torch.set_autocast_enabled('cpu', not a[0]); torch.set_autocast_dtype('cpu', torch.float16)\n"
+        "torch.use_deterministic_algorithms(False); torch._C._set_mkldnn_enabled(not b[1])\n"
+        "torch.set_default_device('meta')",
+        "(a, b)",
+    ),
+    "settings of Python and of libraries": (
+        "import decimal, os\nfor one in ('a', 'a/a'): (folder / one).mkdir(exist_ok=True)\nos.chdir(folder)",
+        "a = os.getcwd(), sys.getrecursionlimit(), np.geterr()['divide'], np.get_printoptions()['precision']\n"
+        "b = decimal.getcontext().prec, logging.root.level, len(logging.root.handlers)\n"
+        "os.chdir('a'); sys.setrecursionlimit(a[1] + 1); np.seterr(divide='ignore'); np.set_printoptions(a[3] + 1)\n"
+        "decimal.getcontext().prec += 1; logging.root.setLevel(b[1] + 1)\n"
+        "logging.root.addHandler(logging.NullHandler())",
+        "(a, b)",
+    ),
+    "a module of one's own that the cell imports first": (
+        "sys.path.insert(0, str(folder)); name = f'helpers_first{len(list(folder.iterdir()))}'\n"
+        "(folder / f'{name}.py').write_text('import torch\\nnoise = torch.rand(1).item()\\ncount = 0\\n')",
+        "import importlib\nm = importlib.import_module(name); m.count += 1; r = torch.rand(1).item()",
+        "(m.count, m.noise, r)",
+    ),
     "slots of a weight": (
         "", "model.epoch = getattr(model, 'epoch', 0) + 1; model.register_buffer('scale', torch.ones(1)); train()",
         "(model.epoch, 'scale' in dict(model.named_buffers()))",
@@ -229,6 +324,21 @@ TOLD = {
         "box = Box(''); box.data = torch.ones(1 << 16)",
         "box.data = torch.zeros(2)", "`box.data` was changed by the cell, and cannot be put back",
     ),
+    "a cache that was warm": (
+        "import functools\n@functools.lru_cache\ndef f(i): return random.random()\nf(0)", "f(1)",
+        "`f` remembers other results",
+    ),
+    "the order of a set": (
+        "s = set(range(1000))\nfor i in range(1000):\n    if i not in (8, 1, 16, 300): s.discard(i)", "s.add(3)",
+        "its order cannot be brought back",
+    ),
+    "seeds that are taken": ("rng = np.random.default_rng(1)", "rng.spawn(1)", "seeds were taken"),
+    "a mapping of weak references": (
+        "import weakref\nclass K: pass\none, two = K(), K()\nw = weakref.WeakValueDictionary(a=one)", "w['a'] = two",
+        "`w.data` was changed",
+    ),
+    "one item of a large array": ("big = np.zeros(200_000)", "big[12345] += 1", "`big` is a large array"),
+    "bytes, many": ("raw = bytearray(100_000)", "raw[12345] += 1", "`raw` is a large array"),
     "a list of a library's object": (
         "import string\nbox = string.Template(''); box.parts = [torch.ones(1 << 16)]", "box.parts.append(1)",
         "`box.parts` was changed by the cell",
@@ -249,10 +359,38 @@ def make_module(name: str, folder: Path) -> types.ModuleType:
     return module
 
 
+def settings_kept() -> Callable[[], None]:
+    """Keep further settings; returns what puts them back."""
+    folder, limit, errors, printed = Path.cwd(), sys.getrecursionlimit(), np.geterr(), np.get_printoptions()
+    precision, level, handlers = decimal.getcontext().prec, logging.root.level, logging.root.handlers[:]
+    cast, into = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    strict, fast = torch.get_deterministic_debug_mode(), torch._C._get_mkldnn_enabled()
+    hooks, patched = nn.modules.module._global_forward_hooks, (nn.Identity.forward, nn.functional.selu, builtins.ascii)
+
+    def put() -> None:
+        os.chdir(folder)
+        sys.setrecursionlimit(limit)
+        np.seterr(**errors)
+        np.set_printoptions(**printed)
+        decimal.getcontext().prec = precision
+        logging.root.setLevel(level)
+        logging.root.handlers[:] = handlers
+        torch.set_autocast_enabled("cpu", cast)
+        torch.set_autocast_dtype("cpu", into)
+        torch.set_deterministic_debug_mode(strict)
+        torch._C._set_mkldnn_enabled(fast)
+        torch.set_default_device(None)
+        hooks.clear()
+        nn.Identity.forward, nn.functional.selu, builtins.ascii = patched  # type: ignore[method-assign]
+
+    return put
+
+
 @contextmanager
 def process_as_it_is() -> Iterator[None]:
     """Put back what cells change beside their own objects."""
     kept = (os.environ.copy(), warnings.filters[:], sys.path[:], torch.is_grad_enabled(), torch.get_default_dtype())
+    put_settings = settings_kept()
     relu, modules = nn.functional.relu, set(sys.modules)
     try:
         yield
@@ -265,6 +403,7 @@ def process_as_it_is() -> Iterator[None]:
         warnings.filters[:], sys.path[:] = kept[1:3]  # type: ignore[index]
         torch.set_grad_enabled(kept[3])
         torch.set_default_dtype(kept[4])
+        put_settings()
         nn.functional.relu = relu
         for name in [name for name in sys.modules if name not in modules and name.startswith("helpers_")]:
             del sys.modules[name]

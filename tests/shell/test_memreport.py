@@ -94,6 +94,14 @@ def test_a_silent_cell_and_one_of_our_own_do_not_count_as_the_last_cell(ready: K
     assert "Since In[5] began: cuda:0 (simulated) +4.00 MiB" in ready.run("%memreport", ok=True).text
 
 
+def test_a_local_of_a_failed_or_running_function_is_told_with_its_cell(ready: Kernel) -> None:
+    ready.run("def evaluate():\n    held = torch.ones(1 << 22)\n    return 1 / 0", ok=True)
+    ready.run("evaluate()")
+    assert "local `held` of evaluate at In[5] line 3" in ready.run("%memreport", ok=True).data("text/plain")[0]
+    ready.run("def look():\n    mine = torch.ones(1 << 23)\n    get_ipython().run_line_magic('memreport', '')", ok=True)
+    assert "local `mine` of look at In[8] line 3" in ready.run("look()", ok=True).data("text/plain")[0]
+
+
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_one_device_by_its_name_or_the_beginning_of_it(ready: Kernel, name: str) -> None:
     shown = ready.run(f"%memreport --device {name}", ok=True).data("text/plain")[0]

@@ -36,7 +36,7 @@ def started() -> Iterator[Kernel]:
 @pytest.fixture
 def page(started: Kernel) -> Frontend:
     """A page on the kernel, with the state of a fresh one, whose forecasts come later."""
-    started.run("%config OomDoctor.forecasts = 'later'\n%config OomDoctor.forecast_time_s = 20\n%oomdoctor auto off")
+    started.run("%config OomDoctor.forecasts = 'later'\n%config OomDoctor.forecast_time_s = 60\n%oomdoctor auto off")
     started.run(f"{MODEL}{DATA}slow = 0", ok=True)
     return Frontend(started)
 

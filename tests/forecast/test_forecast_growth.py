@@ -1,0 +1,88 @@
+"""Loops in which every iteration keeps something: the iterations that a shadow run leaves out count, to the last."""
+
+import pytest
+import torch
+from forecast_lab import measured_rise, rise
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from oomdoctor.forecast.steady import Cut, Lengthened, Tally
+
+MIB = 1 << 20
+
+STEP = """
+{indent}out = model(x)
+{indent}loss = functional.mse_loss(out, y)
+{indent}optimizer.zero_grad()
+{indent}loss.backward()
+{indent}optimizer.step()
+"""
+EPOCHS = "for epoch in range(6):\n    {begin}\n    for x, y in loader:" + STEP.format(indent=" " * 8)
+
+CELLS = {
+    "graphs_in_a_list": "x, y = torch.randn(2, 128, 64)\nkept = []\nfor step in range(40):"
+    + STEP.format(indent="    ")
+    + "    kept.append(functional.mse_loss(model(torch.randn_like(x)), y))",
+    "outputs_over_epochs": "kept = []\n" + EPOCHS.format(begin="model.train()") + " " * 8 + "kept.append(out.detach())",
+    "outputs_of_one_epoch": EPOCHS.format(begin="kept = []") + " " * 8 + "kept.append(out.detach())",
+    "one_of_each_epoch": "kept = []\n" + EPOCHS.format(begin="kept.append(torch.randn(60_000))"),
+    "nothing": EPOCHS.format(begin="pass"),
+    "evaluation_with_graphs": "out = torch.cat([model(x) for x, y in loader])\nwrong = out - data.tensors[1]",
+    "evaluation_in_a_loop": "kept = []\nfor x, y in loader:\n    kept.append(model(x))\nout = torch.cat(kept)",
+}
+
+
+def program():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    data = TensorDataset(torch.randn(1500, 64), torch.randn(1500, 64))
+    return {
+        "torch": torch,
+        "functional": functional,
+        "model": model,
+        "data": data,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "loader": DataLoader(data, batch_size=128),
+    }
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_peak_is_that_of_all_iterations(name):
+    ns = program()
+    assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=0.05)
+
+
+def counted(events, *cuts):
+    tally = Tally()
+    whole = Lengthened(events, cuts, tally)
+    for event in whole:
+        tally.take(event)
+    return whole, tally
+
+
+def test_a_loop_within_a_loop_is_as_long_in_each_iteration_of_the_other():
+    # Two iterations of the outer loop were followed: something of its own, and two iterations of the inner one.
+    events = [("alloc", name, MIB) for name in range(1, 7)]
+    whole, tally = counted(events, Cut(4, 5, 3, 2), Cut(3, 6, 4, 2))
+    assert tally.allocated == (6 + 3 + 4 * (3 + 3)) * MIB
+    assert whole.is_steady
+    assert whole.over == 4
+
+
+def test_what_an_inner_loop_keeps_goes_where_the_outer_one_lets_go_of_it():
+    inner = [("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 1), ("free", 2)]
+    again = [("alloc", 3, MIB), ("alloc", 4, MIB), ("free", 3), ("free", 4)]
+    whole, tally = counted([*inner, *again], Cut(1, 2, 8, 2), Cut(5, 6, 8, 2), Cut(4, 8, 100, 2))
+    assert (tally.allocated, tally.peak_reserved) == (0, 10 * MIB)
+    assert whole.is_steady
+    assert whole.growth == 0
+
+
+def test_a_loop_of_unknown_length_tells_what_each_iteration_keeps():
+    whole, _ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None))
+    assert whole.endless == 3 * MIB
+    assert not whole.is_steady
+    ended, _ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None))
+    assert ended.endless == 0
+    assert ended.is_steady

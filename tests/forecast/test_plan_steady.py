@@ -1,0 +1,153 @@
+"""Iterations that a shadow leaves out are put back, few integers are drawn, and what is only a lower bound says so."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forecast_lab import forecast, nothing, session
+from planned import INCIDENT, MIB, evidence, fix, program, shrinking
+
+from oomdoctor import pipeline
+from oomdoctor.allocator.caching import CachingAllocator
+from oomdoctor.allocator.replay import replay
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.forecast import price, steady
+from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.steady import Cut, Lengthened
+from oomdoctor.model.plan import Forecast, Verdict
+from oomdoctor.model.session import Attempt
+
+
+def lengthened(events, *cuts):
+    allocator = CachingAllocator()
+    whole = Lengthened(events, cuts, allocator)
+    return whole, replay(whole, allocator=allocator)
+
+
+def test_what_each_iteration_keeps_is_kept_by_those_that_were_left_out():
+    events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB)]
+    whole, found = lengthened(events, Cut(1, 2, 5))
+    assert found.allocated == 7 * 30 * MIB
+    assert whole.is_steady
+    assert whole.growth == 0
+
+
+def test_what_each_iteration_lets_go_of_the_one_before_is_let_go_of():
+    # Each iteration makes its result, and with that lets go of the one before; the last is let go of after the loop.
+    events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB), ("free", 1), ("free", 2), ("alloc", 3, 40 * MIB)]
+    whole, found = lengthened(events, Cut(1, 3, 10**9))
+    assert (found.allocated, found.peak_allocated) == (40 * MIB, 60 * MIB)
+    assert whole.is_steady
+
+
+def test_a_loop_too_long_to_replay_is_reckoned_from_what_its_last_iteration_keeps(monkeypatch):
+    monkeypatch.setattr(steady, "_MOST_EVENTS", 1000)
+    whole, _ = lengthened([("alloc", 1, MIB), ("alloc", 2, MIB)], Cut(1, 2, 10**6))
+    assert not whole.is_steady
+    assert whole.growth == pytest.approx(MIB * (10**6 - 1000), rel=0.01)
+
+
+def test_a_loop_around_one_that_was_cut_is_left_as_it_is():
+    events = [("alloc", 1, MIB), ("alloc", 2, MIB), ("alloc", 3, MIB)]
+    whole, found = lengthened(events, Cut(1, 2, 1), Cut(0, 3, 1))
+    assert found.allocated == 4 * MIB
+    assert not whole.is_steady
+
+
+KEEPING = """
+weight = torch.ones(256, requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+kept = []
+for step in range(12):
+    kept.append((weight * torch.ones(4096, 256)).sin())
+    kept[-1].sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_list_that_grows_in_a_loop_that_is_cut_is_forecast_to_its_end():
+    attempts = [Attempt(source=text) for text in (KEEPING, KEEPING.replace("12", "4"), KEEPING + "kept[11]\n", "[][1]")]
+    long, short, late, broken = price(
+        session({"torch": torch}, KEEPING, simulated=True), attempts, budget=None, prepare=nothing, timeout_s=60
+    )
+    assert long.peak - short.peak == pytest.approx(8 * 4 * MIB, rel=0.1)
+    # An error after a loop that was cut is none of the cell's.
+    assert late.peak == long.peak
+    assert "IndexError" in broken.refused
+
+
+DRAWN = """
+order = torch.randint(len(data) - 32, (8,))
+batch = torch.stack([data[begin : begin + 32] for begin in order])
+assert batch.shape == (8, 32)
+assert sorted(torch.randperm(5).tolist()) == [0, 1, 2, 3, 4]
+before = torch.get_rng_state().numpy().tobytes()
+torch.randn(4000, 4000)
+assert before != torch.get_rng_state().numpy().tobytes()
+"""
+
+
+def test_few_integers_are_drawn_for_real_and_drawing_moves_the_generator():
+    found = forecast({"torch": torch, "data": torch.arange(4000)}, DRAWN)
+    assert found.refused is None
+
+
+# What is known too little of ----------------------------------------------------------------------------------------
+
+
+def plan(fixes, budget, *, allocated=0, source=None, **names):
+    held = program(**names) if source is None else program(source, **names)
+    return make_plan(held, INCIDENT, evidence(allocated), fixes, budget=budget, prepare=nothing, time_budget_s=60.0)
+
+
+def test_a_lower_bound_never_fits():
+    known = Forecast(basis="", peak=10, budget=100)
+    assert known.verdict is Verdict.FITS
+    assert replace(known, at_least=True).verdict is Verdict.UNKNOWN
+    assert replace(known, at_least=True, budget=9).verdict is Verdict.TOO_LARGE
+
+
+def test_where_only_the_least_is_known_the_strongest_dose_is_offered_as_unknown():
+    ladder = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
+    (found,) = plan([ladder], 300 * MIB, allocated=310 * MIB).candidates
+    assert found.forecast.verdict is Verdict.UNKNOWN
+    assert found.dose["strength"] == 5
+
+
+class Unfit:
+    def __init__(self, least):
+        self.least = least
+
+    def __call__(self, parts):
+        if parts > self.least:
+            raise OomDoctorError("too few rows for so many parts")
+
+
+def test_a_change_that_finds_itself_unfit_in_its_shadow_run_is_refused_in_its_words():
+    never = fix("never", {"# between": ["check(1)", "check(2)"]})
+    found = plan([never], 70 * MIB, check=Unfit(0))
+    assert found.candidates == ()
+    assert dict(found.refusals) == {"never": "too few rows for so many parts"}
+
+
+def test_doses_below_one_that_finds_itself_unfit_are_found():
+    some = fix(
+        "some",
+        {
+            "# between": ["check(1)", "check(2)", "check(3)", "check(4)"],
+            "first = torch.zeros(40": [f"first = torch.zeros({size}" for size in (30, 20, 10, 5)],
+        },
+    )
+    (found,) = plan([some], 72 * MIB, check=Unfit(2)).candidates
+    assert found.dose["strength"] == 1
+    assert found.forecast.verdict is Verdict.FITS
+
+
+def test_what_broke_in_its_shadow_run_is_not_retried_by_itself():
+    breaking = fix("set_to_none", {"third = torch": ["third = missing"]})
+    fitting = shrinking("micro_batch", "first", [4])
+    made = plan([breaking, fitting], 70 * MIB)
+    case = SimpleNamespace(plan=made, incident=INCIDENT, findings=())
+    assert [one.fix for one in made.candidates] == ["micro_batch", "set_to_none"]
+    assert [one.fix for one in pipeline.admitted(case, "any")] == ["micro_batch"]

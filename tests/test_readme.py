@@ -1,0 +1,101 @@
+"""The README: its links lead somewhere, and its figures stand in the results that they link to."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from oomdoctor.shell.config import OomDoctor
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINKS = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith(("http", "#"))]
+ROWS = [line for line in README.splitlines() if "benchmarks/results/" in line]
+FIGURE = re.compile(r"\d+\.\d+(?:%|x)")
+
+
+@pytest.mark.parametrize("link", sorted(set(LINKS)))
+def test_links_lead_to_files(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_figures_stand_in_the_results_that_they_link_to(row: str) -> None:
+    results = "".join((ROOT / path).read_text() for path in re.findall(r"\((benchmarks/results/[^)]+)\)", row))
+    assert [figure for figure in FIGURE.findall(row) if figure not in results] == []
+
+
+def test_the_table_of_what_others_do_has_figures_of_three_benchmarks() -> None:
+    table = [row for row in ROWS if row.startswith("| ")]
+    assert {Path(path).name for row in table for path in re.findall(r"\((benchmarks/[^)]+)\)", row)} == {
+        "retry.txt",
+        "forecast.txt",
+        "census.txt",
+    }
+    assert all(FIGURE.findall(row) for row in table)
+
+
+def test_what_is_said_of_retries_is_what_was_measured() -> None:
+    rows = retries()
+    ours, peers = ([row for row in rows if row["name"].startswith("oomdoctor") is own] for own in (True, False))
+    healed = [row for row in ours if row["done"] == "yes"]
+    assert {program for row in healed for program in [row["program"]]} == set(PROGRAMS) - {
+        "CNN, BatchNorm, momentum, 56MiB"
+    }
+    assert {(row["wanted"], row["in"], row["RNG"]) for row in healed} == {("6", "6", "same")}
+    assert {row["batch"].split(" > ")[0] == row["batch"].split(" > ")[1] for row in healed} == {True}
+    done = [row for row in peers if row["done"] == "yes"]
+    steps = [int(row["in"]) for row in done]
+    shares = [float(row["share"].removesuffix("%")) for row in done]
+    ratios = [[float(row["ratio"].removesuffix("x")) for row in group] for group in (done, healed)]
+    assert f"{min(steps)} to {max(steps)} steps" in README
+    assert f"{min(shares)}% to {max(shares)}%" in README
+    assert f"at most {max(float(row['share'].removesuffix('%')) for row in healed)}% away" in README
+    assert all(f"{min(group)}x to {max(group)}x" in README for group in ratios)
+
+
+PROGRAMS = re.findall(r"^(\w.*MiB)$", (ROOT / "benchmarks" / "results" / "retry.txt").read_text(), re.M)
+_ROW = re.compile(
+    r"(?P<name>\w[\w, ]*?)  +(?P<done>yes|no) .*? (?P<wanted>\d+) / \d+ / (?P<in>\d+)  +(?P<batch>\d+ > [\d-]+)"
+    r"  +(?:\S+)  +(?P<share>\S+)  +(?P<RNG>\S+)  +[\d.]+ s  +(?P<ratio>\S+)$"
+)
+
+
+def retries() -> list[dict[str, str]]:
+    """Return the rows of the benchmark of retries, each with its program."""
+    rows, program = [], ""
+    for line in (ROOT / "benchmarks" / "results" / "retry.txt").read_text().splitlines():
+        program = line if line in PROGRAMS else program
+        if found := _ROW.match(line):
+            rows.append(found.groupdict() | {"program": program})
+    assert len(rows) == 7 * len(PROGRAMS)
+    return rows
+
+
+@pytest.mark.parametrize("package", ["JupyterLab", "Notebook", "IPython", "ipykernel", "ipywidgets", "torch"])
+def test_the_versions_that_it_names_are_those_of_this_environment(package: str) -> None:
+    (said,) = {match[1] for match in re.finditer(rf"(?:\b|\| ){package}(?: \|)? (\d+\.\d+)", compatibility())}
+    assert version(package.lower()).startswith(f"{said}.")
+
+
+def test_the_versions_of_colab_are_those_of_its_constraints() -> None:
+    pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / "constraints-colab.txt").read_text(), re.M))
+    assert f"IPython {pinned['ipython']}, ipykernel {pinned['ipykernel']}, ipywidgets {pinned['ipywidgets']}" in README
+
+
+def compatibility() -> str:
+    """Return the table of what was tested, without what is said of Colab."""
+    section = README.split("## Where it was tested")[1].split("\n## ")[0]
+    return re.sub(r"; in `make test-colab`.*", "", section)
+
+
+def test_the_gallery_lists_every_notebook_and_the_settings_that_are_named_exist() -> None:
+    assert sorted(re.findall(r"\(notebooks/([^)]+)\)", README)) == sorted(
+        path.name for path in (ROOT / "notebooks").glob("*.ipynb")
+    )
+    named = set(re.findall(r"OomDoctor\.(\w+)", README))
+    assert named <= set(OomDoctor.class_own_traits(config=True))
+    assert named >= {"auto", "forecasts", "keep_forecasts", "snapshot_share"}
