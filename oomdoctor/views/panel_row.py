@@ -24,7 +24,7 @@ def label(row: FixRow) -> str:
     """Return a fix on one line as HTML: what it is called, its effect, and its price."""
     title = f"{row.title} ({row.dose})" if row.dose else row.title
     price = [row.effect, f"{row.verdict_text}: {row.peak}"]
-    price += [part for part in (row.decided_by, row.basis) if part]
+    price += [part for part in (row.reserved, row.basis) if part]
     price.append(f"time {row.slowdown}")
     number = "" if row.number is None else f"<b>{row.number}</b> "
     text = f"{number}{escape(title)} <small>{escape('; '.join(price))}</small>"

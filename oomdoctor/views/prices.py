@@ -6,7 +6,7 @@ A figure from a forecast carries ``≈`` and the name of what it was found by.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
 
 __all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_row", "fix_rows", "prices", "slowdown"]
+
+_ALIKE: Final = 1.05
+"""Up to this much more than the peak, what the allocator holds tells a reader nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class FixRow:
     Attributes:
         number: what it is called by; None where the order may still change.
         peak: forecast peak, before → after; ``basis`` is empty where there is none.
-        decided_by: what the allocator's cache would hold, where the verdict hangs on that and not on the peak.
+        reserved: what the allocator would hold, which the verdict and the gauge go by, where it is more than the peak.
         apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
         notes: caveats, and why a part of it cannot be had.
     """
@@ -49,7 +52,7 @@ class FixRow:
     basis: str
     verdict: Verdict
     verdict_text: str
-    decided_by: str
+    reserved: str
     slowdown: str
     gauge: Gauge | None
     apply: str | None
@@ -126,7 +129,7 @@ def _need(unchanged: Forecast) -> str:
         return f"Unchanged, this cell has no forecast: {_reason(unchanged.refused or unchanged.basis)}."
     line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{_verdict(unchanged)}{_comma(_decided_by(unchanged))}"
+    verdict = f"{_verdict(unchanged)}{_comma(_reserved(unchanged))}"
     sentence = (
         f"Unchanged, this cell needs {words.about(unchanged.peak)}{budget}{line}: {verdict} ({basis(unchanged)})."
     )
@@ -166,7 +169,7 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
         basis=basis(forecast) if forecast.peak is not None else "",
         verdict=forecast.verdict,
         verdict_text=_verdict(forecast),
-        decided_by=_decided_by(forecast),
+        reserved=_reserved(forecast),
         slowdown=slowdown(forecast),
         gauge=_gauge(forecast, unchanged),
         apply=f"%oomdoctor fix {number}" if applied else None,
@@ -196,9 +199,8 @@ def _verdict(forecast: Forecast) -> str:
     return f"{words.VERDICT_MARKS[forecast.verdict]} {forecast.verdict.value}"
 
 
-def _decided_by(forecast: Forecast) -> str:
-    by_peak = replace(forecast, reserved=None).verdict
-    if forecast.reserved is None or forecast.verdict is by_peak:
+def _reserved(forecast: Forecast) -> str:
+    if forecast.reserved is None or forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
     return f"reserved {words.about(forecast.reserved)}"
 

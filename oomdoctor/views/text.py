@@ -232,7 +232,7 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
             "•" if row.number is None else str(row.number),
             _change(row),
             f"{row.peak}\n{row.basis}",
-            Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f"\n{row.decided_by}"),
+            Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f"\n{row.reserved}"),
             row.slowdown,
         )
         if row is not rows[-1]:
@@ -246,7 +246,7 @@ def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     table.add_column(ratio=1, overflow="fold")
     for row in rows:
         price = Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f": {row.peak}")
-        price.append("".join(f", {part}" for part in (row.decided_by, row.basis) if part))
+        price.append("".join(f", {part}" for part in (row.reserved, row.basis) if part))
         number = "•" if row.number is None else f"{row.number}."
         table.add_row(number, _change(row, price.append(f"; time {row.slowdown}")))
         if row is not rows[-1]:

@@ -130,8 +130,8 @@ def test_estimates_are_marked_and_their_basis_is_named() -> None:
     micro_batch, checkpoint, autocast, shard = fix_rows(cases.PLAN)
     assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.41 GiB → ≈ 5.62 GiB", "shadow run, ± 3 %")
     assert (micro_batch.slowdown, micro_batch.verdict_text) == ("≈ ×1.07", "✓ fits")  # noqa: RUF001
-    assert (checkpoint.verdict, checkpoint.decided_by) == (Verdict.BORDERLINE, "")
-    assert (autocast.verdict, autocast.decided_by) == (Verdict.TOO_LARGE, "reserved ≈ 8.40 GiB")
+    assert (checkpoint.verdict, checkpoint.reserved) == (Verdict.BORDERLINE, "")
+    assert (autocast.verdict, autocast.reserved) == (Verdict.TOO_LARGE, "reserved ≈ 8.40 GiB")
     assert (shard.peak, shard.basis, shard.verdict) == ("no forecast", "", Verdict.UNKNOWN)
 
 
