@@ -77,7 +77,9 @@ class Kernel:
 
     def run(self, code: str, *, timeout: float = 120, ok: bool | None = None) -> Reply:
         """Run a cell; ``ok`` asserts how it answers."""
-        return self._wait(self._client.execute(code, store_history=True, allow_stdin=False), timeout, ok)
+        # A kernel of ipykernel 6 that has just told an error may take the next cell for one that was waiting behind it.
+        asked = self._client.execute(code, store_history=True, allow_stdin=False, stop_on_error=False)
+        return self._wait(asked, timeout, ok)
 
     def value(self, expression: str) -> Any:
         """Return the value of an expression that JSON can carry. No cell is run for it."""

@@ -188,6 +188,7 @@ def _run(
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
     except OutOfTime:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
         if not _is_steady(tracker.ledger, pace):
             return Reading(why="out of time")
     except StopForecast:

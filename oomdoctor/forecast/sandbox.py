@@ -15,10 +15,11 @@ import resource
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Blocked", "forbid", "fork", "raise_limits", "wall_off"]
+__all__ = ["Blocked", "forbid", "own_doings", "raise_limits", "wall_off"]
 
 
 class Blocked(PermissionError):
@@ -162,7 +163,7 @@ def forbid() -> None:
     """Refuse from now on, for the rest of this process, what would reach the world from Python code."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FORBIDDEN and not _forking:
+        if event in _FORBIDDEN and not _is_own:
             raise Blocked(f"the cell would {_FORBIDDEN[event]}, which a forecast must not do")
         if event == "open" and _writes(args) and args[0] != os.devnull:
             raise Blocked(f"the cell would write to {args[0]}, which a forecast must not do")
@@ -170,17 +171,18 @@ def forbid() -> None:
     sys.addaudithook(hook)
 
 
-def fork() -> int:
-    """Fork this process, as nobody else may."""
-    global _forking
-    _forking = True
+@contextlib.contextmanager
+def own_doings() -> Iterator[None]:
+    """Return a context in which this process may do what the cell may not."""
+    global _is_own
+    _is_own = True
     try:
-        return os.fork()
+        yield
     finally:
-        _forking = False
+        _is_own = False
 
 
-_forking = False
+_is_own = False
 
 
 def _writes(args: tuple[Any, ...]) -> bool:

@@ -22,6 +22,9 @@ __all__ = ["Ways"]
 
 _REPORT_S: Final = 0.1
 """Time beyond its limit in which the copy may still report."""
+_PATIENCE: Final = 3
+_LEAST_S: Final = 0.5
+"""The copy may take so many times as long as this process did, and so long at the least: a loop may never end there."""
 
 
 class Ways:
@@ -34,7 +37,7 @@ class Ways:
     def __init__(self) -> None:
         self.answer = True
         self._pid = self._reader = self._writer = -1
-        self._end = 0.0
+        self._begun = self._end = 0.0
 
     def choose(self) -> bool:
         """Return the answer of this process; the first call forks the other one."""
@@ -44,15 +47,20 @@ class Ways:
 
     def _split(self) -> None:
         timer = signal.getitimer(signal.ITIMER_REAL)
-        self._end = time.monotonic() + timer[0] + _REPORT_S
+        self._begun = time.monotonic()
+        self._end = self._begun + timer[0] + _REPORT_S
         self._reader, self._writer = os.pipe()
-        self._pid = sandbox.fork()
+        self._pid = self._fork()
         if self._pid == 0:
             os.close(self._reader)
             self.answer = False
             signal.setitimer(signal.ITIMER_REAL, *timer)  # which a fork does not inherit
         else:
             os.close(self._writer)
+
+    def _fork(self) -> int:
+        with sandbox.own_doings():
+            return os.fork()
 
     def joined(self, reading: Reading) -> Reading:
         """Return the reading of the way that needs more; in the copy, say what it read and end.
@@ -75,10 +83,13 @@ class Ways:
         return replace(higher, cost=max(reading.cost, other.cost))
 
     def _received(self) -> Reading | None:
-        received = b""
+        received, took = b"", time.monotonic() - self._begun
+        self._end = min(self._end, self._begun + max(_PATIENCE * took, took + _LEAST_S))
         while (left := self._end - time.monotonic()) > 0 and select.select([self._reader], [], [], left)[0]:
             chunk = os.read(self._reader, 1 << 16)
             if not chunk:
                 return Reading.from_json(received.decode()) if received else None
             received += chunk
-        return None  # it ends by its own limit, or with the nursery
+        with sandbox.own_doings():
+            os.kill(self._pid, signal.SIGKILL)
+        return None

@@ -50,11 +50,18 @@ def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
             compiled as the next one, and count as it.
     """
     known = getattr(shell.compile, "_filename_map", None)
-    if not isinstance(known, dict):
+    if not isinstance(known, dict):  # IPython before 8
         import linecache
 
         known = {name: int(match[1]) for name in list(linecache.cache) if (match := _PLAIN_NAME.match(name))}
+        known |= _named_by_text(shell)
     return {name: at if number is None else min(at, number) for name, at in known.items()}
+
+
+def _named_by_text(shell: Any) -> dict[str, int]:
+    """Return the numbers by the names that a kernel gives the files of cells, which tell the text and no number."""
+    history = getattr(getattr(shell, "history_manager", None), "input_hist_raw", ())
+    return {shell.compile.get_code_name(text, text, at): at for at, text in enumerate(history) if text}
 
 
 def is_own(source: str) -> bool:

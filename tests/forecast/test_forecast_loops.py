@@ -106,6 +106,7 @@ LOOPS = {
             STEP
             if epoch == 1:
                 AFTER
+                del late
     """,
     "a function of the cell": """
         def train(steps):
