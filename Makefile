@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST_ARGS ?=
 
 COLAB := .venv-colab
-COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py release.py bad_input.py memreport.py) \
+COLAB_TESTS := $(addprefix tests/shell/test_,extension.py panel_in_kernel.py transparency.py release.py bad_input.py memreport.py) \
   tests/views/test_views_panel.py
 
 .PHONY: help demo test test-colab check docs new clean

@@ -17,7 +17,7 @@ from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.batches import largest
 from oomdoctor.forecast.least import least
 from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.pricing import BASIS, Pricer
+from oomdoctor.forecast.pricing import BASIS, Pricer, is_of_card
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
 from oomdoctor.model.evidence import Evidence, Role
@@ -85,7 +85,7 @@ def foresee(
     forecast = Forecast(basis=BASIS, budget=here.budget, refused="forecasts are switched off")
     if time_s > 0:
         forecast = _price(session, source, budget=here.budget, timeout_s=time_s)
-    if forecast.peak is not None and forecast.basis != BASIS and not session.accelerator.read().simulated:
+    if forecast.peak is not None and is_of_card(forecast) and not session.accelerator.read().simulated:
         # It asks for a device that this machine lacks, so the memory of those that are here says nothing.
         here = Place(name="a device that this machine lacks", total=None, budget=None, source=forecast.basis)
         forecast = replace(forecast, budget=None)
@@ -126,7 +126,7 @@ def _on_cards(
         is_cached = forecast.reserved is not None
         on_card = forecast if is_cached else _price(as_on_card, source, budget=None, timeout_s=time_s)
         # A simulated device has no room for the scratch of kernels to take; a card has.
-        is_simulated = is_cached and session.accelerator.read().simulated and forecast.basis == BASIS
+        is_simulated = is_cached and session.accelerator.read().simulated and not is_of_card(forecast)
         as_here = replace(session, accelerator=host)
         plain = _price(as_here, source, budget=None, timeout_s=time_s) if is_simulated else forecast
         margin = max(on_card.error_ratio, plain.error_ratio)

@@ -10,16 +10,18 @@ from oomdoctor.forecast.calibration import widened
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.plan import Forecast
+from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.shadow import Shadows
     from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "late", "price"]
+__all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "late", "price"]
 
 BASIS: Final = "shadow run"
 _OUT_OF_TIME: Final = "out of time"
+_ON_CARD: Final = "as on "
 
 
 def price(
@@ -128,8 +130,15 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     error = widened(reading.error_ratio)
     if reading.reserved and not reading.is_whole:
         error = max(error, round(SMALL_BUFFER / max(reading.peak, reading.reserved), 4))
+    bases = [BASIS]
+    if reading.card is not None:
+        bases.append(f"{_ON_CARD}{reading.card}")
+    if reading.over:
+        bases.append(f"extrapolated over {reading.over} steps")
+    if reading.endless:
+        bases.append(f"grows by {format_size(reading.endless)} per step")
     return Forecast(
-        basis=BASIS if reading.card is None else f"{BASIS}, as on {reading.card}",
+        basis=", ".join(bases),
         budget=budget,
         peak=reading.peak,
         reserved=reading.reserved,
@@ -137,4 +146,10 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         error_ratio=error,
         peak_line=reading.peak_line,
         course=reading.course,
+        at_least=bool(reading.endless),
     )
+
+
+def is_of_card(forecast: Forecast) -> bool:
+    """Return whether the forecast is that of a device which this machine has not."""
+    return f", {_ON_CARD}" in forecast.basis

@@ -201,7 +201,9 @@ def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
     while step is not None:
         code = step.tb_frame.f_code
         if not code.co_filename.startswith(_OWN_FILES):
-            yield code.co_filename, step.tb_lineno, code.co_name
+            # What IPython 7.34 and 8 call the code of a cell itself.
+            name = "<module>" if code.co_name.startswith("<cell line:") else code.co_name
+            yield code.co_filename, step.tb_lineno, name
         step = step.tb_next
 
 

@@ -50,18 +50,24 @@ def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
             compiled as the next one, and count as it.
     """
     known = getattr(shell.compile, "_filename_map", None)
-    if not isinstance(known, dict):  # IPython before 8
-        import linecache
-
-        known = {name: int(match[1]) for name in list(linecache.cache) if (match := _PLAIN_NAME.match(name))}
-        known |= _named_by_text(shell)
+    if not isinstance(known, dict):
+        known = _filenames_by_text(shell)
     return {name: at if number is None else min(at, number) for name, at in known.items()}
 
 
-def _named_by_text(shell: Any) -> dict[str, int]:
-    """Return the numbers by the names that a kernel gives the files of cells, which tell the text and no number."""
-    history = getattr(getattr(shell, "history_manager", None), "input_hist_raw", ())
-    return {shell.compile.get_code_name(text, text, at): at for at, text in enumerate(history) if text}
+def _filenames_by_text(shell: Any) -> dict[str, int]:
+    """Return the same from what IPython before 8 keeps: the text by the file name, and the texts by their numbers."""
+    import linecache
+
+    parsed = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ())
+    numbers = {text.rstrip("\n"): at for at, text in enumerate(parsed)}
+    found = {}
+    for name, (_, _, lines, _) in list(getattr(linecache, "_ipython_cache", {}).items()):
+        plain = _PLAIN_NAME.match(name)
+        number = int(plain[1]) if plain else numbers.get("".join(lines).rstrip("\n"))
+        if number is not None:
+            found[name] = number
+    return found
 
 
 def is_own(source: str) -> bool:

@@ -135,9 +135,7 @@ def plan(plan: Plan, *, width: int = 100, colour: bool = False) -> str:
 
 
 @_without_draws
-def memplan(
-    plan: MemPlan, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None
-) -> str:
+def memplan(plan: MemPlan, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None) -> str:
     """Return what a cell needs that was not run, where that fits, and what would help. For ``names`` see ``case``."""
     facts = foresight(plan, names)
     parts = memplan_parts(facts, width)

@@ -40,6 +40,13 @@ def run_cell(source, number=3, **names):
     return caught(lambda: exec(compile(source, name, "exec"), names)), {name: number}
 
 
+def test_a_cells_own_line_is_in_no_function_also_where_its_code_is_named_by_a_line():
+    name = "<ipython-input-3-a>"
+    code = compile("raise MemoryError", name, "exec").replace(co_name="<cell line: 0>")
+    incident = from_exception(caught(lambda: exec(code, {})), {name: 3})
+    assert (incident.cell.number, incident.cell.function) == (3, "<module>")
+
+
 def test_a_real_refusal_of_the_cpu_allocator_is_recognised_with_its_size():
     error, cells = run_cell("import torch\nsize = 1 << 50\nx = torch.empty(size, dtype=torch.uint8)\n")
     incident = from_exception(error, cells)

@@ -43,7 +43,7 @@ def shell(module_shell: InteractiveShell) -> Iterator[InteractiveShell]:
     module_shell.run_cell("%reload_ext oomdoctor")
     module_shell.reset(new_session=True)
     module_shell.rl_next_input = None
-    pipeline._cases.clear()
+    pipeline.history._cases.clear()
     module_shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
     seed()
     yield module_shell

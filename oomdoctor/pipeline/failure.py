@@ -1,0 +1,72 @@
+"""From a failure to what it means: the incident, the evidence, the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.model.case import Case
+from oomdoctor.model.plan import Forecast, Plan
+from oomdoctor.model.session import Accelerator, Cells, Session
+from oomdoctor.pipeline.history import cases
+
+if TYPE_CHECKING:
+    from oomdoctor.rulebook import RuleBook
+
+
+__all__ = ["accelerator_of", "diagnose", "observe", "open_session", "uncounted"]
+
+
+def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
+    """Bind the user's namespace and cells into a session."""
+    from oomdoctor.evidence.objects import find
+
+    return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell)
+
+
+def observe(
+    exc: BaseException, open_on: Callable[[Accelerator], Session], filenames: Mapping[str, int]
+) -> tuple[Case, Session]:
+    """Recognise a failure and collect the evidence. What only the frames of ``exc`` hold is seen while they do.
+
+    Args:
+        open_on: makes the session for the device that ran out.
+        filenames: number of the cell by the file name of its code.
+    """
+    from oomdoctor.evidence import collect
+    from oomdoctor.incident import from_exception
+
+    incident = from_exception(exc, filenames)
+    session = open_on(accelerator_of(incident.device))
+    cell = incident.cell
+    line = cell.line if cell is not None and cell.number == session.cells.failing.number else None
+    with uncounted():
+        evidence = collect(session, exc, filenames, line=line)
+    incident = replace(incident, device=incident.device or evidence.device.name)
+    unpriced = Plan(unchanged=Forecast(basis="not priced yet"))
+    case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced)
+    return case, session
+
+
+def diagnose(case: Case, rules: RuleBook) -> Case:
+    """Find the causes."""
+    return replace(case, findings=rules.match(case.incident, case.evidence))
+
+
+def accelerator_of(name: str | None) -> Accelerator:
+    """Return the device of this name: the virtual accelerator where it is on and so called, else a real one."""
+    from oomdoctor.allocator import virtual
+    from oomdoctor.evidence import devices
+
+    simulated = virtual.active()
+    if simulated is not None and (name is None or simulated.name.startswith(name)):
+        return simulated
+    return devices.of_name(name)
+
+
+def uncounted() -> Any:
+    """Return a context whose tensors a virtual accelerator does not count."""
+    from oomdoctor.allocator import virtual
+
+    return virtual.uncounted()

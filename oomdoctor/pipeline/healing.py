@@ -1,0 +1,178 @@
+"""From a plan to an outcome: the cell run again with a change in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.finding import Cause
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.incident import Family
+from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.session import Session
+from oomdoctor.pipeline.pricing import terms_of
+
+if TYPE_CHECKING:
+    from oomdoctor.retry import Transaction, Trial
+    from oomdoctor.retry.heal import Run
+
+
+__all__ = ["admitted", "beyond_cure", "heal"]
+
+
+async def heal(
+    case: Case,
+    session: Session,
+    transaction: Transaction,
+    chosen: Sequence[Candidate],
+    run: Run,
+    *,
+    most_attempts: int,
+    time_budget_s: float,
+    anyway: bool = False,
+    failed: set[str] | None = None,
+    keep_forecasts: bool = False,
+) -> tuple[Case, BaseException | None]:
+    """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``.
+
+    Args:
+        keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
+    """
+    from oomdoctor.incident import find_oom
+    from oomdoctor.retry import heal as retry
+
+    lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
+    ranks = case.evidence.code.world_size or 1
+    alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
+    if alone or (lost and not anyway):
+        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=alone or "; ".join(lost))
+        return replace(case, outcome=refused), None
+    trials = _trials(case, session, chosen)
+    outcome, error = await retry(
+        transaction,
+        [trial for _, trial in trials],
+        run,
+        accelerator=session.accelerator,
+        is_oom=lambda exc: find_oom(exc) is not None,
+        most_attempts=most_attempts,
+        time_budget_s=time_budget_s,
+        failed=failed,
+        shell=session.shell,
+    )
+    if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
+        outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
+    if lost:
+        outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
+    made = next((candidate for candidate, _ in trials if candidate.label in outcome.fixes), None)
+    if made is not None and outcome.kind is OutcomeKind.HEALED and isinstance(made.patch, Refused) and made.caveat:
+        outcome = replace(outcome, state=State.UNVERIFIED, why=made.caveat)
+    if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
+        _keep_forecast(made.forecast, outcome, session)
+    return replace(case, plan=_with(case.plan, made), outcome=outcome), error
+
+
+def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Trial]]:
+    """Return the trials: each candidate, and its stronger doses after it."""
+    from oomdoctor import fixes
+    from oomdoctor.forecast.planning import attempt_with_all, stronger
+    from oomdoctor.retry import Trial
+
+    trials = []
+    for candidate in chosen:
+        parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
+        tried = [(candidate, parts)]
+        if len(parts) == 1:
+            unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
+            fix = parts[0][0]
+            doses = stronger(fix, candidate.dose, case.incident, case.evidence)
+            tried += [(replace(candidate, dose=dose, forecast=unpriced), [(fix, dose)]) for dose in doses]
+        for made, of in tried:
+            patch, attempt = attempt_with_all(of, session, case.evidence)
+            if not isinstance(attempt, Refused):
+                trial = Trial(fix=made.fix, label=made.label, attempt=attempt)
+                trials.append((replace(made, patch=patch), trial))
+    return trials
+
+
+def _with(plan: Plan, made: Candidate | None) -> Plan:
+    """Return the plan with ``made`` in the place of the milder dose of the same fix."""
+    if made is None:
+        return plan
+    return replace(plan, candidates=tuple(made if one.fix == made.fix else one for one in plan.candidates))
+
+
+def _keep_forecast(forecast: Forecast, outcome: Outcome, session: Session) -> None:
+    """Keep a forecast beside what was measured. What was not forecast, or is measured otherwise, says nothing.
+
+    The host's memory is measured as the growth of the process, not as what its tensors take.
+    """
+    from oomdoctor.forecast import calibration
+
+    terms = terms_of(session)
+    is_forecast = forecast.refused is None and forecast.basis.partition(",")[0] == terms["basis"]
+    if is_forecast and forecast.peak and outcome.peak and terms["device"] != "cpu":
+        calibration.keep(calibration.Row(forecast=forecast.peak, measured=outcome.peak, **terms))
+
+
+def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
+    """Return the candidates that an automatic retry may use under this setting, best first.
+
+    What other processes hold comes and goes: beside them, a shadow run of the change must fit. What broke in its shadow
+    run, where the unchanged cell did not, is left to the user.
+    """
+    from oomdoctor import fixes
+
+    if beyond_cure(case) is not None:
+        return ()
+    must_fit = _is_held_by_others(case)
+    effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
+    return tuple(
+        candidate
+        for candidate in case.plan.candidates
+        if auto != "off"
+        and candidate.effect in effects
+        and candidate.forecast.fits is not False
+        and (candidate.forecast.peak is not None or case.plan.unchanged.peak is None)
+        and (_was_seen_to_fit(candidate) or not must_fit)
+        and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
+    )
+
+
+def beyond_cure(case: Case) -> str | None:
+    """Return why no change of the cell cures this failure, None where one may. It is not retried by itself then."""
+    if case.incident.family in _BEYOND_CURE:
+        return _BEYOND_CURE[case.incident.family]
+    if _is_held_by_others(case) and not any(_was_seen_to_fit(one) for one in case.plan.candidates):
+        return "other processes hold the device, and no change was forecast to fit into what they leave"
+    return None
+
+
+_BEYOND_CURE: Final = {
+    Family.CUDA_INIT: "there was no room for this process on the device at all, which no change of the cell makes",
+    Family.WORKER_KILLED: "a worker process died, and no change of the cell is known to have kept it alive",
+    Family.RANK_KILLED: "another process was killed, and no change of the cell brings it back",
+    Family.KERNEL_KILLED: "a kernel was killed, and no change of the cell brings it back",
+}
+
+
+def _is_held_by_others(case: Case) -> bool:
+    """Return whether the likeliest cause is that other processes hold the device."""
+    return bool(case.findings) and case.findings[0].cause is Cause.OTHER_PROCESS
+
+
+def _was_seen_to_fit(candidate: Candidate) -> bool:
+    """Return whether a shadow run fits: an estimate goes by what the cell held, and it may have only begun."""
+    return candidate.forecast.fits is True and candidate.forecast.course is not None
+
+
+def _device_fault(error: BaseException) -> str | None:
+    """Return what a fault of the device means for the state on it, None where ``error`` is none."""
+    from oomdoctor.incident import describe, from_exception
+
+    incident = from_exception(error, {})
+    if incident.is_oom or incident.format not in ("device_assert", "illegal_access", "misaligned", "device_fault"):
+        return None
+    return f"{describe(incident)} What was on the device can be neither read nor put back until the kernel is restarted"

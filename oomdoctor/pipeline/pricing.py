@@ -1,0 +1,173 @@
+"""From findings to a plan: what is worth trying, and what it would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.case import Case
+from oomdoctor.model.finding import Cause
+from oomdoctor.model.fix import Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.plan import Forecast
+from oomdoctor.model.session import Session
+from oomdoctor.pipeline.failure import uncounted
+
+if TYPE_CHECKING:
+    from oomdoctor.forecast.calibration import Calibration
+    from oomdoctor.forecast.planning import Planning
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.fix import Fix
+    from oomdoctor.retry.remedies import Remedy
+
+
+__all__ = ["budget_of", "calibration_of", "forecasts_kept", "plan", "planning", "recall", "terms_of"]
+
+
+def plan(
+    case: Case,
+    session: Session,
+    prepare: Callable[[], None],
+    *,
+    time_budget_s: float,
+    reserve: int,
+    keep_forecasts: bool = False,
+) -> Case:
+    """Price the fixes. The frames of the failure should be released by now.
+
+    Args:
+        prepare: restores the start of the cell, in the process of a shadow run.
+        reserve: bytes of the budget that something else will take.
+        keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
+    """
+    from oomdoctor.forecast.calibration import applied
+    from oomdoctor.forecast.planning import make_plan
+
+    with uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+        priced = make_plan(
+            session,
+            case.incident,
+            case.evidence,
+            _fixes_in_order(case),
+            budget=budget_of(case.evidence, reserve),
+            prepare=prepare,
+            time_budget_s=time_budget_s,
+            leaks=_freeing(case),
+        )
+    return replace(case, plan=priced)
+
+
+def planning(
+    case: Case,
+    session: Session,
+    prepare: Callable[[], None],
+    *,
+    time_budget_s: float,
+    reserve: int,
+    keep_forecasts: bool = False,
+) -> Planning:
+    """Begin to price the fixes while the user's process goes on. For the arguments see ``plan``."""
+    from oomdoctor.forecast.calibration import applied
+    from oomdoctor.forecast.planning import Planning
+
+    with uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+        return Planning(
+            *(session, case.incident, case.evidence, _fixes_in_order(case)),
+            budget=budget_of(case.evidence, reserve),
+            prepare=prepare,
+            time_budget_s=time_budget_s,
+            leaks=_freeing(case),
+        )
+
+
+def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Case | None:
+    """Plan with what healed this failure before at the head, in the dose that did, and with no forecast made.
+
+    Returns:
+        The case with its plan; None where that dose is no longer proposed, or needed more then than there is now.
+    """
+    from oomdoctor import fixes
+    from oomdoctor.forecast.planning import make_plan
+
+    if remedy.fix not in fixes.ids():
+        return None  # two together, which are found anew
+    healer = fixes.get(remedy.fix)
+
+    def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+        found = healer.propose(incident, evidence)
+        alike = () if isinstance(found, Refused) else tuple(one for one in found if one.dose == remedy.dose)
+        return alike or Refused("the dose that healed the cell before is not proposed any more")
+
+    in_order = [replace(one, propose=propose) if one.id == remedy.fix else one for one in _fixes_in_order(case)]
+    budget = budget_of(case.evidence, reserve)
+    with uncounted():
+        estimated = make_plan(
+            session, case.incident, case.evidence, in_order, budget=budget, prepare=lambda: None, time_budget_s=0
+        )
+    known = next((one for one in estimated.candidates if one.fix == remedy.fix), None)
+    if known is None:
+        return None
+    basis = f"measured when it healed {'the cell' if remedy.cell is None else f'In[{remedy.cell}]'}"
+    measured = Forecast(basis=basis, budget=budget, peak=remedy.peak, slowdown=known.forecast.slowdown)
+    if measured.fits is False:
+        return None
+    others = [one for one in estimated.candidates if one is not known]
+    unchanged = replace(estimated.unchanged, refused="what healed the cell before comes before any new forecast")
+    candidates = (replace(known, forecast=measured), *others)
+    return replace(case, plan=replace(estimated, unchanged=unchanged, candidates=candidates))
+
+
+def _freeing(case: Case) -> frozenset[str]:
+    """Return the fixes of what was found to be a leak: they free what should not be there."""
+    leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
+    return frozenset(fix for finding in leaks for fix in finding.fixes)
+
+
+def _fixes_in_order(case: Case) -> list[Fix]:
+    """Return every fix, those that the findings suggest first, in the findings' order."""
+    from oomdoctor import fixes
+
+    suggested = dict.fromkeys(fix for finding in case.findings for fix in finding.fixes)
+    catalogue = fixes.catalogue()
+    return [catalogue[fix_id] for fix_id in dict.fromkeys([*suggested, *catalogue]) if fix_id in catalogue]
+
+
+def budget_of(evidence: Evidence, reserve: int) -> int | None:
+    """Return what tensors may take: what the allocator holds, and what the driver or the system can and may give."""
+    held, free, cap = evidence.device.reserved, evidence.device.free, evidence.device.cap
+    if isinstance(held, Unavailable) or isinstance(free, Unavailable):
+        return None
+    room = held + free if isinstance(cap, Unavailable) else min(held + free, cap)
+    return max(room - reserve, 0)
+
+
+def calibration_of(session: Session, *, keep_forecasts: bool = True) -> Calibration:
+    """Return what the forecasts kept say of the error of those for this program on this device."""
+    from oomdoctor.forecast import calibration
+
+    kept = calibration.rows() if keep_forecasts else ()
+    if isinstance(kept, Unavailable) or not kept:
+        return calibration.Calibration()
+    return calibration.calibration(kept, **terms_of(session))
+
+
+def forecasts_kept() -> str:
+    """Say how many forecasts are kept beside what was measured, and how far off they were."""
+    from oomdoctor.forecast import calibration
+
+    return calibration.summary(calibration.rows())
+
+
+def terms_of(session: Session) -> dict[str, str]:
+    """Return what tells which forecasts are alike."""
+    import torch
+
+    from oomdoctor.forecast.calibration import hash_of
+    from oomdoctor.forecast.pricing import BASIS
+
+    device = session.accelerator
+    kind = "virtual" if device.read().simulated else device.name.partition(":")[0]
+    models = hash_of(type(module).__qualname__ for _, module in session.modules)
+    return {"basis": BASIS, "models": models, "torch": str(torch.__version__), "device": kind}

@@ -1,0 +1,126 @@
+"""What is told without a cell that failed: the meaning of a text, what holds memory now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor.errors import Fault, NotAvailable, UsageError
+from oomdoctor.model.explanation import Explanation
+from oomdoctor.model.kinds import spelled
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.pipeline.failure import open_session, uncounted
+
+if TYPE_CHECKING:
+    from oomdoctor.rulebook import RuleBook
+    from oomdoctor.views.displayed import Report
+
+
+__all__ = ["check_snapshot", "explain", "report", "rulebook", "snapshot"]
+
+
+def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
+    """Return the rules of oomdoctor, of packages and of ``folders``; what has faults is left out and told there.
+
+    Args:
+        folders: those that the settings of the notebook name by default.
+    """
+    from oomdoctor import fixes
+    from oomdoctor.rulebook import everything, of_notebook
+
+    return everything(of_notebook() if folders is None else folders, known_fixes=fixes.ids())
+
+
+def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = None) -> Explanation:
+    """Say what a failure means, from its text or its exception alone. Loads no torch.
+
+    Args:
+        rules: those of the notebook's settings by default.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from oomdoctor.incident import all_from_exception, describe, from_text
+    from oomdoctor.views.explained import Explained
+
+    given: Any = text_or_exception  # callers without a type checker give anything
+    if not issubclass(type(given), (str, BaseException)):
+        kind = type(given).__name__
+        raise UsageError(f"explain takes the text of a failure (str) or an exception, and was given {kind}")
+    if issubclass(type(given), BaseException):  # not isinstance: an exception may lie about its class, or raise
+        first, *others = all_from_exception(given)
+    else:
+        first, *others = from_text(given)
+    meanings = {incident: describe(incident) for incident in (first, *others)}
+    book = rulebook() if rules is None else rules
+    return Explained(
+        incident=first,
+        findings=book.match(first, None),
+        others=tuple(others),
+        meanings=meanings,
+        notes=tuple(_left_out(book.faults)),
+    )
+
+
+def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
+    """Yield a line for each file that was left out, with its first fault."""
+    for path, of_file in groupby(faults, key=lambda fault: fault.path):
+        first, *others = of_file
+        more = f" (and {len(others)} more: oomdoctor rules check {path})" if others else ""
+        yield f"rule left out: {first}{more}"
+
+
+def report(
+    namespace: dict[str, Any] | None = None, cells: Cells | None = None, filenames: Mapping[str, int] | None = None
+) -> Report:
+    """Tell what holds memory now, by role and by name: the device first, where one is in use.
+
+    Args:
+        namespace: where to look for names; what the caller sees by default, its locals and its globals.
+        filenames: number of the cell by the file name of its code.
+    """
+    from oomdoctor.allocator import virtual
+    from oomdoctor.evidence import collect, devices
+    from oomdoctor.evidence.frames import locals_of
+    from oomdoctor.views.displayed import Report
+
+    if namespace is None:
+        caller = sys._getframe(1)
+        namespace = {**caller.f_globals, **locals_of(caller)}
+    run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
+    with uncounted():
+        session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])
+        return Report(collect(session, None, filenames or {}), devices.absent())
+
+
+def _source_of(namespace: dict[str, Any]) -> str:
+    """Return the text of the script or module whose globals these are, nothing where it cannot be had."""
+    from linecache import getlines
+
+    path = spelled(namespace).get("__file__")
+    return "".join(getlines(path)) if type(path) is str else ""
+
+
+def check_snapshot() -> None:
+    """Refuse where torch has no CUDA allocator to take a snapshot of.
+
+    Raises:
+        NotAvailable: the line to show.
+    """
+    from oomdoctor.allocator import virtual
+    from oomdoctor.evidence import cuda_snapshot
+
+    if virtual.active() is not None:
+        raise NotAvailable("there is no snapshot: the virtual accelerator has no CUDA allocator")
+    cuda_snapshot.check()
+
+
+def snapshot(path: Path) -> str:
+    """Write the snapshot of torch's CUDA allocator; return in one line what it has."""
+    from oomdoctor.evidence import cuda_snapshot
+
+    check_snapshot()
+    return cuda_snapshot.dump(path)
