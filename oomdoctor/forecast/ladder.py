@@ -160,8 +160,7 @@ class Ladder:
         basis, peak = "; ".join(part.proposal.basis for part in rung), None
         if unchanged.peak is not None and not self.breaks:
             ratio = self._truth(unchanged)
-            left = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
-            peak = left if left > 0 else None  # more than there is cannot be saved: what was seen was not the whole
+            peak = max(unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio)), 0)
         return Forecast(
             basis=basis,
             budget=unchanged.budget,

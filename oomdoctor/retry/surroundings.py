@@ -65,8 +65,6 @@ def _process_settings() -> list[_Setting]:
     calls: list[_Setting] = [
         (os.getcwd, os.chdir),
         (sys.getrecursionlimit, sys.setrecursionlimit),
-        (partial(getattr, sys, "stdout"), partial(setattr, sys, "stdout")),
-        (partial(getattr, sys, "stderr"), partial(setattr, sys, "stderr")),
         (partial(getattr, logging.root, "level"), logging.root.setLevel),
         (partial(_copied, logging.root.handlers), partial(_refill, logging.root.handlers)),
     ]
