@@ -200,9 +200,15 @@ class Ladder:
         if self.search.over and self.told and self.why is None:
             strongest = max(self.told)
             return strongest, self.told[strongest]
-        pointed = None if unchanged.at_least else self.points_at(self.search.open, unchanged, scale)
-        index = (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
+        index = self._pointed(unchanged, scale)
+        while index and isinstance(self.attempt(index), Refused):
+            index = self._pointed(unchanged, scale)
         return index, self.told.get(index) or self.estimate(index, unchanged, scale)
+
+    def _pointed(self, unchanged: Forecast, scale: float) -> int:
+        """Return the dose that its estimate speaks for, the strongest where none does."""
+        pointed = None if unchanged.at_least else self.points_at(self.search.open, unchanged, scale)
+        return (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
 
     # What is offered --------------------------------------------------------------------------------------------
 
