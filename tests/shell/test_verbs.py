@@ -332,10 +332,11 @@ def test_another_text_is_searched_anew(shell: InteractiveShell, searches: list[i
 def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered(
     shell: InteractiveShell, searches: list[int]
 ) -> None:
-    trains(shell)
+    run(shell, "%config OomDoctor.forecast_time_s = 60")
+    trains(shell, "13MiB")
     run(shell, TRAIN)
     assert known().outcome.fixes == ("micro_batch(parts=2)",)
-    assert run(shell, "held = [torch.ones(1 << 17) for _ in range(4)]")[0].success
+    assert run(shell, "held = [torch.ones(1 << 17) for _ in range(6)]")[0].success
     run(shell, TRAIN)
     case = known()
     assert searches == [1]
