@@ -160,10 +160,6 @@ class Ledger:
         self._twins[heir] = fake, key
         entry.watch = weakref.ref(real, lambda _: self._inherit(key, heir))
 
-    def is_twin(self, fake: torch.UntypedStorage) -> bool:
-        """Whether ``fake`` stands for a real storage."""
-        return fake._cdata in self._twins
-
     def _inherit(self, key: int, heir: int) -> None:
         """The real storage is gone: from now on the fake one alone decides."""
         entry, (fake, _) = self._entries.pop(key), self._twins.pop(heir)

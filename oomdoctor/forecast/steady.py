@@ -6,7 +6,7 @@ that was followed is replayed again, with the loops in it as long as they are, u
 is at its end.
 
 Limits: an iteration is taken to free of the one before it what the last one freed of its own. A loop that was cut in
-its first iteration, and holds a loop that was cut itself, is left as it is.
+its first iteration is left as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     begin: int
     end: int
     left: int | None
-    turns: int = 1
+    turns: int
 
 
 class Tally:
@@ -82,7 +82,7 @@ class Lengthened:
         self._events, self._allocator = events, allocator
         # The first iteration makes what is then there for all of them, as optimizers make their state.
         nested = [(at, cut) for at, cut in enumerate(cuts) if cut.begin < cut.end]
-        self._cuts = [one for one in nested if one[1].turns > 1 or not any(_holds(one, other) for other in nested)]
+        self._cuts = [one for one in nested if one[1].turns > 1]
         self.is_steady = len(self._cuts) == len(nested)
         self.growth = self.over = self.endless = 0
         self._sizes: dict[Hashable, int] = {event[1]: event[2] for event in events if event[0] == "alloc"}

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from oomdoctor.model.case import Case
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["cases", "last_case", "record"]
 

@@ -80,9 +80,9 @@ def test_what_an_inner_loop_keeps_goes_where_the_outer_one_lets_go_of_it():
 
 
 def test_a_loop_of_unknown_length_tells_what_each_iteration_keeps():
-    whole, _ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None))
+    whole, _ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2))
     assert whole.endless == 3 * MIB
     assert not whole.is_steady
-    ended, _ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None))
+    ended, _ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None, 2))
     assert ended.endless == 0
     assert ended.is_steady

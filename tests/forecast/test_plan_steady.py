@@ -27,7 +27,7 @@ def lengthened(events, *cuts):
 
 def test_what_each_iteration_keeps_is_kept_by_those_that_were_left_out():
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB)]
-    whole, found = lengthened(events, Cut(1, 2, 5))
+    whole, found = lengthened(events, Cut(1, 2, 5, 2))
     assert found.allocated == 7 * 30 * MIB
     assert whole.is_steady
     assert whole.growth == 0
@@ -36,22 +36,29 @@ def test_what_each_iteration_keeps_is_kept_by_those_that_were_left_out():
 def test_what_each_iteration_lets_go_of_the_one_before_is_let_go_of():
     # Each iteration makes its result, and with that lets go of the one before; the last is let go of after the loop.
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB), ("free", 1), ("free", 2), ("alloc", 3, 40 * MIB)]
-    whole, found = lengthened(events, Cut(1, 3, 10**9))
+    whole, found = lengthened(events, Cut(1, 3, 10**9, 2))
     assert (found.allocated, found.peak_allocated) == (40 * MIB, 60 * MIB)
     assert whole.is_steady
 
 
 def test_a_loop_too_long_to_replay_is_reckoned_from_what_its_last_iteration_keeps(monkeypatch):
     monkeypatch.setattr(steady, "_MOST_EVENTS", 1000)
-    whole, _ = lengthened([("alloc", 1, MIB), ("alloc", 2, MIB)], Cut(1, 2, 10**6))
+    whole, _ = lengthened([("alloc", 1, MIB), ("alloc", 2, MIB)], Cut(1, 2, 10**6, 2))
     assert not whole.is_steady
     assert whole.growth == pytest.approx(MIB * (10**6 - 1000), rel=0.01)
 
 
 def test_a_loop_around_one_that_was_cut_is_left_as_it_is():
     events = [("alloc", 1, MIB), ("alloc", 2, MIB), ("alloc", 3, MIB)]
-    whole, found = lengthened(events, Cut(1, 2, 1), Cut(0, 3, 1))
+    whole, found = lengthened(events, Cut(1, 2, 1, 2), Cut(0, 3, 1, 1))
     assert found.allocated == 4 * MIB
+    assert not whole.is_steady
+
+
+def test_what_the_first_iteration_makes_for_all_of_them_is_not_made_again():
+    events = [("alloc", "weight", MIB), ("alloc", "state", 2 * MIB), ("alloc", "batch", MIB), ("free", "batch")]
+    whole, found = lengthened(events, Cut(1, 4, 3, 1))
+    assert found.allocated == 3 * MIB
     assert not whole.is_steady
 
 
