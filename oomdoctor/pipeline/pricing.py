@@ -42,20 +42,15 @@ def plan(
         reserve: bytes of the budget that something else will take.
         keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
     """
-    from oomdoctor.forecast.calibration import applied
-    from oomdoctor.forecast.planning import make_plan
-
-    with uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
-        priced = make_plan(
-            session,
-            case.incident,
-            case.evidence,
-            _fixes_in_order(case),
-            budget=budget_of(case.evidence, reserve),
-            prepare=prepare,
-            time_budget_s=time_budget_s,
-            leaks=_freeing(case),
-        )
+    begun = planning(
+        *(case, session, prepare),
+        time_budget_s=time_budget_s,
+        reserve=reserve,
+        keep_forecasts=keep_forecasts,
+        waits=True,
+    )
+    with uncounted():
+        *_, priced = begun.wait()
     return replace(case, plan=priced)
 
 
@@ -67,8 +62,13 @@ def planning(
     time_budget_s: float,
     reserve: int,
     keep_forecasts: bool = False,
+    waits: bool = False,
 ) -> Planning:
-    """Begin to price the fixes while the user's process goes on. For the arguments see ``plan``."""
+    """Begin to price the fixes while the user's process goes on. For the other arguments see ``plan``.
+
+    Args:
+        waits: whether the caller waits for the end of it.
+    """
     from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.planning import Planning
 
@@ -79,6 +79,7 @@ def planning(
             prepare=prepare,
             time_budget_s=time_budget_s,
             leaks=_freeing(case),
+            waits=waits,
         )
 
 

@@ -21,7 +21,7 @@ STAGES = {
     "rules": "oomdoctor.pipeline.rulebook",
     "release": "oomdoctor.retry.release.release",
     "fixes": "oomdoctor.fixes.catalogue",
-    "forecast": "oomdoctor.forecast.planning.make_plan",
+    "forecast": "oomdoctor.forecast.planning.Planning",
     "text": "oomdoctor.views.text.case",
     "html": "oomdoctor.views.html.case",
     "panel": "oomdoctor.views.panel.build",
