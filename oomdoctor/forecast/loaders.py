@@ -1,19 +1,21 @@
 """The ``DataLoader`` of the shadow: one real batch, fetched in this process, handed out again and again.
 
-Worker processes cannot be started in the shadow and need not be. Limit: batches of varying length are judged by the
-first one, the last of a loader's own sampler excepted.
+Worker processes cannot be started in the shadow and need not be. Limits: batches of varying length are judged by the
+first one, the last of a loader's own sampler excepted; where the samples are fakes, a few that are alike stand for all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from oomdoctor.model.evidence import Role
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
 __all__ = ["orphan_workers", "replace_loaders"]
+
+_FEW: Final = 16
+"""So many samples stand for all of a batch. To take one of a fake tensor costs a millisecond."""
 
 
 def orphan_workers() -> None:
@@ -36,16 +41,16 @@ def replace_loaders(tracker: Tracker, pace: Pace) -> None:
     first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def iterate(loader: Any) -> Iterator[Any]:
-        with _disable_current_modes():
-            if loader not in first_batches:
-                first_batches[loader] = _first_batch(loader)
+        if loader not in first_batches:
+            with _disable_current_modes():
+                first_batches[loader] = _first_batch(loader, tracker)
         return _repeat(first_batches[loader], loader, tracker, pace)
 
     cls: Any = DataLoader
     cls.__iter__ = iterate
 
 
-def _first_batch(loader: Any) -> Any:
+def _first_batch(loader: Any, tracker: Tracker) -> Any:
     loader.__dict__.update(
         num_workers=0,
         pin_memory=False,
@@ -55,7 +60,46 @@ def _first_batch(loader: Any) -> Any:
         _DataLoader__multiprocessing_context=None,
         worker_init_fn=None,
     )
-    return next(_SingleProcessDataLoaderIter(loader))
+    iterator: Any = _SingleProcessDataLoaderIter(loader)
+    fetcher = iterator._dataset_fetcher
+    if isinstance(fetcher, _MapDatasetFetcher) and not hasattr(fetcher.dataset, "__getitems__"):
+        fetcher.dataset = _FewSamples(fetcher.dataset)
+    fetch = fetcher.fetch
+
+    def fetched(indices: Any) -> Any:
+        try:
+            return fetch(indices)
+        except AssertionError:  # of torch: fakes, which the cell made, were to be put into a new, real tensor
+            with tracker.fake_mode:
+                return fetch(indices)
+
+    fetcher.fetch = fetched
+    return next(iterator)
+
+
+class _FewSamples:
+    """A data set whose samples, where they are fakes, are taken to be like the first few of the batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        samples = [self._dataset[index] for index in indices[:_FEW]]
+        if len(indices) > _FEW and _are_fakes_alike(samples):
+            return samples + samples[-1:] * (len(indices) - _FEW)
+        return samples + [self._dataset[index] for index in indices[_FEW:]]
+
+
+def _are_fakes_alike(samples: Sequence[Any]) -> bool:
+    kinds = []
+    for sample in samples:
+        leaves, structure = tree_flatten(sample)
+        kinds.append((structure, [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+    has_fakes = any(isinstance(leaf, FakeTensor) for leaf in tree_iter(samples[0]))
+    return has_fakes and all(kind == kinds[0] for kind in kinds)
 
 
 def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:

@@ -119,10 +119,14 @@ class Planner:
         )
 
     def _rank(self, candidate: Candidate) -> tuple[object, ...]:
-        """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least."""
+        """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least.
+
+        Of those that nobody can say it of, what would fit if no more were needed than is known of comes first.
+        """
         keeps = candidate.effect in KEEPING
         return (
             _VERDICTS.index(candidate.forecast.verdict),
+            replace(candidate.forecast, at_least=False).fits is not True,
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.error_ratio >= ESTIMATE_ERROR,

@@ -16,7 +16,7 @@ from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.sizes import parse_size
 from oomdoctor.retry import Transaction, release
 
-__all__ = ["assert_heals"]
+__all__ = ["assert_heals", "held_already"]
 
 _ROOM_BYTES = 1 << 30
 _ENDLESS_BYTES = 1 << 60
@@ -38,7 +38,7 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
         AssertionError: it did not fail, the fix was not offered, or it did not heal.
     """
     globals_: dict[str, Any] = {"__name__": "__main__"} if namespace is None else namespace
-    capacity = parse_size(budget) + _held_already()
+    capacity = parse_size(budget) + held_already()
     *setup, last = (Cell(number=number, source=source) for number, source in enumerate(sources, 1))
     for cell in setup:
         _run(cell.source, _filename(cell), globals_)
@@ -65,7 +65,7 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
     return case
 
 
-def _held_already() -> int:
+def held_already() -> int:
     """Return the bytes of the tensors that the process holds, those of other tests among them."""
     gc.collect()
     with simulate(_ENDLESS_BYTES) as device:

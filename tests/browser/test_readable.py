@@ -30,7 +30,7 @@ def diagnosed(open_for_all) -> Page:
     page: Page = open_for_all("diagnosed", setup, PLANNED, TRAIN)
     page.run_all()
     page.expect_says(2, "OutOfMemoryError", timeout_s=90)
-    expect(page.button(2, "Retry best")).to_be_visible(timeout=60_000)
+    expect(page.button(2, "Retry with 2")).to_be_visible(timeout=120_000)  # the dose that forecasts found
     page.wait_until_idle()
     page.save()
     return page

@@ -176,7 +176,7 @@ LIMIT = 512 * MIB
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 
 INSIDE = """\
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 from oomdoctor.evidence import host
@@ -237,7 +237,8 @@ def inside(group: Path, body: str, *args: str) -> list[dict[str, Any]]:
 
 
 def test_a_real_limit_of_the_group_above_binds(group: Path) -> None:
-    before, after = inside(group, f"show(); kept = fill({100 * MIB}); show()")
+    # The kernel brings the counts of a group up to date every two seconds.
+    before, after = inside(group, f"time.sleep(3); show(); kept = fill({100 * MIB}); time.sleep(3); show()")
     assert (before["cgroup_version"], before["cgroup_limit"]) == (1, LIMIT)
     assert before["binding"][0] == LIMIT
     assert before["binding"][2] == "the limit of the memory cgroup"

@@ -53,6 +53,25 @@ def test_the_peak_is_that_of_all_iterations(name):
     assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=0.05)
 
 
+SAMPLES = """
+data = TensorDataset(torch.randn(200_000, 8))
+for (x,) in DataLoader(data, batch_size=100_000):
+    kept = torch.nn.functional.gelu(x).mean()
+"""
+LENGTHS = """
+data = [torch.randn(64 * (step % 12 + 1), 64) for step in range(96)]
+for x in DataLoader(data, batch_size=96, collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows)):
+    kept = torch.nn.functional.gelu(x).mean()
+"""
+
+
+@pytest.mark.parametrize("cell", [SAMPLES, LENGTHS], ids=["alike", "of_other_lengths"])
+def test_the_samples_of_a_data_set_that_the_cell_makes_are_not_taken_one_by_one_where_they_are_alike(cell):
+    """100,000 of them, a millisecond each, would take longer than the forecast may."""
+    ns = program() | {"TensorDataset": TensorDataset, "DataLoader": DataLoader}
+    assert rise(ns, cell) == pytest.approx(measured_rise(ns, cell), rel=0.05)
+
+
 def counted(events, *cuts):
     tally = Tally()
     whole = Lengthened(events, cuts, tally)

@@ -17,8 +17,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from oomdoctor import fixes
+from oomdoctor.model.sizes import parse_size
+from oomdoctor.testing.healing import held_already
 
-__all__ = ["differing", "run", "seed", "started"]
+__all__ = ["besides", "differing", "run", "seed", "started"]
 
 
 @contextmanager
@@ -43,6 +45,11 @@ def started(*few: str) -> Iterator[InteractiveShell]:
         atexit.unregister(shell.atexit_operations)
         shell.restore_sys_module_state()
         InteractiveShell.clear_instance()
+
+
+def besides(size: str) -> int:
+    """Return the memory of a device that has so many bytes besides what this process holds, for other tests too."""
+    return parse_size(size) + held_already()
 
 
 def seed() -> None:

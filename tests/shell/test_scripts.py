@@ -12,11 +12,13 @@ import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from state_shell import besides, started
 
 import oomdoctor
 from oomdoctor import fixes, pipeline
@@ -25,6 +27,12 @@ from oomdoctor.model.case import OutcomeKind
 from oomdoctor.shell import script_watch
 
 BUDGET, AMPLE = "12MiB", "512MiB"
+
+
+def simulate(size: str) -> AbstractContextManager[object]:
+    """Give a device with so many bytes besides what this process holds, for other tests too."""
+    return oomdoctor.simulate(besides(size))
+
 
 EVALUATE = '''
 import torch
@@ -225,7 +233,7 @@ def test_a_script_that_is_run_with_the_futures_of_another_is_healed(tmp_path: Pa
     path.write_text(f"{EVALUATE}with oomdoctor.heal():\n{BLOCK}", encoding="utf-8")
     flags = __future__.annotations.compiler_flag
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", flags=flags, dont_inherit=True), namespace)
     assert last().outcome.kind is OutcomeKind.HEALED
 
@@ -238,11 +246,11 @@ def test_a_call_is_healed_and_returns_its_result(load: Any, capsys: pytest.Captu
     names, notes = set(vars(module)), [1.0]
     wrapper = module.evaluate
     module.torch.manual_seed(3)
-    with oomdoctor.simulate(AMPLE):
+    with simulate(AMPLE):
         wanted = wrapper.__wrapped__(module.model, 20, "a", 2.5, notes=[1.0])
     module.calls.clear()
     module.torch.manual_seed(3)
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         score, more, given = wrapper(module.model, 20, "a", 2.5, notes=notes)
     assert last().outcome.kind is OutcomeKind.HEALED
     assert last().outcome.state == "clean"
@@ -261,7 +269,7 @@ def test_a_call_is_healed_and_returns_its_result(load: Any, capsys: pytest.Captu
 def test_after_it_was_healed_the_changed_function_is_called_by_all(load: Any) -> None:
     module = load(EVALUATE)
     kept = module.evaluate
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.evaluate(module.model, 20)
         number = last().number
         assert module.evaluate is kept
@@ -274,7 +282,7 @@ def test_after_it_was_healed_the_changed_function_is_called_by_all(load: Any) ->
 
 def test_a_function_healed_under_another_name_follows_its_change(load: Any) -> None:
     module = load(EVALUATE.replace("@oomdoctor.heal\n", "") + "\nsafely = oomdoctor.heal(evaluate)\n")
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.safely(module.model, 20)
         number = last().number
         module.safely(module.model, 20)
@@ -286,7 +294,7 @@ def test_what_is_not_healed_raises_its_own_error_from_the_state_of_the_start(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = load(EVALUATE.replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()) as caught:
+    with simulate(BUDGET), pytest.raises(out_of_memory()) as caught:
         module.evaluate(module.model, 20)
     assert last().outcome.kind is OutcomeKind.REFUSED
     assert "open('/dev/null', 'w')" in last().outcome.why
@@ -304,7 +312,7 @@ def test_what_is_not_healed_raises_its_own_error_from_the_state_of_the_start(
 
 def test_a_retry_that_runs_out_as_well_is_taken_back_and_told_once(load: Any) -> None:
     module, before = load(EVALUATE), len(pipeline.cases())
-    with oomdoctor.simulate("4MiB"), pytest.raises(out_of_memory()) as caught:
+    with simulate("4MiB"), pytest.raises(out_of_memory()) as caught:
         module.evaluate(module.model, 600)
     assert [case.outcome.kind for case in pipeline.cases()[before:]] == [OutcomeKind.ROLLED_BACK]
     assert module.calls == []
@@ -313,7 +321,7 @@ def test_a_retry_that_runs_out_as_well_is_taken_back_and_told_once(load: Any) ->
 
 def test_off_diagnoses_only(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     module = load(EVALUATE.replace("@oomdoctor.heal", "@oomdoctor.heal(auto='off')"))
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+    with simulate(BUDGET), pytest.raises(out_of_memory()):
         module.evaluate(module.model, 20)
     assert last().outcome.kind is OutcomeKind.OFFERED
     assert [one.fix for one in last().plan.candidates]
@@ -324,7 +332,7 @@ def test_other_errors_pass_as_they_are(load: Any, capsys: pytest.CaptureFixture[
     module = load(EVALUATE)
     before = len(pipeline.cases())
     for error in (ValueError("mine"), KeyboardInterrupt(), SystemExit(3)):
-        with oomdoctor.simulate(AMPLE), pytest.raises(type(error)) as caught:
+        with simulate(AMPLE), pytest.raises(type(error)) as caught:
             module.evaluate(module.model, 2, "raise", error)
         assert caught.value is error
     with pytest.raises(TypeError, match="missing 2 required"):
@@ -339,18 +347,18 @@ def test_an_error_of_the_retry_is_raised_with_the_state_restored(load: Any, erro
     module = load(EVALUATE)
     notes: list[float] = []
     code = module.evaluate.__wrapped__.__code__
-    with oomdoctor.simulate(BUDGET), pytest.raises(type(error)) as caught:
+    with simulate(BUDGET), pytest.raises(type(error)) as caught:
         module.evaluate(module.model, 20, "raise", error, notes=notes)
     assert caught.value is error
     assert (module.calls, notes) == ([], [])
     assert module.evaluate.__wrapped__.__code__ is code
-    with oomdoctor.simulate(AMPLE):
+    with simulate(AMPLE):
         assert module.evaluate(module.model, 1, notes=notes)[2] is notes
 
 
 def test_a_retry_that_ends_the_program_has_healed_it(load: Any) -> None:
     module = load(EVALUATE)
-    with oomdoctor.simulate(BUDGET), pytest.raises(SystemExit):
+    with simulate(BUDGET), pytest.raises(SystemExit):
         module.evaluate(module.model, 20, "raise", SystemExit(3))
     assert last().outcome.kind is OutcomeKind.HEALED
     assert module.calls == [20]
@@ -359,12 +367,12 @@ def test_a_retry_that_ends_the_program_has_healed_it(load: Any) -> None:
 def test_the_inner_one_heals_and_the_outer_leaves_it_to_it(load: Any) -> None:
     module = load(EVALUATE + OUTER)
     before = len(pipeline.cases())
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.outer(module.model, 20)
     assert len(pipeline.cases()) == before + 1
     assert module.calls == ["outer", 20]
     refused = load((EVALUATE + OUTER).replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+    with simulate(BUDGET), pytest.raises(out_of_memory()):
         refused.outer(refused.model, 20)
     assert len(pipeline.cases()) == before + 2
 
@@ -373,7 +381,7 @@ def test_a_new_failure_in_the_handler_of_one_that_was_told_is_told_as_well(load:
     module = load(EVALUATE.replace("@oomdoctor.heal", "@oomdoctor.heal(auto='off')"))
     before = len(pipeline.cases())
     errors: list[BaseException] = []
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         try:
             module.evaluate(module.model, 20)
         except out_of_memory() as first:
@@ -401,7 +409,7 @@ def deeper(model, depth, trail):
 """
     )
     trail: list[int] = []
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         assert module.deeper(module.model, 2, trail) == 20
         assert module.deeper(module.model, 1, trail) == 20
     assert trail == [2, 1, 0, 1, 0]
@@ -438,7 +446,7 @@ class Other(Trainer):
 """
     )
     trainer, other = module.Trainer(), module.Other()
-    with oomdoctor.simulate("14MiB"):
+    with simulate("14MiB"):
         assert trainer.fit(2) > 0
         assert last().outcome.kind is OutcomeKind.HEALED
         with pytest.raises(out_of_memory()):
@@ -451,7 +459,7 @@ def test_a_coroutine_is_awaited_and_healed(load: Any) -> None:
     source = EVALUATE.replace("def evaluate", "async def evaluate")
     source = source.replace("calls.append(batches)", "calls.append(batches)\n    await asyncio.sleep(0)")
     module = load("import asyncio\n" + source)
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         assert asyncio.run(module.evaluate(module.model, 20, "x"))[1] == ("x",)
     assert last().outcome.kind is OutcomeKind.HEALED
     assert module.calls == [20]
@@ -471,7 +479,7 @@ def test_a_coroutine_beside_another_task_is_left_as_it_failed(load: Any) -> None
         finally:
             task.cancel()
 
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+    with simulate(BUDGET), pytest.raises(out_of_memory()):
         asyncio.run(main())
     assert "the task `waiter` of the program" in last().outcome.why
 
@@ -482,13 +490,13 @@ def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
     thread = threading.Thread(target=module.waits, args=(event,), name="waiter")
     thread.start()
     try:
-        with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+        with simulate(BUDGET), pytest.raises(out_of_memory()):
             module.evaluate(module.model, 20)
     finally:
         event.set()
         thread.join()
     assert "the thread `waiter` runs code of the program as well" in last().outcome.why
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.evaluate(module.model, 20)
     assert last().outcome.kind is OutcomeKind.HEALED
 
@@ -504,7 +512,7 @@ def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
 )
 def test_what_cannot_be_called_again_from_its_text_is_left_as_it_failed(load: Any, made: str, reason: str) -> None:
     module = load(EVALUATE + made)
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+    with simulate(BUDGET), pytest.raises(out_of_memory()):
         module.healed(module.model, 20)
     assert last().outcome.kind is OutcomeKind.REFUSED
     assert reason in last().outcome.why
@@ -515,7 +523,7 @@ def test_a_file_that_was_edited_since_it_was_loaded_is_not_taken_for_the_program
         EVALUATE + "import pathlib\nhere = pathlib.Path(__file__)\nhere.write_text('#\\n' + here.read_text())\n"
         "import linecache\nlinecache.clearcache()\nlater = oomdoctor.heal(evaluate.__wrapped__)\n"
     )
-    with oomdoctor.simulate(BUDGET), pytest.raises(out_of_memory()):
+    with simulate(BUDGET), pytest.raises(out_of_memory()):
         module.later(module.model, 20)
     assert "its file was changed after it was loaded" in last().outcome.why
 
@@ -636,13 +644,13 @@ def test_a_fault_of_ours_leaves_the_users_error(
         raise RuntimeError("planted")
 
     for target in ("observe", "plan", "heal"):
-        with monkeypatch.context() as patch, oomdoctor.simulate(BUDGET):
+        with monkeypatch.context() as patch, simulate(BUDGET):
             patch.setattr(pipeline, target, broken)
             with pytest.raises(out_of_memory()):
                 module.evaluate(module.model, 20)
         assert "RuntimeError: planted" in capsys.readouterr().err
     module.calls.clear()
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.evaluate(module.model, 20)
     assert module.calls == [20]
 
@@ -659,7 +667,7 @@ def test_nothing_of_ours_is_left_set(load: Any) -> None:
         )
 
     module, before = load(EVALUATE), hooks()
-    with oomdoctor.simulate(BUDGET):
+    with simulate(BUDGET):
         module.evaluate(module.model, 20)
         with pytest.raises(ValueError, match="mine"):
             module.evaluate(module.model, 2, "raise", ValueError("mine"))
@@ -668,10 +676,9 @@ def test_nothing_of_ours_is_left_set(load: Any) -> None:
 
 
 def test_in_a_notebook_one_of_the_two_acts(capsys: pytest.CaptureFixture[str]) -> None:
-    from state_shell import started
 
     before = len(pipeline.cases())
-    with started("detach_history") as shell, oomdoctor.simulate(BUDGET):
+    with started("detach_history") as shell, simulate(BUDGET):
         assert shell.run_cell(EVALUATE, store_history=True).success
         assert shell.run_cell("evaluate(model, 20)", store_history=True).success
         block = "with oomdoctor.heal():\n    scores = evaluate.__wrapped__(model, 30)[0]"

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
 from programs import DATA, MODEL, TRAIN
 from state_programs import Planted, cells_of
-from state_shell import differing, run, seed, started
+from state_shell import besides, differing, run, seed, started
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.model.absence import Refused
@@ -114,7 +114,7 @@ def test_the_inserted_cell_of_a_fresh_shell_leaves_what_the_healed_one_left(shel
 
 
 def test_earlier_cells_are_shown_as_a_diff_and_the_failing_one_is_inserted(shell: InteractiveShell) -> None:
-    for cell in (*SMALL, FUNCTION, f"%oomdoctor simulate {BUDGET}"):
+    for cell in (*SMALL, FUNCTION, f"%oomdoctor simulate {besides(BUDGET)}"):
         run(shell, cell)
     assert not run(shell, "train()  # go")[0].success
     told = said(shell, "%oomdoctor fix micro_batch --insert")
@@ -236,7 +236,7 @@ def test_undo_of_a_refused_case(shell: InteractiveShell) -> None:
 
 
 def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
-    for cell in (*SMALL, f"%oomdoctor simulate {BUDGET}"):
+    for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}"):
         run(shell, cell)
     run(shell, f"{TRAIN}huge = torch.ones(1 << 22)")
     said(shell, "%oomdoctor fix 1")
@@ -281,7 +281,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def trains(shell: InteractiveShell, budget: str = BUDGET) -> None:
-    for cell in (*SMALL, f"%oomdoctor simulate {budget}", "%oomdoctor auto exact"):
+    for cell in (*SMALL, f"%oomdoctor simulate {besides(budget)}", "%oomdoctor auto exact"):
         run(shell, cell)
 
 
@@ -308,16 +308,17 @@ def test_what_healed_a_cell_is_tried_first_without_a_new_search(shell: Interacti
     [
         "loader = torch.utils.data.DataLoader(data, batch_size=60)",
         "model = nn.Sequential(model)",
-        "%oomdoctor simulate 13MiB",
+        "%oomdoctor simulate {larger}",
     ],
     ids=["batch", "model", "device"],
 )
 def test_another_failure_of_the_same_text_is_searched_anew(
     shell: InteractiveShell, searches: list[int], change: str
 ) -> None:
+    larger = besides("13MiB")
     trains(shell)
     run(shell, TRAIN)
-    run(shell, change)
+    run(shell, change.format(larger=larger))
     run(shell, TRAIN)
     assert (known().number, searches) == (2, [1, 2])
 
@@ -383,7 +384,7 @@ def test_undo_forgets_what_was_remembered(shell: InteractiveShell) -> None:
 
 
 def test_what_ran_out_of_memory_is_not_tried_again_unless_it_is_named(shell: InteractiveShell) -> None:
-    for cell in (*SMALL, f"%oomdoctor simulate {BUDGET}"):
+    for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}"):
         run(shell, cell)
     run(shell, f"{TRAIN}huge = torch.ones(1 << 22)")
     run(shell, "%config OomDoctor.attempts = 1")
