@@ -59,6 +59,11 @@ def clocked(self, case):
     show(self, case)
     shown.append(time.process_time())
 showing.Shown.show = clocked
+tell, told = get_ipython()._showtraceback, []
+def clocked_traceback(*given):
+    tell(*given)
+    told.append(time.process_time())
+get_ipython()._showtraceback = clocked_traceback
 """
 TRAIN: Final = """\
 for _ in range(2):
@@ -71,7 +76,7 @@ for _ in range(2):
     optimizer.step()
 # {number}
 """
-LOADED: Final = "bool(getattr(__import__('sys').modules.get('oomdoctor.rulebook.sources'), '_books', ()))"
+LOADED: Final = "(get_ipython()._oomdoctor_extension.warming or ticking).done()"
 PENDING: Final = "Forecasts are being made"
 
 
@@ -80,7 +85,9 @@ class Failure:
     """One failure: seconds from the raise to the error, the diagnosis, the panel, and the last forecast.
 
     Attributes:
-        cpu: seconds of CPU that the kernel's process took from the raise to the panel.
+        after: from the error to the panel.
+        error_cpu: seconds of CPU that the kernel's process took from the raise to the error, which is IPython's own
+            work; ``after_cpu``: from there to the panel.
         blocked: the longest stretch after the answer in which the loop could do nothing else; ``blocked_cpu``: the most
             CPU that the process took in such a stretch.
     """
@@ -88,8 +95,10 @@ class Failure:
     error: float
     diagnosis: float
     panel: float
+    after: float
+    error_cpu: float
+    after_cpu: float
     forecasts: float
-    cpu: float
     blocked: float
     blocked_cpu: float
 
@@ -97,7 +106,7 @@ class Failure:
 def fail(kernel: Kernel, number: int) -> Failure:
     """Run the cell that fails, and take what the kernel sends until the forecasts are there."""
     reply = kernel.run(TRAIN.format(number=number), ok=False)
-    raised, cpu, ticks = kernel.value("(raised, shown[-1] - cpu, len(gaps))")
+    raised, *cpu, ticks = kernel.value("(raised, told[-1] - cpu, shown[-1] - told[-1], len(gaps))")
     stamps = {"error": 0.0, "diagnosis": 0.0, "panel": 0.0}
     for message in reply.messages:
         at = message["header"]["date"].timestamp() - raised
@@ -110,7 +119,15 @@ def fail(kernel: Kernel, number: int) -> Failure:
             stamps["diagnosis"] = at
     filled = _filled(kernel, raised)
     blocked, blocked_cpu = kernel.value(f"[max(column) for column in zip(*gaps[{ticks}:])]")
-    return Failure(**stamps, forecasts=filled, cpu=cpu, blocked=blocked, blocked_cpu=blocked_cpu)
+    return Failure(
+        **stamps,
+        after=stamps["panel"] - stamps["error"],
+        error_cpu=cpu[0],
+        after_cpu=cpu[1],
+        forecasts=filled,
+        blocked=blocked,
+        blocked_cpu=blocked_cpu,
+    )
 
 
 def _filled(kernel: Kernel, raised: float) -> float:
@@ -146,7 +163,7 @@ def table(cells: int) -> Iterator[str]:
     yield f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     yield f"10,000 names, a model of 1,000 modules; load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
     yield ""
-    columns = ("error", "diagnosis", "panel", "its CPU", "forecasts", "blocked", "its CPU")
+    columns = ("error", "its CPU", "diagnosis", "panel", "from error", "its CPU", "forecasts", "blocked", "its CPU")
     yield f"{'seconds after the raise':<26}" + "".join(f"{name:>11}" for name in columns)
     first, others = found[0], found[1:]
     rows = [("the first failure", [first])]
@@ -154,12 +171,15 @@ def table(cells: int) -> Iterator[str]:
     for name, failures in rows:
         yield f"{name:<26}" + "".join(
             f"{statistics.median(getattr(one, field) for one in failures):>9.2f} s"
-            for field in ("error", "diagnosis", "panel", "cpu", "forecasts", "blocked", "blocked_cpu")
+            for field in (
+                *("error", "error_cpu", "diagnosis", "panel", "after", "after_cpu"),
+                *("forecasts", "blocked", "blocked_cpu"),
+            )
         )
     for name, failures in rows:
-        panel, blocked = (statistics.median(getattr(one, field) for one in failures) for field in ("panel", "blocked"))
+        after, blocked = (statistics.median(getattr(one, field) for one in failures) for field in ("after", "blocked"))
         yield (
-            f"{name}: panel < {SHOWN_S:g} s {'met' if panel < SHOWN_S else 'missed'}, "
+            f"{name}: panel < {SHOWN_S:g} s after the error {'met' if after < SHOWN_S else 'missed'}, "
             f"blocked < {BLOCKED_S:g} s {'met' if blocked < BLOCKED_S else 'missed'}"
         )
 

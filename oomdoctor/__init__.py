@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
-    from oomdoctor.pipeline import explain, last_case, report
+    from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
+    from oomdoctor.shell.reporting import report
     from oomdoctor.shell.script_plan import plan
     from oomdoctor.shell.scripts import heal
 
@@ -36,7 +37,7 @@ _HOMES: Final = {
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "plan": "oomdoctor.shell.script_plan",
-    "report": "oomdoctor.pipeline",
+    "report": "oomdoctor.shell.reporting",
     "simulate": "oomdoctor.allocator.virtual",
     "unload_ipython_extension": "oomdoctor.shell",
 }

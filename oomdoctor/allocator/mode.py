@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomdoctor.allocator import stack
 from oomdoctor.allocator.caching import OutOfSpace
+from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.allocator.foresight import foreseen_bytes, most_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if compiling is not None:
                 self._warn_once()
+            if stays_whole(func):
+                return run_apart(func, self, args, kwargs)
             self._foresee(func, types, args, kwargs)
             result = func(*args, **kwargs)
             self.device.count(result)

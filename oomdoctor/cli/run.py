@@ -22,7 +22,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.case import OutcomeKind
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from oomdoctor.cli.run_shell import ScriptShell
 
 __all__ = ["add_arguments", "run"]
 
@@ -33,12 +33,18 @@ _UNREADABLE: Final = "is not a Python script that can be read"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
-    parser.usage = "%(prog)s [-h] [--auto off|exact|any] [--simulate SIZE] [--diff PATH] [--json PATH] SCRIPT.py [ARGS]"
+    options = "[--auto off|exact|any] [--anyway] [--simulate SIZE] [--diff PATH] [--json PATH]"
+    parser.usage = f"%(prog)s [-h] {options} SCRIPT.py [ARGS]"
     parser.add_argument(
         "--auto",
         choices=("off", "exact", "any"),
         default="exact",
         help="heal never, with fixes that keep the result (the default), or with any fix",
+    )
+    parser.add_argument(
+        "--anyway",
+        action="store_true",
+        help="run it again also where something that it did cannot be taken back, such as a file that it wrote",
     )
     parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
     parser.add_argument("--diff", metavar="PATH", help="write the change that healed the script there, as a diff")
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(Path(target))
     main = _become_main(path, args.arguments)
     shell = _shell_for(path, main)
+    shell.anyway = args.anyway
     if args.simulate is not None:
         from oomdoctor.allocator import virtual
 
@@ -69,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     shell.run_line_magic("oomdoctor", f"auto {args.auto}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
-        result = shell.run_cell(source, store_history=True)
+        result = shell.run_cell(source, store_history=True)  # type: ignore[no-untyped-call]
     _write(args, path)
+    _name_anyway(args, path)
     return _status(result.error_before_exec or result.error_in_exec)
 
 
@@ -105,7 +113,7 @@ def _become_main(path: Path, arguments: list[str]) -> ModuleType:
     return main
 
 
-def _shell_for(path: Path, main: ModuleType) -> InteractiveShell:
+def _shell_for(path: Path, main: ModuleType) -> ScriptShell:
     from traitlets.config import Config
 
     from oomdoctor.cli.run_shell import ScriptShell
@@ -132,6 +140,18 @@ def _write(args: argparse.Namespace, script: Path) -> None:
             print(f"oomdoctor run: no diff: {patch.reason}", file=sys.stderr)
         else:
             Path(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
+
+
+def _name_anyway(args: argparse.Namespace, script: Path) -> None:
+    """Say how a script is run again that was not, for what cannot be taken back."""
+    from oomdoctor import pipeline
+
+    case = pipeline.last_case()
+    if case is None or case.outcome.kind is not OutcomeKind.REFUSED or case.outcome.attempts or args.anyway:
+        return
+    if pipeline.admitted(case, args.auto):
+        again = f"`oomdoctor run --anyway {script}` runs it again; what is named stays as it is"
+        print(f"  Anyway  {again}", file=sys.stderr)
 
 
 def _status(error: Any) -> int:

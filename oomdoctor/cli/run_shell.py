@@ -42,13 +42,14 @@ class ScriptShell(InteractiveShell):
 
     Attributes:
         script: its path.
+        anyway: whether it is run again although something of the failed run cannot be taken back.
     """
 
     display_pub_class = Type(_Publisher)
 
     def __init__(self, script: Path, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.script = script
+        self.script, self.anyway = script, False
         self.compile = _Compiler(str(script))
 
     def transform_cell(self, raw_cell: str) -> str:

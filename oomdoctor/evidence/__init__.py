@@ -5,10 +5,10 @@ A collector never runs code of the user's and allocates nothing on a device. Wha
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from oomdoctor.evidence import arrays, census, devices, host
 from oomdoctor.evidence._earlier import earlier_errors
@@ -24,8 +24,6 @@ from oomdoctor.model.names import bound_names, loop_targets
 from oomdoctor.model.session import Session
 
 __all__ = ["collect"]
-
-_CALL: Final = re.compile(r"(?P<head>(?P<name>\w+)[^()]*\()(?P<value>.*)\)", re.DOTALL)
 
 
 def collect(
@@ -92,11 +90,22 @@ def _apart(namespace: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _detached(source: str) -> tuple[str, str]:
-    """Return the name of the list that a statement adds a tensor to, and the one that leaves its graph behind."""
-    call = _CALL.match(source)
-    if call is None:
-        return source.split("=")[0].split()[0].rstrip("+"), source
-    return call["name"], f"{call['head']}{call['value']}.detach())"
+    """Return the name of what a statement adds a tensor to, and the one that leaves the graph behind."""
+    node = ast.parse(source).body[0]
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=kept_in), args=[kept]) as call):
+            call.args = [_without_graph(kept)]
+        case ast.AugAssign(target=kept_in, value=kept):
+            node.value = _without_graph(kept)
+        case ast.Assign(targets=[kept_in], value=ast.BinOp(right=kept) as added):
+            added.right = _without_graph(kept)
+        case _:
+            raise AssertionError(f"no statement that keeps a tensor: {source}")
+    return ast.unparse(kept_in), ast.unparse(node)
+
+
+def _without_graph(value: ast.expr) -> ast.expr:
+    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
 
 
 def _counted(device: DeviceMemory, found: int) -> DeviceMemory:

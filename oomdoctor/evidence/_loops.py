@@ -71,6 +71,9 @@ def _was_running(
         return False
     if line is None or (scope.function is not None and not running):
         return True
+    masked = program.masked.get(program.failing)
+    if scope.function is None and masked is not None and any(text.startswith("%%") for _, text in masked.hidden):
+        return True  # a cell magic runs the lines below it as code of its own
     lines = {(program.failing, line), *running}
     return any(cell == scope.cell and loop.lineno <= at <= (loop.end_lineno or at) for cell, at in lines)
 
@@ -201,7 +204,7 @@ def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[s
         return method, receiver
     if method in _CLIPS:
         return "clip", receiver
-    if method == "step":
+    if method == "step" and receiver:
         of = ast.unparse(call.args[0]) if call.args and _scales(receiver) else receiver
         kind = roles.of(of) or ("scheduler" if _SCHEDULER.search(of) else "optimizer")
         return ("schedule" if kind == "scheduler" else "step"), of

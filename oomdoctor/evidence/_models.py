@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oomdoctor.model.evidence import LossFacts, ModelFacts
-from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict
+from oomdoctor.model.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
 
 __all__ = ["losses", "models", "parameters", "sizes", "typed"]
 
@@ -28,6 +28,11 @@ _BATCH_NORMS: Final = frozenset({"_BatchNorm", "SyncBatchNorm"})
 _DROPOUTS: Final = frozenset({"_DropoutNd", "MultiheadAttention", "RNNBase"})
 _FUSED: Final = frozenset({"MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder"})
 """They have a fast path for inference. Source: ``torch.nn.TransformerEncoderLayer``."""
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
+_DERIVING_HOOKS: Final = frozenset({"WeightNorm"})
+"""They derive an attribute from parameters alone. Source: ``torch.nn.utils.weight_norm``."""
+_GRAD_FN: Final[Any] = Tensor.grad_fn
+"""Asked past the class of a tensor, which may have one of its own."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
@@ -65,6 +70,8 @@ def _model(path: str, root: Any) -> ModelFacts:
         any_size=tuple(name for name, module in tree if _POOLS & _mro(module)),
         linear_bytes=_parameter_bytes(module for _, module in tree if type(module).__name__ == "Linear"),
         fused_without_grad=tuple(name for name, module in tree if _FUSED & _mro(module)),
+        hooked=tuple(name for name, module in tree if _is_hooked(module)),
+        leaves=tuple(_leaves(tree)),
     )
 
 
@@ -119,7 +126,11 @@ def _is(value: Any, *kinds: type) -> bool:
 
 
 def _mro(module: Any) -> frozenset[str]:
-    return frozenset(base.__name__ for base in type.__dict__["__mro__"].__get__(type(module)))
+    return _names_above(type(module))
+
+
+_names_above: Final = PerType(lambda cls: frozenset(base.__name__ for base in mro_of(cls)))
+"""What a class and those above it are called; told once, as the modules of a model are of few classes."""
 
 
 def _is_loss(module: Any) -> bool:
@@ -176,6 +187,29 @@ def _drops(module: Any) -> bool:
 
 def _is_sequence_first(module: Any) -> bool:
     return bool(_BATCH_FIRST & _mro(module)) and not _flag(module, "batch_first", False)
+
+
+def _is_hooked(module: Any) -> bool:
+    held = [hook for name in _HOOKS for hook in dict.values(_mapping(module, name))]
+    return any(type(hook).__name__ not in _DERIVING_HOOKS for hook in held)
+
+
+def _leaves(tree: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield where a forward has left tensors with their graph: attributes, and lists and dicts in them."""
+    for path, module in tree:
+        if any(type(hook).__name__ in _DERIVING_HOOKS for hook in dict.values(_mapping(module, _HOOKS[0]))):
+            continue
+        for name, value in dict.items(plain_dict(module) or {}):
+            items: Iterable[Any] = (value,)
+            if type(value) in (list, dict) and not str(name).startswith("_"):
+                items = list(value.values() if type(value) is dict else value)
+            if any(kind_of(type(one)) is Kind.TENSOR and _has_graph(one) for one in items):
+                yield f"{path}.{name}".lstrip(".")
+
+
+def _has_graph(tensor: Any) -> bool:
+    with torch._C.DisableTorchFunction():
+        return _GRAD_FN.__get__(tensor) is not None
 
 
 def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:

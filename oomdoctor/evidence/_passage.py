@@ -48,6 +48,11 @@ class Passage:
         self._met: dict[int, tuple[ast.AST, set[str]]] = {}
 
     @property
+    def now(self) -> set[str]:
+        """The names that carry it behind what was gone through."""
+        return self._now
+
+    @property
     def ever(self) -> set[str]:
         """The names that carry it anywhere."""
         return self._ever

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
 from oomdoctor.evidence._program import Program, Scope, own_nodes, short
@@ -18,7 +18,7 @@ from oomdoctor.model.names import call_name
 __all__ = ["not_repeatable"]
 
 _CALLS: Final = re.compile(
-    r"^(input|raw_input"
+    r"^(input|raw_input|atexit\.register"
     r"|(requests|httpx|urllib|socket|subprocess|shutil|smtplib|boto3|wandb|mlflow|neptune|comet_ml)\..+"
     r"|(urllib\.request\.)?(urlopen|urlretrieve)"
     r"|os\.(system|popen|remove|unlink|rename|replace|rmdir|removedirs|kill|execv\w*|spawn\w*)"
@@ -33,11 +33,23 @@ _CHANGING: Final = frozenset({"fill", "sort", "partition", "put", "itemset"})
 """Methods of an array that change it and do not end in an underscore."""
 
 
-def not_repeatable(program: Program, namespace: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``line N: `call` `` for each in the failing run; for those of other cells with the cell's number."""
-    found = [(scope.cell, line, text) for scope in program.running for line, text in (*_python(scope, namespace),)]
+def not_repeatable(
+    program: Program, namespace: Mapping[str, Any], ahead: Container[int] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
+
+    Args:
+        ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
+    """
+    found = [(scope.cell, *one) for scope in program.running for one in _python(scope, namespace)]
+    behind = [(cell, node.lineno, text) for cell, node, text in found if id(node) not in ahead]
     tops = {scope.cell for scope in program.running if scope.function is None}
-    found += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
+    behind += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
+    later = [(cell, node.lineno, text) for cell, node, text in found if id(node) in ahead]
+    return _told(program, behind), _told(program, later)
+
+
+def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...]:
     ordered = sorted(set(found), key=lambda item: (item[0] != program.failing, item))
     return tuple(f"{_where(program, cell)}line {line}: `{text}`" for cell, line, text in ordered)
 
@@ -46,7 +58,7 @@ def _where(program: Program, cell: int) -> str:
     return "" if cell == program.failing else f"cell {cell}, "
 
 
-def _python(scope: Scope, namespace: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+def _python(scope: Scope, namespace: Mapping[str, Any]) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     for node in own_nodes(scope.body):
         if isinstance(node, ast.Call):
             name = call_name(node) or ast.unparse(node.func)
@@ -56,13 +68,13 @@ def _python(scope: Scope, namespace: Mapping[str, Any]) -> Iterator[tuple[int, s
                 or _writes(node, name)
                 or _consumes(node, name, namespace)
             ):
-                yield node.lineno, short(ast.unparse(node))
+                yield node, short(ast.unparse(node))
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(
             map(_is_past_autograd, _targets(node))
         ):
-            yield node.lineno, short(ast.unparse(node))
+            yield node, short(ast.unparse(node))
         elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, namespace):
-            yield node.lineno, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
+            yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
 
 
 def _changes_unseen(called: ast.expr) -> bool:

@@ -32,6 +32,8 @@ _AT_ONCE: Final = 10_000
 _LISTED: Final = 5
 _SIZED: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, list, tuple, dict, set, frozenset)))
 """By their ``id``: builtin types whose size is told by the interpreter itself."""
+_LEAVES: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, bool, type(None))))
+"""By their ``id``: builtin types that lead to nothing. Most names of a long notebook hold one of them."""
 _OPEN: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE, Kind.OBJECT, Kind.LOADER, Kind.MODULE})
 _ARRAYS: Final = frozenset({Kind.ARRAY})
 
@@ -43,8 +45,8 @@ def largest(names: Iterable[tuple[str, Any]], passed_over: frozenset[int] = froz
         passed_over: objects by their ``id`` that lead nowhere here.
     """
     search = _Search(set(passed_over))
-    found = sorted((search.below(name, value) for name, value in names), key=lambda one: -one.bytes)
-    return tuple(one for one in found[:_LISTED] if one.bytes >= MIB)
+    found = (search.below(name, value) for name, value in names)
+    return tuple(sorted(filter(None, found), key=lambda one: -one.bytes)[:_LISTED])
 
 
 class _Search:
@@ -55,9 +57,12 @@ class _Search:
         self._left = _MOST_OBJECTS
         self._of_tensors: frozenset[int] | None = None
 
-    def below(self, name: str, value: Any) -> HostHolding:
-        """Return what hangs on one name and on none before it."""
+    def below(self, name: str, value: Any) -> HostHolding | None:
+        """Return what hangs on one name and on none before it, None where that is less than a MiB."""
         own, in_arrays, arrays, objects = 0, 0, 0, 0
+        if id(type(value)) in _LEAVES and sys.getsizeof(value) < MIB:
+            self._pass(value)
+            return None
         level: list[Any] = [value]
         while level and self._left > 0:
             fresh = self._fresh(level)
@@ -73,7 +78,16 @@ class _Search:
             inner = {key for key in _keys(classes, _OPEN) if not leads_nowhere(classes[key])}
             level = gc.get_referents(*compress(fresh, map(inner.__contains__, keys)))
             level += chain.from_iterable(map(elements_of, met))
-        return HostHolding(path=name, bytes=own + in_arrays, array_bytes=in_arrays, arrays=arrays, objects=objects)
+        size = own + in_arrays
+        if size < MIB:
+            return None
+        return HostHolding(path=name, bytes=size, array_bytes=in_arrays, arrays=arrays, objects=objects)
+
+    def _pass(self, leaf: Any) -> None:
+        """Note what leads to nothing as one that was met."""
+        if self._left > 0 and id(leaf) not in self._seen:
+            self._seen.add(id(leaf))
+            self._left -= 1
 
     def _fresh(self, level: list[Any]) -> list[Any]:
         """Return those that were not met before, each once, as far as the budget goes, and note them."""

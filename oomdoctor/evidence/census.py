@@ -21,7 +21,7 @@ import torch
 
 from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
 from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
-from oomdoctor.evidence.held import bounds_of, is_empty
+from oomdoctor.evidence.held import bounds_of, is_empty, sort_of
 from oomdoctor.evidence.ledger import Ledger, Place
 from oomdoctor.evidence.lines import Holder, Ways, are_all_known
 from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by_c
@@ -175,7 +175,9 @@ class _Count:
 
     def _roots(self) -> Iterator[list[tuple[Root, Any]]]:
         program = self._program
-        names = [(Root(name, ident=id(value)), value) for name, value in program.names]
+        # Most names of a long notebook hold a number or a text, which lead nowhere.
+        leading = [(name, value) for name, value in program.names if sort_of(type(value)).kind is not Kind.ATOM]
+        names = [(Root(name, ident=id(value)), value) for name, value in leading]
         own = [(root, value) for root, value in names if root.name not in program.borrowed]
         # First what the walk must not miss should it be stopped among data.
         yield [(root, value) for root, value in own if kind_of(type(value)) in _OWNERS]

@@ -24,7 +24,9 @@ from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._loops import training_loops
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
+from oomdoctor.evidence._outliving import outliving, runs_model
 from oomdoctor.evidence._program import Program, is_gradless, read
+from oomdoctor.evidence._reaching import unreached
 from oomdoctor.evidence._repeating import not_repeatable
 from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
@@ -68,7 +70,9 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
+    once, ahead = not_repeatable(program, _from_before(cells, namespace), unreached(program, line, running))
     loops, idle = training_loops(program, kinds, line, running), undifferentiated(program, kinds, line)
+    idle_kept, idle_models = outliving(program, kinds, idle)
     carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))
     return CodeFacts(
         failing_cell=cells.failing.number,
@@ -79,7 +83,11 @@ def facts(
         steppers=optimizer_facts(optimizers),
         history_appends=history_appends(program, kinds),
         undifferentiated=idle,
-        not_repeatable=not_repeatable(program, _from_before(cells, namespace)),
+        idle_kept=idle_kept,
+        idle_models=idle_models,
+        runs_model=runs_model(program, kinds),
+        not_repeatable=once,
+        not_reached=ahead,
         grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
         retain_graph=_kept.retain_graph(under),
         gathers_predictions=_kept.gathers_predictions(program, kinds),

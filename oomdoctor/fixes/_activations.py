@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.evidence import Role
@@ -21,6 +22,8 @@ NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 _OPTIMIZERS: Final = "torch/optim/"
 _LAYERS: Final = "torch/nn/"
+_OF_LIBRARY: Final = re.compile(r"[\w.+-]+[/\\]")
+"""A file of an installed package, which may run a model that the cells do not show."""
 _LEAST_RATIO: Final = 0.05
 """Of what was found: fewer activations than this, in an optimizer's step, are not what that step is short of."""
 
@@ -30,12 +33,21 @@ def why_not_short(incident: Incident, evidence: Evidence) -> str | None:
 
     An optimizer's step comes when the backward pass has freed the activations: what it asks for is state of its own.
     """
-    if not (incident.framework_frame or "").startswith(_OPTIMIZERS):
+    frame = incident.framework_frame or ""
+    if _runs_none(evidence) and frame and not _OF_LIBRARY.match(frame):
+        return "the failing cell calls no model, as far as can be seen"
+    if not frame.startswith(_OPTIMIZERS):
         return None
     held, found = evidence.census.bytes_of(Role.ACTIVATION), evidence.census.found
     if held > _LEAST_RATIO * found:
         return None
     return f"memory ran out in the optimizer's step, when activations held {format_size(held)} of {format_size(found)}"
+
+
+def _runs_none(evidence: Evidence) -> bool:
+    """Whether it was seen that no model runs; what a trainer of a library does is not seen in the cells."""
+    code = evidence.code
+    return code.runs_model is False and not code.trainers and not any(loop.in_failing_run for loop in code.loops)
 
 
 def why_not_training(evidence: Evidence) -> str | None:

@@ -2,8 +2,8 @@
 
 ``logits = model(x)`` becomes ``logits = torch.cat([checkpoint(model, part, use_reentrant=False) for part in
 x.chunk(4)])``; where a step has several such calls, a small function does it for all. Rewritten are the calls of the
-failing step that take tensors of the batch by position and whose output is used as a tensor; of any other call the
-reason is given.
+failing step, or else of a function that it calls, that take tensors of the batch by position and whose output is used
+as a tensor; of any other call the reason is given.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _imports
+from oomdoctor.fixes._called_functions import called_with
 from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, TrainingLoop
@@ -76,8 +77,12 @@ class _Names:
     helper: str | None = None
 
 
-def rewrite(cells: Cells, evidence: Evidence, chunks: int) -> Patch | Refused:
-    """Return the patch that splits the calls of the failing step into ``chunks``."""
+def rewrite(cells: Cells, evidence: Evidence, chunks: int, *, functions: bool = True) -> Patch | Refused:
+    """Return the patch that splits the calls of the failing step into ``chunks``.
+
+    Args:
+        functions: whether to look in functions that it calls where it calls no model itself.
+    """
     code, several = evidence.code, containers(evidence)
     loop = next((one for one in code.loops if one.in_failing_run and one.was_running), None)
     number = loop.cell if loop else cells.failing.number
@@ -93,14 +98,21 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int) -> Patch | Refused:
     around: cst.CSTNode = within if within is not None else parsed.module
     if (there := next(filter(None, (_HELPS.search(one.source) for one in cells.history)), None)) is not None:
         return Refused(f"`{there[1]}` gives a model parts of the batch already")
+    calls = _calls(parsed, around, models)
+    within_loop = loop
+    if not calls and functions:
+        for place in called_with(cells, parsed, around, models):
+            if (calls := _calls(place[1], place[2], place[3])) or _SPLIT.search(place[1].code(place[2])):
+                (cell, parsed, around, _), within_loop = place, None
+                break
     if _SPLIT.search(parsed.code(around)):
         return Refused("a model is given parts of the batch already")
-    calls = _calls(parsed, around, models)
     for argument in (argument for one in calls for argument in one.call.args):
         if (name := next((name for name in _operands(argument.value) if name in several), None)) is not None:
             return Refused(f"`{name}` holds several tensors: it has no parts of a batch")
     if not calls:
-        return Refused("the code calls no model that could be given parts of the batch")
+        more = " or in a function that it calls" if functions else ""
+        return Refused(f"no call of a model was found in the failing cell{more}")
     whole = sum(one.field is None for one in calls)
     names = _Names(
         checkpoint=None
@@ -110,7 +122,7 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int) -> Patch | Refused:
         chunks=chunks,
         helper=_cst.fresh_name("in_parts", cells) if not code.grad_disabled and whole > 1 else None,
     )
-    changed = _rewritten(parsed, around, calls, names, _batch_names(parsed, around, loop))
+    changed = _rewritten(parsed, around, calls, names, _batch_names(parsed, around, within_loop))
     return changed if isinstance(changed, Refused) else _edited(cells, cell, parsed, changed, names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from oomdoctor.model.absence import Refused
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from oomdoctor.model.evidence import Evidence, ModelFacts
 
-__all__ = ["couples", "no_more_than_samples"]
+__all__ = ["couples", "layer", "no_more_than_samples", "takes_note"]
 
 
 def couples(model: ModelFacts) -> str | None:
@@ -22,7 +23,26 @@ def couples(model: ModelFacts) -> str | None:
         return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
     if model.sequence_first:
         return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
+    return takes_note(model, own=False)
+
+
+def takes_note(model: ModelFacts, *, own: bool) -> str | None:
+    """Return what would be of each part of a batch in the place of the whole, None where nothing is known to be.
+
+    Args:
+        model: what is run.
+        own: whether the hooks of the model itself would be called for each part as well.
+    """
+    if (hooked := next((name for name in model.hooked if name or own), None)) is not None:
+        return f"{layer(model, hooked)} has forward hooks, which would be called for each part of a batch"
+    if model.leaves:
+        return f"a forward leaves {layer(model, model.leaves[0])} behind, which would be that of a part of the batch"
     return None
+
+
+def layer(model: ModelFacts, name: str) -> str:
+    """Return the expression for the layer ``name`` below ``model``, or for an attribute there."""
+    return reduce(child_path, filter(None, name.split(".")), model.path)
 
 
 def no_more_than_samples(counts: Sequence[int], evidence: Evidence) -> list[int] | Refused:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _generators
 from oomdoctor.model.kinds import submodules
 
 __all__ = [
@@ -35,12 +36,13 @@ __all__ = [
     "host_marks",
     "is_shadow_run",
     "recomputed",
-    "refuse_inner_hooks",
+    "refuse_hooks",
     "refuse_unless_plain",
     "replaced",
     "rng_marks",
     "running_statistics",
     "splittable",
+    "tensors_left",
 ]
 
 Forward: TypeAlias = Callable[..., Any]
@@ -152,18 +154,25 @@ def splittable(models: Iterable[tuple[str, Any]], also: dict[str, str]) -> list[
         raise OomDoctorError("no model was found among the names of the notebook")
     for path, model in found:
         refuse_unless_plain(path, model, also)
-        refuse_inner_hooks(path, model)
+        refuse_hooks(path, model, own=False)
     return found
 
 
-def refuse_inner_hooks(path: str, module: Any) -> None:
+def refuse_hooks(path: str, module: Any, *, own: bool) -> None:
     """Refuse a module with forward hooks below it: they would be called more often than the user meant.
+
+    Args:
+        path: the expression for ``module``.
+        module: looked at with every module below it.
+        own: whether its own hooks would be as well.
 
     Raises:
         OomDoctorError: there are such hooks.
     """
     for name, part in submodules(module, path):
-        hooks = () if part is module else (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        if part is module and not own:
+            continue
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if any(type(hook).__name__ not in _REPEATABLE_HOOKS for hook in hooks):
             raise OomDoctorError(f"{name} is left as it is: its forward hooks would be called more than once")
 
@@ -254,7 +263,9 @@ class StateWatch:
             )
 
     def _marks(self) -> dict[str, Any]:
-        return {name: mark for path, part in submodules(self._module, self._path) for name, mark in _marks(path, part)}
+        parts = list(submodules(self._module, self._path))
+        own = {name: mark for path, part in parts for name, mark in _marks(path, part)}
+        return own | dict(_generators.marks(parts))
 
     def _parameter_marks(self) -> list[tuple[int, int]]:
         """Return which parameters there are, by identity: ``torch.func.functional_call`` exchanges them for a call."""
@@ -297,6 +308,21 @@ def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", value
         elif type(value) in (list, dict, set):
             yield f"{path}.{name}", (id(value), len(value))
+
+
+def tensors_left(path: str, module: Any) -> dict[str, Any]:
+    """Return the tensors in plain attributes of ``module`` and of what is below it, and in lists and dicts there."""
+    found: dict[str, Any] = {}
+    for name, part in submodules(module, path):
+        if any(type(hook).__name__ in _REPEATABLE_HOOKS for hook in part._forward_pre_hooks.values()):
+            continue
+        for attribute, value in vars(part).items():
+            if type(value) in (list, dict) and not attribute.startswith("_"):
+                items = value.items() if type(value) is dict else enumerate(value)
+                found |= {f"{name}.{attribute}[{key!r}]": one for key, one in items if isinstance(one, torch.Tensor)}
+            elif isinstance(value, torch.Tensor):
+                found[f"{name}.{attribute}"] = value
+    return found
 
 
 def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,11 +87,12 @@ def _parted(header: Sequence[cst.EmptyLine]) -> tuple[list[cst.EmptyLine], list[
 
 
 def _after_imports(parsed: _cst.ParsedCell) -> int:
-    """Return where in the body the imports and magics end that the cell begins with."""
+    """Return where in the body the docstring, imports and magics end that the cell, or the script, begins with."""
     masked = {text for text, _ in parsed.masked.hidden}
     at = 0
     for index, node in enumerate(parsed.module.body):
-        if _cst.is_import(node) or parsed.code(node) in masked:
+        is_docstring = index == 0 and parsed.module.get_docstring(clean=False) is not None
+        if is_docstring or _cst.is_import(node) or parsed.code(node) in masked:
             at = index + 1
         else:
             break

@@ -5,19 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import reduce
 from types import MappingProxyType
 from typing import Final
 
 from oomdoctor.fixes._batch_notebook import Book, Place, calls
+from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound
 from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, called, function_form, loss_made_by
 from oomdoctor.fixes._step import Split
 from oomdoctor.model.evidence import CodeFacts, ModelFacts, TrainingLoop
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.magics import mask
 
-__all__ = ["known_names", "layer", "model_facts", "write_constants"]
+__all__ = ["known_names", "model_facts", "write_constants"]
 
 _COUPLES: Final = re.compile(
     r"BatchNorm|InstanceNorm|\bLSTM\b|\bGRU\b|\bRNN\b|Transformer|MultiheadAttention|torchvision|timm|smp\."
@@ -37,11 +36,6 @@ def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | 
     if not exact and path.startswith("self."):
         exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
     return exact[0] if len(exact) == 1 else None
-
-
-def layer(model: ModelFacts, name: str) -> str:
-    """Return the expression for the layer ``name`` below ``model``."""
-    return reduce(child_path, filter(None, name.split(".")), model.path)
 
 
 def write_constants(book: Book) -> None:

@@ -8,9 +8,10 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book
+from oomdoctor.fixes._chunks import layer, takes_note
 from oomdoctor.fixes._dataflow import loop_at
 from oomdoctor.fixes._loss_forms import NotProven
-from oomdoctor.fixes._micro_names import known_names, layer, model_facts, write_constants
+from oomdoctor.fixes._micro_names import known_names, model_facts, write_constants
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
@@ -37,6 +38,8 @@ def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
             return f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode"
         if model.sequence_first:
             return f"{layer(model, model.sequence_first[0])} takes the batch in dimension 1, not 0"
+        if (why := takes_note(model, own=True)) is not None:
+            return why
     return None
 
 

@@ -120,6 +120,8 @@ def _helpers(cells: Cells, facts: TrainingLoop) -> frozenset[str]:
 
 def _plan(tree: ast.Module, loop: Loop, runners: Collection[str]) -> _Step:
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _method(node) == "backward"]
+    if not calls:
+        raise _NotSafe("backward is called in a function that the loop calls, not by the loop itself")
     if len(calls) != 1:
         raise _NotSafe(f"the loop calls backward {len(calls)} times, not once")
     (call,) = calls

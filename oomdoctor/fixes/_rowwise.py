@@ -6,8 +6,9 @@ mode that they are in, since what couples samples or draws random numbers may do
 whose dropout a proposal announces are put in evaluation mode.
 
 The trial runs in a forked child, which leaves no trace of it: not in globals, hooks or random numbers. Where one cannot
-fork, on a real accelerator for one, it runs in place: the random numbers are put back, and models with hooks inside are
-refused; what a forward writes outside of its module stays. In either case so does what it writes to files.
+fork, on a real accelerator for one, it runs in place: the random numbers are put back; what a forward writes outside of
+its module stays. In either case so does what it writes to files. Models with forward hooks inside are refused: nobody
+knows what they do with parts of a batch.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _LONGEST: Final = 2000
 """Characters of a verdict that are kept."""
 
 _FINE: Final = "the rows agree"
+_CHANGES: Final = "{} is not split: its forward changes {}, which would happen for each part"
+_DRAWS: Final = "{} is not split: its forward draws random numbers, others for each part"
 _END: Final = b"\0"
 """Ends a verdict, as the end of the pipe need not come while another process has inherited it."""
 
@@ -73,20 +76,43 @@ def tried_out(session: Session) -> Iterator[None]:
     def run(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal trying
         # A model that another one calls in its trial is not tried in there: the fork would not remember it.
-        if module not in tried and not trying and not _forward.is_shadow_run():
-            path = paths.get(id(module), type(module).__name__)
-            call = _split.divide(path, args, kwargs)
-            if call.rows >= 2:
-                trying = True
-                try:
-                    refuse_coupled(path, module, forward, call, _rows_agree)
-                finally:
-                    trying = False
-                tried.add(module)
+        if module in tried or trying:
+            return forward(*args, **kwargs)
+        path = paths.get(id(module), type(module).__name__)
+        call = _split.divide(path, args, kwargs)
+        if call.rows < 2:
+            return forward(*args, **kwargs)
+        _forward.refuse_hooks(path, module, own=True)
+        if _forward.is_shadow_run():
+            return _watched(path, module, forward, args, kwargs)
+        trying = True
+        try:
+            refuse_coupled(path, module, forward, call, _rows_agree)
+        finally:
+            trying = False
+        tried.add(module)
         return forward(*args, **kwargs)
 
     with _forward.replaced([model for _, model in session.modules if id(model) in paths], run):
         yield
+
+
+def _watched(path: str, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward, and refuse the module where it draws or changes what it would for each part.
+
+    Without values, no rows can be compared.
+
+    Raises:
+        OomDoctorError: it did.
+    """
+    refuse_batch_norm(path, module)
+    watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices(module))
+    output = forward(*args, **kwargs)
+    if (changed := watch.changed()) is not None:
+        raise OomDoctorError(_CHANGES.format(path, changed))
+    if not _forward.active_dropout(module) and marks != _forward.rng_marks(devices(module)):
+        raise OomDoctorError(_DRAWS.format(path))
+    return output
 
 
 def devices(module: Any) -> tuple[torch.device, ...]:
@@ -155,7 +181,7 @@ def refuse_coupled(path: str, module: Any, forward: Any, call: Divided, same: Sa
     refuse_batch_norm(path, module)
     verdict = _in_child(path, module, forward, call, same) if _can_fork(module, call) else None
     if verdict is None:
-        _forward.refuse_inner_hooks(path, module)
+        _forward.refuse_hooks(path, module, own=False)
         with _random_numbers_kept(devices(module)):
             verdict = _verdict(path, module, forward, call, same)
     if verdict != _FINE:
@@ -174,10 +200,14 @@ def _verdict(path: str, module: Any, forward: Any, call: Divided, same: Same) ->
         marks = _forward.rng_marks(devices(module))
         together = _run(forward, call, 0, 2 * half)
         if marks != _forward.rng_marks(devices(module)):
-            return f"{path} is not split: its forward draws random numbers, others for each part"
+            return _DRAWS.format(path)
+        left = _forward.tensors_left(path, module)
         apart = [_run(forward, call, 0, half), _run(forward, call, half, 2 * half)]
     if (changed := watch.changed()) is not None:
-        return f"{path} is not split: its forward changes {changed}, which would happen for each part"
+        return _CHANGES.format(path, changed)
+    # What is made at the first call and kept does not depend on the batch.
+    if again := [name for name, one in _forward.tensors_left(path, module).items() if left.get(name) is not one]:
+        return _CHANGES.format(path, min(again))
     if not same(path, together, apart, half):
         return f"{path} is not split: the output for a sample depends on the others, or on chance"
     return _FINE

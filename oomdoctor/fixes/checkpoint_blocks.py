@@ -27,8 +27,9 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _imports, _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import found_or_asked, why_not_short
 from oomdoctor.fixes._bindings import last_binding
+from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts
+from oomdoctor.model.evidence import CodeFacts, Evidence, ModelFacts
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size
@@ -108,7 +109,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
             if blocks:
                 _forward.refuse_unless_plain(path, model)
             for name, block in blocks[::every]:
-                _forward.refuse_inner_hooks(name, block)
+                _forward.refuse_hooks(name, block, own=False)
                 chosen.setdefault(id(block), (name, block))
         if not chosen and not switched:
             raise OomDoctorError("no repeated blocks were found that are not recomputed already")
@@ -218,12 +219,23 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     models = [model for model in evidence.code.models if model.blocks]
     if not models:
         return Refused("no model with repeated blocks was found")
-    if len(models) > 1:
+    copied = len(models) > 1
+    if copied:
+        # A copy of the model, for an average of its weights, is no reason not to recompute the one that is trained.
+        trained = _trained(evidence.code)
+        models = [model for model in models if model.path in trained]
+    if len(models) != 1:
         return Refused("several models have repeated blocks: which of them to recompute is for the user to say")
-    return (_turned_on if models[0].switches else _looped)(cells, models[0], dose.number("every"))
+    return (_turned_on if models[0].switches else _looped)(cells, models[0], dose.number("every"), copied=copied)
 
 
-def _turned_on(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
+def _trained(code: CodeFacts) -> set[str]:
+    """Return the paths of the models that the training loops of the failing run call."""
+    facts = (model_facts(code, loop, text) for loop in code.loops if loop.in_failing_run for text in loop.models)
+    return {model.path for model in facts if model is not None}
+
+
+def _turned_on(cells: Cells, model: ModelFacts, every: int, *, copied: bool) -> Patch | Refused:
     lines = []
     for path, may_leave_out in model.switches:
         owner, _, method = path.rpartition(".")
@@ -232,10 +244,10 @@ def _turned_on(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
         argument = method.replace("enable", "kwargs") + '={"use_reentrant": False}'
         some = f", every_n_layers={every}" if may_leave_out and every > 1 else ""
         lines.append(f"{reduce(child_path, path.split('.'), model.path)}({argument}{some})\n")
-    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], "".join(lines), ())
+    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], "".join(lines), (), copied=copied)
 
 
-def _looped(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
+def _looped(cells: Cells, model: ModelFacts, every: int, *, copied: bool) -> Patch | Refused:
     containers = _outermost(model.blocks)
     if (why := _counts_twice(model, containers)) is not None:
         return why
@@ -253,7 +265,7 @@ def _looped(cells: Cells, model: ModelFacts, every: int) -> Patch | Refused:
         _imports.source_of("functools", "partial", partial_name),
         _imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint),
     )
-    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], loop, imports)
+    return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], loop, imports, copied=copied)
 
 
 def _counts_twice(model: ModelFacts, containers: Sequence[str]) -> Refused | None:
@@ -276,9 +288,12 @@ def _stands_in(path: str, container: str) -> bool:
     return not container or path.startswith(f"{container}.")
 
 
-def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...]) -> Patch | Refused:
-    """Return the patch that runs ``loop`` right after ``root`` is bound, or first in the failing cell."""
-    for cell in reversed(cells.history):
+def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...], *, copied: bool) -> Patch | Refused:
+    """Return the patch that runs ``loop`` right after ``root`` is bound, or first in the failing cell.
+
+    Where it may have been ``copied`` since, an earlier cell is left alone: its copies would recompute as well.
+    """
+    for cell in [cells.failing] if copied else reversed(cells.history):
         parsed = _cst.read(cell.source)
         if isinstance(parsed, Refused):
             if cell is cells.failing:

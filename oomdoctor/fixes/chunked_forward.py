@@ -23,7 +23,7 @@ from weakref import WeakSet
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
 from oomdoctor.fixes._chunked_calls import rewrite
-from oomdoctor.fixes._chunks import couples, no_more_than_samples
+from oomdoctor.fixes._chunks import couples, no_more_than_samples, takes_note
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -158,7 +158,7 @@ def _in_parts(path: str, module: Any, forward: Any, call: Divided, chunks: int) 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Rewrite the model's calls in the failing step."""
     for model in evidence.code.models:
-        if (why := couples(model)) is not None:
+        if (why := couples(model) or takes_note(model, own=True)) is not None:
             return Refused(why)
     if (why := why_not_training(evidence)) is not None:
         return Refused(why)

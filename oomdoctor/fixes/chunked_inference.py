@@ -192,7 +192,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(why)
     if any(loop.in_failing_run for loop in code.loops):
         return Refused("the failing cell trains as well: which of its calls are predictions cannot be told")
-    found = rewrite(cells, evidence, dose.number("chunks"))
+    found = rewrite(cells, evidence, dose.number("chunks"), functions=False)
     if isinstance(found, Refused):
         return found
     (edit,) = found.edits

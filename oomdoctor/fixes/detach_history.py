@@ -57,6 +57,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             saves=kept,
             slowdown=1.0,
             basis=f"the census found {format_size(kept)} of graphs that {_listed(names)} keeps alive",
+            caveat=f"what {_listed(names)} keeps has no graph any more: a later `backward` through it raises an error",
         ),
     )
 

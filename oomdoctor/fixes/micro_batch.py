@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short, why_not_training
-from oomdoctor.fixes._micro_names import layer, model_facts
+from oomdoctor.fixes._chunks import layer
+from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.fixes._micro_source import rewrite, why_not
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop

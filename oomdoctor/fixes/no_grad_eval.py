@@ -7,7 +7,9 @@ part of a later computation that is differentiated.
 
 Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
 inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as
-one that changes the result. There is no live form: what to run without gradients is a matter of the source.
+one that changes the result. So it is where something keeps what a model in training mode made beyond the cell: a later
+cell may train on it, and would do so without a word and without that model. There is no live form: what to run without
+gradients is a matter of the source.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst, _frees_source, _imports
+from oomdoctor.fixes._activations import found_or_asked
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role, TrainingLoop
+from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 
@@ -34,6 +37,9 @@ _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
 )
 
+_NAMED: Final = 4
+"""Names that a caveat gives; of more, their number."""
+
 _OF_STEP: Final = re.compile(r"local `[^`]*` of (forward|backward) at ")
 """A tensor that a layer or a backward pass is at work on."""
 
@@ -45,27 +51,57 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("gradients are off already at the line that failed")
     if not code.undifferentiated:
         return Refused(_NO_PLACE)
-    kept = evidence.census.bytes_of(Role.ACTIVATION)
+    found = evidence.census.bytes_of(Role.ACTIVATION)
+    kept = found or found_or_asked(incident, evidence)
     if not kept:
         return Refused("the census found no activations that are kept for a backward pass")
     if (loop := _only_trains(evidence)) is not None:
         return Refused(f"the activations that were found are those of a step of the training loop of line {loop.line}")
-    fused = next(
-        (f"{model.path}.{name}".rstrip(".") for model in code.models for name in model.fused_without_grad), None
-    )
+    fused, kept_on = _fused(code), _kept_on(code)
+    is_trained_on = kept_on is not None and _may_be_trained(code)
     return (
         Proposal(
             dose=Dose(),
-            effect=Effect.EXACT if fused is None else Effect.CHANGES_RESULT,
+            effect=Effect.CHANGES_RESULT if fused or is_trained_on else Effect.EXACT,
             saves=kept,
             slowdown=1.0,
-            basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass",
-            caveat=None
-            if fused is None
-            else f"`{fused}` takes a fused kernel in evaluation without gradients, "
-            "whose results differ by rounding and are zero at padded positions",
+            basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass"
+            if found
+            else f"at least the {format_size(kept)} that a layer asked for",
+            caveat="; ".join(filter(None, (kept_on, fused))) or None,
         ),
     )
+
+
+def _fused(code: CodeFacts) -> str | None:
+    path = next(
+        (f"{model.path}.{name}".rstrip(".") for model in code.models for name in model.fused_without_grad), None
+    )
+    return path and (
+        f"`{path}` takes a fused kernel in evaluation without gradients, "
+        "whose results differ by rounding and are zero at padded positions"
+    )
+
+
+def _kept_on(code: CodeFacts) -> str | None:
+    """Return what holds results with their graph when the cell has ended, and would hold them without one."""
+    if not code.idle_kept:
+        return None
+    named = [f"`{name}`" for name in code.idle_kept[:_NAMED]]
+    more = len(code.idle_kept) - len(named)
+    named += [f"{more} more"] if more else []
+    return (
+        f"{' and '.join(filter(None, (', '.join(named[:-1]), named[-1])))} would hold no graph any more: "
+        "a later cell that calls backward through what is kept there would not train the model that made it"
+    )
+
+
+def _may_be_trained(code: CodeFacts) -> bool:
+    """Whether a model that is run is in training mode, or may be as it is not among those that were found."""
+    found = {model.path: model for model in code.models}
+    met = [found.get(path) for path in code.idle_models]
+    models = met if met and all(met) else code.models
+    return not models or any(one is not None and one.training for one in models)
 
 
 def _only_trains(evidence: Evidence) -> TrainingLoop | None:

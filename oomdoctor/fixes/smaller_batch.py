@@ -17,7 +17,8 @@ from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller
-from oomdoctor.fixes._micro_names import layer, model_facts
+from oomdoctor.fixes._chunks import layer
+from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

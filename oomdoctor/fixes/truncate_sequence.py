@@ -18,7 +18,8 @@ from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number, calls
 from oomdoctor.fixes._batch_replay import LOADERS, exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
-from oomdoctor.fixes._micro_names import layer, model_facts
+from oomdoctor.fixes._chunks import layer
+from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence, Holding, Role, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

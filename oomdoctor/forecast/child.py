@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.allocator.caching import CachingAllocator
-from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
+from oomdoctor.forecast.accumulation import counts_alone
+from oomdoctor.forecast.bounded import Bounded, follow_cycles
 from oomdoctor.forecast.card import CACHED
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
@@ -35,16 +34,17 @@ from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
 from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import CELL, Ledger
+from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loaders import orphan_workers
 from oomdoctor.forecast.loops import asker, follow_functions, follow_loops, to_follow
+from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.reading import Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
-from oomdoctor.forecast.steady import Lengthened, Tally
-from oomdoctor.forecast.survey import live_modules, live_storages, optimizer_count
+from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
 from oomdoctor.model.magics import mask
@@ -62,14 +62,9 @@ _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""
 
 
-_MANY: Final = 10_000
-"""Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
-
-
 def warm_up() -> None:
     """Load what the first fake tensor loads: some eight hundred modules, which no shadow should wait for."""
-    with _disable_current_modes(), FakeTensorMode():
-        pass
+    counts_alone()
 
 
 class OutOfTime(StopForecast):
@@ -82,10 +77,12 @@ class Start:
     Where a device is in use, ``held`` is what lies there, and ``prepare`` is still to be done, on fakes.
     """
 
-    __slots__ = ("held", "ledger", "modules", "optimizers", "prepare", "threads")
+    __slots__ = ("deques", "held", "ledger", "modules", "optimizers", "prepare", "threads")
 
-    def __init__(self, ledger: Ledger, modules: list[ref[torch.nn.Module]], optimizers: int, threads: int) -> None:
-        self.ledger, self.modules, self.optimizers, self.threads = ledger, modules, optimizers, threads
+    def __init__(self, ledger: Ledger, found: Alive, threads: int) -> None:
+        self.ledger, self.threads, self.optimizers = ledger, threads, len(found.optimizers)
+        self.modules = [ref(module) for module in found.modules]
+        self.deques = [ref(one) for one in found.deques if one.maxlen is not None]
         self.held: Held | None = None
         self.prepare: Callable[[], None] | None = None
 
@@ -108,18 +105,19 @@ def bring_back(prepare: Callable[[], None], namespace: dict[str, Any], card: Car
             raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
     gc.unfreeze()
     gc.collect()
-    ledger = Ledger()
-    for storage, role in live_storages():
+    ledger, found = Ledger(), alive()
+    for storage, role in live_storages(found):
         if storage.device.type == "cpu":
             ledger.hold(storage)
             if role is not None:
                 ledger.mark(storage, role)
         elif storage.device.type != "meta" and in_use is None:
             raise ForecastError(f"a tensor lives on {storage.device}: only tensors in host memory are forecast so far")
-    start = Start(ledger, live_modules(), optimizer_count(), threads)
+    start = Start(ledger, found, threads)
     if in_use is not None:
         start.held, start.prepare = Held(in_use), prepare
-    follow_functions(namespace)
+    follow_functions(found.functions, namespace)
+    del found
     gc.freeze()  # what was alive stays alive, and its pages stay shared
     return start
 
@@ -176,14 +174,7 @@ def _run(
         codes = [_compiled(text, session.shell, _EARLIER) for text in attempt.replays]
         codes.append(_compiled(attempt.source, session.shell, CELL))
         with _time_limit(time_s):
-            follow_loops(pace, tracker.ledger)
-            follow_roles(tracker)
-            replace_all(tracker, pace, session.shell)
-            if isinstance(tracker, DeviceTracker):
-                emulate(tracker)
-                if start.held is not None:
-                    relabel(tracker, start.held)
-            forbid()
+            _put_in_place(session, start, tracker, pace)
             tracker.scalars.choose = ways.choose
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
@@ -204,7 +195,7 @@ def _run(
             return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
     note_roles(tracker, start.modules)
     course = course_of(tracker.ledger, tracker.meter, _statements(attempt.source))
-    reading = _reading(
+    reading = reading_of(
         tracker,
         pace,
         settings,
@@ -213,6 +204,21 @@ def _run(
         cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
     )
     return replace(reading, course=course, card=card.type if card is not None and card.held is None else None)
+
+
+def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) -> None:
+    """Put all that a shadow does otherwise into the place of what Python and torch do."""
+    follow_loops(pace, tracker.ledger)
+    follow_lengths(session.namespace)
+    follow_cycles(session.namespace)
+    pace.bounded = Bounded(tracker, start.deques)
+    follow_roles(tracker)
+    replace_all(tracker, pace, session.shell)
+    if isinstance(tracker, DeviceTracker):
+        emulate(tracker)
+        if start.held is not None:
+            relabel(tracker, start.held)
+    forbid()
 
 
 def _compiled(source: str, shell: Any, name: str) -> CodeType:
@@ -303,60 +309,6 @@ def _comes_of_cutting(error: BaseException, pace: Pace) -> bool:
     if isinstance(error, StopIteration) and pace.ended_early:
         return True
     return bool(pace.cuts) and isinstance(error, Exception) and lacking(error) is None
-
-
-def _reading(
-    tracker: Tracker,
-    pace: Pace,
-    settings: AllocatorSettings,
-    *,
-    is_left: bool,
-    budget: int | None,
-    cached: bool,
-) -> Reading:
-    ledger, meter = tracker.ledger, tracker.meter
-    reserved, margin, is_whole = None, meter.margin, False
-    if cached:
-        if ledger is tracker.host:
-            # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
-            margin = meter.least_margin
-        found, events = _replayed(ledger, pace, settings, None)
-        is_whole = events.is_steady
-        if budget is not None and found.peak_reserved > budget:
-            # Short of room the allocator gives cached segments back: that run is the one that would be.
-            squeezed, _ = _replayed(ledger, pace, settings, budget)
-            found = found if squeezed.failed_at is not None else squeezed
-        peak, reserved = found.peak_allocated, found.peak_reserved
-    else:
-        tally = Tally()
-        events = Lengthened(ledger.events, pace.cuts, tally)
-        for event in events:
-            tally.take(event)
-        peak = tally.peak_reserved + events.growth
-    return Reading(
-        peak=peak,
-        reserved=reserved,
-        peak_line=ledger.peak_line,
-        cost=meter.cost * pace.share,
-        error_ratio=margin,
-        is_whole=is_whole and not is_left,
-        over=events.over,
-        endless=events.endless if events.endless * _MANY > margin * peak else 0,
-    )
-
-
-def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, Lengthened]:
-    """Return what the trace comes to with the iterations that were left out, and how these were put in."""
-    allocator = CachingAllocator(budget, settings=settings)
-    events = Lengthened(ledger.events, pace.cuts, allocator)
-    found = replay(events, allocator=allocator)
-    if events.growth:
-        found = replace(
-            found,
-            peak_allocated=found.peak_allocated + events.growth,
-            peak_reserved=found.peak_reserved + events.growth,
-        )
-    return found, events
 
 
 def _failure(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from torch.utils import backend_registration
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.reading import one_sentence
-from oomdoctor.forecast.survey import live_storages
+from oomdoctor.forecast.survey import alive, live_storages
 from oomdoctor.model.aside import is_apart
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Held:
 
     def __init__(self, card: Card) -> None:
         self.storages: list[tuple[Any, Role | None]] = [
-            (storage, role) for storage, role in live_storages() if lies_there(storage, card)
+            (storage, role) for storage, role in live_storages(alive()) if lies_there(storage, card)
         ]
         self.tensors = list({id(tensor): tensor for tensor in _tensors() if lies_there(tensor, card)}.values())
         _kept.extend(storage for storage, _ in self.storages)

@@ -65,6 +65,8 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
     is that tensor's device that is meant.
     """
 
+    depth = 2
+
     def __init__(self, ledger: Ledger, kernels: Kernels, card: Card, *, asks_host: bool = False) -> None:
         super().__init__(ledger, kernels)
         self.card = card

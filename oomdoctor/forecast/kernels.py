@@ -95,6 +95,22 @@ _WAYS: Final = {
 }
 
 
+_PRODUCTS: Final = frozenset({_aten.mm.default, _aten.addmm.default})
+
+
+def _copied(matrix: torch.Tensor) -> int:
+    """Return the bytes of the copy that BLAS is given of a matrix which has neither rows nor columns without gaps.
+
+    A gradient that was expanded from a number is one: that of a sum.
+
+    Source: ``addmm_impl_cpu_`` in ``aten/src/ATen/native/LinearAlgebra.cpp``.
+    """
+    rows, columns = matrix.stride()
+    has_rows = columns == 1 and rows >= matrix.shape[1]
+    has_columns = rows == 1 and columns >= matrix.shape[0]
+    return 0 if has_rows or has_columns else matrix.numel() * matrix.element_size()
+
+
 class Kernels:
     """Measures operations and remembers what was measured.
 
@@ -113,6 +129,8 @@ class Kernels:
         """Return the bytes that an operation on tensors without data needs beyond its results, at its highest."""
         if func in LOSSES and self._threads:
             return 0 if out.dim() else _bytes(out)
+        if func in _PRODUCTS and self._threads:
+            return sum(_copied(value) for value in args[-2:])
         way = _WAYS.get(func)
         if way is None or not self._threads:
             return 0

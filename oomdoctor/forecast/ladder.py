@@ -217,7 +217,9 @@ class Ladder:
         if index not in self._offered:
             self._offered[index] = self._candidate(index, forecast)
         slowdown = forecast.slowdown or _slowdown(self.rungs[index])
-        return replace(self._offered[index], forecast=replace(forecast, slowdown=slowdown))
+        peak = forecast.peak or None  # an estimate that leaves nothing is too rough to be a number
+        shown = replace(forecast, peak=peak, slowdown=slowdown)
+        return replace(self._offered[index], forecast=shown, breaks=self.breaks)
 
     def _candidate(self, index: int, forecast: Forecast) -> Candidate:
         rung, parts = self.rungs[index], self._parts(index)

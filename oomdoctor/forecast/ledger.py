@@ -109,10 +109,15 @@ class Ledger:
 
     def note_of(self, storage: torch.UntypedStorage) -> Note | None:
         """Return the note of what ``storage``, or the one that it stands for, is now; None where it is not counted."""
+        number = self.number_of(storage)
+        return None if number is None else self.note(number)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number in ``events`` of what ``storage`` is now; None where it is not counted."""
         key = storage._cdata
         twin = self._twins.get(key)
         entry = self._entries.get(key if twin is None else twin[1])
-        return None if entry is None else self._notes[entry.number - 1]
+        return None if entry is None else entry.number
 
     def mark(self, storage: torch.UntypedStorage, role: Role) -> None:
         """Tell what ``storage`` is there for, unless it is known to be there for something that counts for more."""

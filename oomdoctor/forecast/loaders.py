@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from oomdoctor.forecast.alike import Together
 from oomdoctor.model.evidence import Role
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def _first_batch(loader: Any, tracker: Tracker) -> Any:
 
     def fetched(indices: Any) -> Any:
         try:
-            return fetch(indices)
+            with Together():  # type: ignore[no-untyped-call]
+                return fetch(indices)
         except AssertionError:  # of torch: fakes, which the cell made, were to be put into a new, real tensor
             with tracker.fake_mode:
                 return fetch(indices)

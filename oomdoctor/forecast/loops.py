@@ -12,13 +12,13 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import gc
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.forecast.lengths import length_of
 from oomdoctor.forecast.pace import Asker
 from oomdoctor.model.homes import is_users_file
 
@@ -73,12 +73,13 @@ def asker() -> Asker:
     return found or Asker.LIBRARY
 
 
-def follow_functions(namespace: dict[str, Any]) -> None:
+def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any]) -> None:
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
     Until ``follow_loops``, in the nursery, they go on as they would.
 
     Args:
+        functions: all that there are.
         namespace: the globals of the cells.
     """
     names: Any = builtins
@@ -86,17 +87,15 @@ def follow_functions(namespace: dict[str, Any]) -> None:
     setattr(names, _ROUNDS, lambda _is_statement: lambda: True)
     homes: dict[str, bool] = {}
     found: dict[str, list[FunctionType]] = {}
-    for function in gc.get_objects():
-        if type(function) is not FunctionType:
-            continue
+    for function in functions:
         name = function.__code__.co_filename
         if name not in homes:
             homes[name] = _is_users(function, namespace)
         if homes[name] and _loops(function.__code__):
             found.setdefault(name, []).append(function)
-    for name, functions in found.items():
+    for name, of_file in found.items():
         codes = _codes_of(name)
-        for function in functions:
+        for function in of_file:
             code = codes.get(_key(function.__code__))
             if code is not None and code.co_freevars == function.__code__.co_freevars:
                 function.__code__ = code
@@ -109,7 +108,7 @@ class _Items:
 
     def __init__(self, iterable: Any, pace: Pace, ledger: Ledger | None) -> None:
         self._items, self._pace, self._ledger = iter(iterable), pace, ledger
-        self._loop = pace.begins(_length(iterable))
+        self._loop = pace.begins(length_of(iterable))
 
     def __iter__(self) -> _Items:
         return self
@@ -198,13 +197,6 @@ def _call(name: str, given: ast.expr | None, is_statement: bool) -> ast.Call:
     args = [*filter(None, [given]), ast.Constant(value=is_statement)]
     made = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=args, keywords=[])
     return made if given is None else ast.copy_location(made, given)
-
-
-def _length(iterable: Any) -> int | None:
-    try:
-        return len(iterable)
-    except Exception:  # noqa: BLE001  a length of the user's may raise anything; the loop does not need one
-        return None
 
 
 def _is_users(function: FunctionType, namespace: dict[str, Any]) -> bool:

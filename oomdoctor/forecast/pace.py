@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.forecast.steady import Cut
 
 if TYPE_CHECKING:
+    from oomdoctor.forecast.bounded import Bounded
     from oomdoctor.forecast.ledger import Ledger
 
 __all__ = ["Asker", "Loop", "Pace", "StopForecast"]
@@ -59,14 +60,16 @@ class Loop:
         turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began, ``level``:
             what was alive there.
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
-        more: iterations that it was given beyond those, because memory was rising.
+        more: iterations that it was given beyond those, because memory was rising; ``filled``: one after what piles up
+            only so far was filled.
     """
 
-    __slots__ = ("at", "backwards", "level", "loader", "more", "steps", "total", "turns")
+    __slots__ = ("at", "backwards", "filled", "level", "loader", "more", "steps", "total", "turns")
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
         self.turns = self.backwards = self.at = self.level = self.more = 0
+        self.filled = False
         self.steps: Counter[int] = Counter()
 
 
@@ -78,6 +81,7 @@ class Pace:
         ended_early: whether a loader was ended before its time.
         has_trained: whether a training loop was followed to its steady state.
         cuts: the loops that were cut.
+        bounded: fills what piles up only so far, None for nothing.
     """
 
     def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger) -> None:
@@ -98,6 +102,7 @@ class Pace:
         self._trained_on: set[int] = set()
         self._first: Loop | None = None
         self._depth = 0
+        self.bounded: Bounded | None = None
 
     @property
     def trains(self) -> bool:
@@ -168,15 +173,31 @@ class Pace:
         if loop not in self._running:
             self._running.append(loop)
         asker = Asker.LOOP if loop.loader is None else self._asker()
-        now, begun = len(self._ledger.events), loop.at
         if asker is not Asker.CODE and self._is_seen(loop):
-            self.ended_early = self.ended_early or loop.loader is not None
             left = None if loop.total is None else loop.total - loop.turns
-            if loop.turns and left != 0:
-                self.cuts.append(Cut(begun, now, left, loop.turns))
-            return False
-        loop.turns, loop.at, loop.level = loop.turns + 1, now, self._ledger.live
+            if not self._is_filled(loop, left):
+                self.ended_early = self.ended_early or loop.loader is not None
+                if loop.turns and left != 0:
+                    self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
+                return False
+        loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
         return True
+
+    def _is_filled(self, loop: Loop, left: int | None) -> bool:
+        """Fill what the loop piles up only so far, once; return whether there was anything."""
+        if self.bounded is None or left == 0:
+            return False
+        if loop.filled:
+            self.bounded.take_back()
+            return False
+        if filled := [other for other in self._running if other.filled]:
+            # Of a loader and the loop that takes its batches, both ask for the same iteration.
+            return any(other.at == len(self._ledger.events) for other in filled)
+        if self._ledger.live <= loop.level:
+            return False
+        is_inner = any(other.at != loop.at for other in self._running)
+        loop.filled = self.bounded.fill(loop.at, left, is_inner=is_inner)
+        return loop.filled
 
     def ended(self, loop: Loop) -> None:
         """Note that a loop is over: it has come to its end, was cut or was left."""

@@ -39,6 +39,7 @@ class Planning:
         time_budget_s: for all forecasts together; 0 makes no shadow run.
         leaks: ids of fixes that free what should not be there.
         waits: whether the caller waits for the end of it.
+        unforecast: why there is no shadow run, where there is no time for any.
 
     Attributes:
         plan: as it stands; there is one from the first.
@@ -56,10 +57,11 @@ class Planning:
         time_budget_s: float,
         leaks: Collection[str] = (),
         waits: bool = False,
+        unforecast: str | None = None,
     ) -> None:
         self._planner = Planner(session, incident, evidence, fixes, budget, frozenset(leaks), time_budget_s)
         self._nursery: Nursery | None = None
-        why = unsupported() if time_budget_s > 0 else _OFF
+        why = unsupported() if time_budget_s > 0 else unforecast or _OFF
         if why is None:
             self._nursery = Nursery(
                 *(session, prepare, self._planner.plans),
@@ -144,13 +146,8 @@ def make_plan(
     prepare: Callable[[], None],
     time_budget_s: float,
     leaks: Collection[str] = (),
-    told: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Return what is worth trying, best first. See ``Planning``; this waits for the end of it.
-
-    Args:
-        told: called with the plan whenever it is another one.
-    """
+    """Return what is worth trying, best first. See ``Planning``; this waits for the end of it."""
     planning = Planning(
         *(session, incident, evidence, fixes),
         budget=budget,
@@ -159,10 +156,8 @@ def make_plan(
         leaks=leaks,
         waits=True,
     )
-    for plan in planning.wait():
-        if told is not None:
-            told(plan)
-    return planning.plan
+    *_, plan = planning.wait()
+    return plan
 
 
 def stronger(fix: Fix, dose: Dose, incident: Incident, evidence: Evidence) -> tuple[Dose, ...]:

@@ -8,7 +8,6 @@ thrown away.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from oomdoctor.forecast.survey import state_of, told_roles
+from oomdoctor.forecast.survey import alive, state_of, told_roles
 from oomdoctor.model.evidence import Role
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def note_roles(tracker: Tracker, modules: list[weakref.ref[torch.nn.Module]]) ->
         modules: those that were there before the cell, which the garbage collector does not tell of any more.
     """
     before = [module for reference in modules if (module := reference()) is not None]
-    for tensor, role in told_roles([*before, *gc.get_objects()]):
+    for tensor, role in told_roles(alive().add(before)):
         tracker.mark(tensor, role)
 
 

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ def wall_off(keep: frozenset[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
+    if tempfile.tempdir is None:  # modules ask for it when they are loaded, and finding one out would be a write
+        tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
     _cut_descriptors(keep)
     _close_shared_memory()
     _restrict_by_landlock()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Shadows", "written"]
 
 _REPORT_S: Final = 0.3
-"""Time that a shadow gets at the end of the limit to report."""
+_REPORT_SHARE: Final = 0.1
+"""Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
 
 
 class Shadows:
@@ -114,7 +115,7 @@ class Shadows:
                 budget=self._budget,
                 cached=self._cached,
                 card=self._card,
-                time_s=self.left_s - _REPORT_S,
+                time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
             )
             written(writer, reading.to_json().encode())
         finally:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.forecast.loaders import replace_loaders
+from oomdoctor.forecast.packing import replace_unpacking
 from oomdoctor.forecast.tracker import raw_data
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _time: Any = time
 def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     """Put every stand-in into place in this process."""
     replace_loaders(tracker, pace)
+    replace_unpacking()
     _follow_training(pace)
     _scale_gradients()
     _fill_histories()
@@ -164,10 +166,14 @@ def _move_modules() -> None:
         if recurse:
             for child in module.children():
                 child._apply(fn)
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None:
                 with torch.no_grad():
-                    parameter.data = fn(parameter)
+                    data = fn(parameter)
+                    if data.device.type == "meta" and isinstance(parameter, FakeTensor):  # of no such data, says torch
+                        module._parameters[name] = torch.nn.Parameter(data, parameter.requires_grad)
+                        continue
+                    parameter.data = data
                     if parameter.grad is not None:
                         parameter.grad = fn(parameter.grad)
         for name, buffer in module._buffers.items():
@@ -192,7 +198,7 @@ def _copy_deeply() -> None:
         else:
             twin.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = twin
-        if tensor.grad is not None:
+        if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):
             twin.grad = copy.deepcopy(tensor.grad, memo)
         return twin
 

@@ -6,9 +6,10 @@ Only in a forked process: it looks at all objects of the interpreter.
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,51 +18,98 @@ from torch.optim.optimizer import Optimizer
 from oomdoctor.model.aside import is_apart
 from oomdoctor.model.evidence import Role
 
-__all__ = ["live_modules", "live_storages", "optimizer_count", "state_of", "told_roles"]
+__all__ = ["Alive", "alive", "live_storages", "state_of", "told_roles"]
+
+_NONE: Final[list[Any]] = []
 
 
-def live_storages() -> Iterator[tuple[torch.UntypedStorage, Role | None]]:
-    """Yield every storage with memory of its own, and what it is there for as far as that shows; some come again."""
-    roots: list[Any] = []
-    objects = gc.get_objects()
-    for found in objects:
-        kind = type(found)
+class Alive:
+    """The objects of some kinds, sorted out in one pass: an interpreter holds half a million of them.
+
+    Attributes:
+        storages, tensors, modules, optimizers, functions, deques: those of the kind; of tensors, no fakes.
+    """
+
+    __slots__ = ("deques", "functions", "modules", "optimizers", "storages", "tensors")
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.tensors: list[torch.Tensor] = []
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.functions: list[FunctionType] = []
+        self.deques: list[deque[Any]] = []
+
+    def _of(self, kind: type) -> list[Any] | None:
+        """Return where an object of this type belongs, None for nowhere. Its own methods are not asked."""
         if kind is torch.UntypedStorage:
-            yield found, None
-        elif issubclass(kind, torch.Tensor) and not isinstance(found, FakeTensor):
-            if is_apart(found):
-                continue
-            role = Role.USER_TENSOR
-            if found.grad_fn is not None:
-                roots.append(found.grad_fn)
-                role = Role.GRAPH_KEPT_ALIVE
-            elif found.requires_grad and found.grad is not None:
-                yield from _as(Role.GRADIENT, found.grad)
-            yield from _as(role, found)
+            return self.storages
+        if kind is FunctionType:
+            return self.functions
+        if kind is deque:
+            return self.deques
+        if issubclass(kind, torch.Tensor):
+            return None if issubclass(kind, FakeTensor) else self.tensors
+        if issubclass(kind, torch.nn.Module):
+            return self.modules
+        return self.optimizers if issubclass(kind, Optimizer) else None
+
+    def add(self, objects: Iterable[Any]) -> Alive:
+        """Sort ``objects`` in."""
+        places: dict[type, list[Any] | None] = {}
+        for found in objects:
+            kind = type(found)
+            place = places.get(kind, _NONE)
+            if place is _NONE:
+                place = places[kind] = self._of(kind)
+            if place is not None:
+                place.append(found)
+        return self
+
+
+def alive() -> Alive:
+    """Return what the garbage collector knows of."""
+    return Alive().add(gc.get_objects())
+
+
+def live_storages(found: Alive) -> Iterator[tuple[torch.UntypedStorage, Role | None]]:
+    """Yield every storage with memory of its own, and what it is there for as far as that shows; some come again."""
+    for storage in found.storages:
+        yield storage, None
+    roots: list[Any] = []
+    for tensor in found.tensors:
+        if is_apart(tensor):
+            continue
+        role = Role.USER_TENSOR
+        if tensor.grad_fn is not None:
+            roots.append(tensor.grad_fn)
+            role = Role.GRAPH_KEPT_ALIVE
+        elif tensor.requires_grad and tensor.grad is not None:
+            yield from _as(Role.GRADIENT, tensor.grad)
+        yield from _as(role, tensor)
     for storage in _saved(roots):
         yield storage, Role.GRAPH_KEPT_ALIVE
-    for tensor, role in told_roles(objects):
+    for tensor, role in told_roles(found):
         if not is_apart(tensor):
             yield from _as(role, tensor)
 
 
-def told_roles(objects: list[Any]) -> Iterator[tuple[torch.Tensor, Role]]:
-    """Yield the tensors among ``objects``, and in the modules and optimizers among them, that have a part of training.
+def told_roles(found: Alive) -> Iterator[tuple[torch.Tensor, Role]]:
+    """Yield the tensors that have a part of training: parameters, and what modules and optimizers keep.
 
     A plain look into what torch's own classes keep: no property and no method of a class of the user's is run.
     """
-    for found in objects:
-        kind = type(found)
-        if issubclass(kind, torch.nn.Parameter):
-            yield found, Role.PARAMETER
-        elif issubclass(kind, torch.nn.Module):
-            buffers = found.__dict__.get("_buffers")
-            for buffer in buffers.values() if isinstance(buffers, dict) else ():
-                if isinstance(buffer, torch.Tensor):
-                    yield buffer, Role.BUFFER
-        elif issubclass(kind, Optimizer):
-            for tensor in state_of(found):
-                yield tensor, Role.OPTIMIZER_STATE
+    for tensor in found.tensors:
+        if issubclass(type(tensor), torch.nn.Parameter):
+            yield tensor, Role.PARAMETER
+    for module in found.modules:
+        buffers = module.__dict__.get("_buffers")
+        for buffer in buffers.values() if isinstance(buffers, dict) else ():
+            if isinstance(buffer, torch.Tensor):
+                yield buffer, Role.BUFFER
+    for optimizer in found.optimizers:
+        for tensor in state_of(optimizer):
+            yield tensor, Role.OPTIMIZER_STATE
 
 
 def state_of(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -76,16 +124,6 @@ def state_of(optimizer: Any) -> Iterator[torch.Tensor]:
             todo += held
         elif isinstance(held, torch.Tensor):
             yield held
-
-
-def live_modules() -> list[weakref.ref[torch.nn.Module]]:
-    """Return the modules that exist, without keeping them alive."""
-    return [weakref.ref(found) for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
-
-
-def optimizer_count() -> int:
-    """Return how many optimizers exist."""
-    return sum(issubclass(type(found), Optimizer) for found in gc.get_objects())
 
 
 def _saved(roots: list[Any]) -> Iterator[torch.UntypedStorage]:

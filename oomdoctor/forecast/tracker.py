@@ -7,7 +7,7 @@ a twin without data. An operation in place returns the real tensor that went in.
 
 from __future__ import annotations
 
-from functools import cache
+import sys
 from typing import Any, Final
 
 import torch
@@ -18,21 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomdoctor.allocator.composites import run_apart, stays_whole
+from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
+from oomdoctor.forecast.alike import ALIKE
 from oomdoctor.forecast.answers import ANSWERS, Scalars
 from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
 from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.losses import LOSSES
+from oomdoctor.forecast.packing import PACKING
 from oomdoctor.forecast.workspaces import WORKSPACES
 from oomdoctor.model.evidence import Role
 
 __all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
-_HANDLERS = {**ANSWERS, **DRAWS, **LOSSES, **WORKSPACES}
+_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **LOSSES, **PACKING, **WORKSPACES}
 _DEVICE = torch.ops.prim.device.default
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
 raw_data: Any = torch._C.TensorBase.data
@@ -50,6 +53,17 @@ class NoDevice(AssertionError):
     """The cell asks for a device that there is none of. Torch raises this type for CUDA."""
 
 
+class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on twins and accounts for what they allocate.
 
@@ -58,13 +72,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meter: what the operations cost.
         ledger: counts the memory that is asked about; ``host``: that of the host, which is the same without a device.
         ledgers: by the type of the device.
+        depth: frames from what calls the mode to the dispatch here.
         handlers: operations to be run on fake tensors by a function of their own: ``(func, args, kwargs)``.
     """
 
+    depth = 1
+
     def __init__(self, ledger: Ledger, kernels: Kernels) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        counts_alone()
         # Fallback kernels would run for real, on zeros of full size.
-        self.fake_mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.fake_mode = _Fakes(allow_fallback_kernels=False)
         self.ledger, self.kernels, self.meter, self.scalars = ledger, kernels, Meter(kernels), Scalars()
         self.host, self.ledgers, self.handlers = ledger, {"cpu": ledger}, dict(_HANDLERS)
         self._repointed: Any = WeakIdKeyDictionary()
@@ -79,10 +97,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:  # autograd asks this of every fake tensor; it is no operation
             return args[0].fake_device
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and func not in self.handlers and _is_composite(func):
-            with self:  # there autograd takes nothing apart, and what is inside would not be seen
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
+        if func not in self.handlers and stays_whole(func):
+            return run_apart(func, self, args, kwargs)
         self.ledger.clock += 1
+        caller = sys._getframe(self.depth)
+        if adds_in_place(func, args, caller):
+            func = _aten.add_.Tensor
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
@@ -91,6 +111,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_args = self._swapped(args, originals)
         fake_kwargs = {name: self._swapped(value, originals) for name, value in kwargs.items()}
         out = self._run(func, fake_args, fake_kwargs)
+        note_maker(out, caller)
         self.meter.count(func, fake_args, fake_kwargs, out)
         if func in WORKSPACES:
             self._account_as(f"workspace of {func.__name__}", out[3])
@@ -250,13 +271,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.scalars.answer(tensor)
         with _disable_current_modes():
             return values.item()
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    """Whether compiled code takes an operation apart. One that Python alone can take apart has a kernel of its own."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def _is_small_index(tensor: torch.Tensor) -> bool:

@@ -340,6 +340,8 @@ class ModelFacts:
         any_size: modules that pool images of whatever size to the one that the layers after them take.
         linear_bytes: parameters of ``nn.Linear`` layers.
         fused_without_grad: modules that in evaluation without gradients compute by another, fused kernel.
+        hooked: modules with hooks that are called at each forward, empty text for the model itself.
+        leaves: attributes in which a forward has left tensors with their graph, a loss term or features.
     """
 
     path: str
@@ -354,6 +356,8 @@ class ModelFacts:
     any_size: tuple[str, ...] = ()
     linear_bytes: int = 0
     fused_without_grad: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,11 +493,16 @@ class CodeFacts:
 
     Attributes:
         steppers: what the optimizers of ``optimizers`` are like.
-        not_repeatable: calls of the failing run that cannot be taken back, ``line: call``.
+        not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
+            ``not_reached``: those that it had not come to when it failed.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.
         history_appends: places that keep a tensor with its graph, ``(cell, line, source text)``.
         undifferentiated: loops, statements and functions (``def name``) that run a model with gradients on and of which
             nothing is differentiated, ``(cell, line, source text)``.
+        idle_kept: what holds something that those made, with its graph, when the cell has ended; ``idle_models``: the
+            models that they run.
+        runs_model: whether the failing cell calls a model, by itself or by functions of the cells; None where it was
+            not looked for.
         retain_graph: a ``backward`` that keeps its graph.
         gathers_predictions: a statement that collects outputs of a model on the device.
         carries_state: a call that feeds a recurrent state back with its graph; ``state_undifferentiated``: nothing is
@@ -539,7 +548,11 @@ class CodeFacts:
     steppers: tuple[OptimizerFacts, ...] = ()
     history_appends: tuple[tuple[int, int, str], ...] = ()
     undifferentiated: tuple[tuple[int, int, str], ...] = ()
+    idle_kept: tuple[str, ...] = ()
+    idle_models: tuple[str, ...] = ()
+    runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
+    not_reached: tuple[str, ...] = ()
     grad_disabled: bool = False
     retain_graph: str | None = None
     gathers_predictions: str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from oomdoctor.model.absence import Refused
@@ -95,6 +96,8 @@ class Candidate:
         patch: the change in the user's source; where it is refused, the live change alone is offered.
         applies_live: whether the fix can change the live objects.
         parts: the two that it is made of, each as its id and its dose; empty where it is one.
+        breaks: whether its shadow run failed where that of the unchanged cell did not.
+        refuted: what a retry found that makes it wrong for this program, None where nothing was found.
     """
 
     fix: str
@@ -106,11 +109,18 @@ class Candidate:
     applies_live: bool
     caveat: str | None = None
     parts: tuple[tuple[str, Dose], ...] = ()
+    breaks: bool = False
+    refuted: str | None = None
 
     @property
     def made_of(self) -> tuple[tuple[str, Dose], ...]:
         """The fixes that it is made of, each with its dose."""
         return self.parts or ((self.fix, self.dose),)
+
+    @property
+    def answers_to(self) -> tuple[str, ...]:
+        """The ids of the fixes that it is made of, and its own."""
+        return (self.fix, *(fix for fix, _ in self.parts))
 
     @property
     def label(self) -> str:
@@ -130,3 +140,10 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[tuple[str, str], ...] = field(default=())
     pending: bool = False
+
+    def without(self, reasons: Mapping[str, str]) -> Plan:
+        """Return the plan with these fixes refused, each for its reason; what is left keeps its number."""
+        whys = [next((reasons[fix] for fix in one.answers_to if fix in reasons), None) for one in self.candidates]
+        told = [(one.fix, why) for one, why in zip(self.candidates, whys, strict=True) if why and not one.refuted]
+        candidates = (replace(one, refuted=one.refuted or why) for one, why in zip(self.candidates, whys, strict=True))
+        return replace(self, candidates=tuple(candidates), refusals=(*self.refusals, *told))

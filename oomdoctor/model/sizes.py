@@ -23,7 +23,8 @@ def parse_size(text: str | int) -> int:
     """Return the number of bytes that ``text`` names.
 
     Accepts a number with an optional unit: ``512MiB``, ``1.5 GiB``, ``16GB``, ``2g``, ``1048576``. As in the
-    messages of PyTorch and in everyday speech about memory, ``GB`` and ``GiB`` both mean 2**30 bytes.
+    messages of PyTorch and in everyday speech about memory, ``GB`` and ``GiB`` both mean 2**30 bytes. A text without a
+    unit means bytes, and there have to be a MiB of them: who types ``16`` means another unit.
 
     Raises:
         SizeError: ``text`` is not a size, or not above zero.
@@ -34,6 +35,8 @@ def parse_size(text: str | int) -> int:
     if size <= 0 or isinstance(text, bool):
         told = repr(text) if len(str(text)) <= _LONGEST else f"{str(text)[:_LONGEST]!r}..."
         raise SizeError(f"{told} is not a memory size: write a number above zero with a unit, such as 512MiB or 1.5GiB")
+    if isinstance(text, str) and match and not match["prefix"] and not match["unit"] and size < MIB:
+        raise SizeError(f"{text.strip()!r} has no unit, and would be {size} bytes: write 16GiB or 512MiB")
     return size
 
 

@@ -11,7 +11,7 @@ from oomdoctor.model.kinds import spelled
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.pipeline.failure import open_session, uncounted
-from oomdoctor.pipeline.pricing import budget_of
+from oomdoctor.pipeline.pricing import budget_of, calibration_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
@@ -29,6 +29,7 @@ def foresee(
     memory: int | None = None,
     shell: Any = None,
     time_s: float = 10.0,
+    keep_forecasts: bool = False,
 ) -> MemPlan:
     """Find out what the last of ``cells`` needs, without running it.
 
@@ -36,12 +37,14 @@ def foresee(
         device: the name, or the beginning of it, of the device to plan for: the one in use by default.
         memory: bytes of another card to plan for.
         time_s: for each part of the work: the forecast, the cards, the fixes, the batch.
+        keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
 
     Raises:
         UsageError: no device in use is called so.
     """
     from oomdoctor.allocator import virtual
     from oomdoctor.evidence import devices
+    from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.foresee import another_card
 
     simulated = virtual.active()
@@ -53,9 +56,13 @@ def foresee(
         raise UsageError(f"no device {device!r} is in use: there is {names}; --device-memory SIZE plans for another")
     with uncounted():
         if memory is None:
-            return _foreseen(open_session(spelled(namespace), cells, chosen, shell), None, time_s)
+            session = open_session(spelled(namespace), cells, chosen, shell)
+            with applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+                return _foreseen(session, None, time_s)
         with another_card() as card:
-            return _foreseen(open_session(spelled(namespace), cells, card, shell), memory, time_s)
+            session = open_session(spelled(namespace), cells, card, shell)
+            with applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+                return _foreseen(session, memory, time_s)
 
 
 def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:

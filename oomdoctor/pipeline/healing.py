@@ -50,28 +50,31 @@ async def heal(
     if alone or (lost and not anyway):
         refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=alone or "; ".join(lost))
         return replace(case, outcome=refused), None
-    trials = _trials(case, session, chosen)
+    trials, unfit = _trials(case, session, chosen), dict[str, str]()
     outcome, error = await retry(
         transaction,
         [trial for _, trial in trials],
         run,
         accelerator=session.accelerator,
         is_oom=lambda exc: find_oom(exc) is not None,
-        most_attempts=most_attempts,
+        most_attempts=1 if case.evidence.code.not_reached else most_attempts,
         time_budget_s=time_budget_s,
         failed=failed,
+        unfit=unfit,
         shell=session.shell,
     )
     if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
         outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
+    if outcome.attempts and outcome.kind is not OutcomeKind.HEALED:  # it may have come further than the cell did
+        lost = (*lost, *(f"{call} may have been made by the attempt" for call in case.evidence.code.not_reached))
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
     made = next((candidate for candidate, _ in trials if candidate.label in outcome.fixes), None)
-    if made is not None and outcome.kind is OutcomeKind.HEALED and isinstance(made.patch, Refused) and made.caveat:
-        outcome = replace(outcome, state=State.UNVERIFIED, why=made.caveat)
+    if made is not None and outcome.kind is OutcomeKind.HEALED and (differs := _differs(made)):
+        outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join(dict.fromkeys([*lost, *differs])))
     if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
         _keep_forecast(made.forecast, outcome, session)
-    return replace(case, plan=_with(case.plan, made), outcome=outcome), error
+    return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
 
 
 def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Trial]]:
@@ -95,6 +98,15 @@ def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[t
                 trial = Trial(fix=made.fix, label=made.label, attempt=attempt)
                 trials.append((replace(made, patch=patch), trial))
     return trials
+
+
+def _differs(made: Candidate) -> list[str]:
+    """Return what a change that is in the live objects alone does not leave as the changed source would."""
+    from oomdoctor import fixes
+
+    if not isinstance(made.patch, Refused):
+        return []
+    return [told for fix, _ in made.made_of if (told := fixes.get(fix).live_caveat)]
 
 
 def _with(plan: Plan, made: Candidate | None) -> Plan:
@@ -135,7 +147,8 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
         if auto != "off"
         and candidate.effect in effects
         and candidate.forecast.fits is not False
-        and (candidate.forecast.peak is not None or case.plan.unchanged.peak is None)
+        and not candidate.breaks
+        and candidate.refuted is None
         and (_was_seen_to_fit(candidate) or not must_fit)
         and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
     )

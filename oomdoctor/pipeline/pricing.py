@@ -34,6 +34,7 @@ def plan(
     time_budget_s: float,
     reserve: int,
     keep_forecasts: bool = False,
+    unforecast: str | None = None,
 ) -> Case:
     """Price the fixes. The frames of the failure should be released by now.
 
@@ -41,6 +42,7 @@ def plan(
         prepare: restores the start of the cell, in the process of a shadow run.
         reserve: bytes of the budget that something else will take.
         keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
+        unforecast: why there is no shadow run, where there is no time for any.
     """
     begun = planning(
         *(case, session, prepare),
@@ -48,6 +50,7 @@ def plan(
         reserve=reserve,
         keep_forecasts=keep_forecasts,
         waits=True,
+        unforecast=unforecast,
     )
     with uncounted():
         *_, priced = begun.wait()
@@ -63,6 +66,7 @@ def planning(
     reserve: int,
     keep_forecasts: bool = False,
     waits: bool = False,
+    unforecast: str | None = None,
 ) -> Planning:
     """Begin to price the fixes while the user's process goes on. For the other arguments see ``plan``.
 
@@ -80,6 +84,7 @@ def planning(
             time_budget_s=time_budget_s,
             leaks=_freeing(case),
             waits=waits,
+            unforecast=unforecast,
         )
 
 

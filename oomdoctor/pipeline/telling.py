@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -73,23 +72,17 @@ def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
         yield f"rule left out: {first}{more}"
 
 
-def report(
-    namespace: dict[str, Any] | None = None, cells: Cells | None = None, filenames: Mapping[str, int] | None = None
-) -> Report:
+def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Mapping[str, int] | None = None) -> Report:
     """Tell what holds memory now, by role and by name: the device first, where one is in use.
 
     Args:
-        namespace: where to look for names; what the caller sees by default, its locals and its globals.
+        namespace: where to look for names.
         filenames: number of the cell by the file name of its code.
     """
     from oomdoctor.allocator import virtual
     from oomdoctor.evidence import collect, devices
-    from oomdoctor.evidence.frames import locals_of
     from oomdoctor.views.displayed import Report
 
-    if namespace is None:
-        caller = sys._getframe(1)
-        namespace = {**caller.f_globals, **locals_of(caller)}
     run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
     with uncounted():
         session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
-from oomdoctor.model.names import bound_names
 from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
@@ -41,6 +40,7 @@ async def heal(
     most_attempts: int,
     time_budget_s: float,
     failed: set[str] | None = None,
+    unfit: dict[str, str] | None = None,
     shell: Any = None,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``trials`` in their order until one runs through.
@@ -52,13 +52,16 @@ async def heal(
         time_budget_s: no further trial is begun after this time.
         failed: labels of the trials that ran out of memory from this very state, by which they are passed over: they
             would again. Those that do so now are added.
+        unfit: ids of the fixes that found themselves unfit for the program, each with why; they are passed over, and
+            those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
 
     Returns:
         The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
         ``healed`` the state is that of the changed cell, after everything else that of the cell's start.
     """
-    log = _Log(transaction, accelerator, failed=set() if failed is None else failed)
+    known = set() if failed is None else failed
+    log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit)
     for trial in trials:
         if trial.fix in log.unfit:
             continue
@@ -96,7 +99,7 @@ class _Log:
 
     Attributes:
         failed: labels of the trials that ran out of memory, in an earlier loop or in this one.
-        unfit: ids of the fixes that found themselves unfit for the program.
+        unfit: ids of the fixes that found themselves unfit for the program, each with what it found.
         ran_out: how many trials ran out of memory.
         error: what the user's code raised in the last trial, unless it was a fix that stopped it.
     """
@@ -104,9 +107,9 @@ class _Log:
     transaction: Transaction
     accelerator: Accelerator
     failed: set[str]
+    unfit: dict[str, str]
     started_s: float = field(default_factory=time.monotonic)
     tried: list[str] = field(default_factory=list)
-    unfit: set[str] = field(default_factory=set)
     ran_out: int = 0
     why: str = "there was no change to try"
     error: BaseException | None = None
@@ -117,7 +120,7 @@ class _Log:
 
     def unfit_for(self, trial: Trial, why: object) -> None:
         """Note that the change, or its guard, found that it would not be right for this program."""
-        self.unfit.add(trial.fix)
+        self.unfit[trial.fix] = str(why)
         self.why = f"{trial.label}: {why}"
 
     def goes_on_after(self, trial: Trial, error: BaseException | None, is_oom: Callable[[BaseException], bool]) -> bool:
@@ -159,7 +162,7 @@ async def _attempt(
 ) -> BaseException | None:
     """Run one attempt from the restored state, with copies made just in time for the way back."""
     transaction.restore()
-    transaction.hold(frozenset().union(*map(bound_names, (attempt.source, *attempt.replays))))
+    transaction.hold(attempt, accelerator.holds if accelerator.name != "cpu" else None)
     if lost := transaction.unrestored():
         raise StateError(f"{', '.join(lost)} could not be brought back")
     accelerator.empty_cache()

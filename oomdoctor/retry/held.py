@@ -31,6 +31,8 @@ __all__ = [
     "living",
     "mapped_by",
     "revive",
+    "still_holds",
+    "weak",
 ]
 
 LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
@@ -59,6 +61,14 @@ class Weak:
         """Return the value, ``GONE`` if it died."""
         value = self._ref()
         return GONE if value is None else value
+
+
+def weak(value: Any) -> Any:
+    """Return ``value`` held weakly, or as it is where its class allows no weak references."""
+    try:
+        return Weak(value)
+    except TypeError:
+        return value
 
 
 def is_light(container: Any) -> bool:
@@ -130,12 +140,12 @@ class Recipe:
         original: the container itself; where it has heavy items a ``Weak``, or None if it can be made anew and is
             known by ``ident`` alone.
         pairs: ``(key, value)`` of a mapping, ``(index, item)`` of the others, held in their turn.
-        length: of a container too long to copy, which ``pairs`` then leaves out.
+        is_long: whether it is too long for ``pairs``; see ``bulk``.
         item_path: makes the path of an item from ``path`` and its key.
         factory: of a ``defaultdict``.
     """
 
-    __slots__ = ("cls", "factory", "ident", "item_path", "length", "original", "pairs", "path")
+    __slots__ = ("cls", "factory", "ident", "is_long", "item_path", "original", "pairs", "path")
 
     def __init__(self, container: Any, path: str, item_path: Callable[[str, Any], str] | None = None) -> None:
         self.item_path = item_path or _item_path
@@ -145,7 +155,7 @@ class Recipe:
         self.path = path
         self.original: Any = None
         self.pairs: list[tuple[Any, Any]] = []
-        self.length = -1
+        self.is_long = False
 
     @property
     def is_heavy(self) -> bool:
@@ -198,11 +208,31 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
     return memo[held.ident]
 
 
+def still_holds(container: Any, recipe: Recipe) -> bool:
+    """Return whether a container holds the very items that ``recipe`` says; of long ones it is not asked."""
+    if recipe.is_long:
+        return True
+    if kind_of(type(container)) is Kind.MAPPING:
+        now = list(mapped_by(container).items(container))
+    else:
+        now = list(enumerate(items_of(container, kind_of(type(container)))))
+    return len(now) == len(recipe.pairs) and all(
+        _is_what(held, item) and (type(key) is str or _is_what(key, own) or type(own) is int)
+        for (own, item), (key, held) in zip(now, recipe.pairs, strict=True)
+    )
+
+
+def _is_what(held: Any, item: Any) -> bool:
+    if type(held) is Recipe:
+        return held.ident == id(item) and still_holds(item, held)
+    return living(held) is item
+
+
 def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     """Bring ``target`` back, in place, to what ``recipe`` says; a container that has it already is not touched."""
-    if recipe.length >= 0:
-        _shorten(target, recipe.length)
-    elif kind_of(type(target)) is Kind.MAPPING:
+    if recipe.is_long:
+        return
+    if kind_of(type(target)) is Kind.MAPPING:
         _fill_mapping(target, recipe, memo)
     elif kind_of(type(target)) is Kind.SET:
         items = [item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE]
@@ -229,13 +259,6 @@ def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     base.clear(target)
     for key, value in values:
         base.__setitem__(target, key, value)
-
-
-def _shorten(target: Any, length: int) -> None:
-    if kind_of(type(target)) is Kind.SEQUENCE:
-        base = _sequence_base(target)
-        while base.__len__(target) > length:
-            base.pop(target)
 
 
 def _item_path(path: str, key: Any) -> str:

@@ -5,7 +5,6 @@ Put back by the object's own kind of writing, past any ``__setattr__`` of the us
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final
@@ -13,13 +12,12 @@ from typing import Any, Final
 from oomdoctor.model.kinds import members_of, module_of, mro_of
 from oomdoctor.retry.held import GONE, Recipe, living, revive
 from oomdoctor.retry.installed import is_installed
+from oomdoctor.retry.places import Place
 
-__all__ = ["Parts", "class_attributes", "functions_in", "items_of_array", "slots_of"]
+__all__ = ["ATTRIBUTES", "ITEMS", "SLOTS", "Parts", "class_attributes", "functions_in", "slots_of"]
 
 _DESCRIPTORS: Final = frozenset({GetSetDescriptorType, MemberDescriptorType})
 _WRAPPED: Final = frozenset({FunctionType, staticmethod, classmethod, property})
-
-Reader = Callable[[Any], dict[Any, Any]]
 
 
 class Parts:
@@ -28,13 +26,13 @@ class Parts:
     Args:
         owner: the object, held.
         recipe: how each part is held.
-        read: tells the parts that an object has now.
+        place: where they are.
     """
 
-    __slots__ = ("_owner", "_read", "recipe")
+    __slots__ = ("_owner", "_place", "recipe")
 
-    def __init__(self, owner: Any, recipe: Recipe, read: Reader) -> None:
-        self._owner, self.recipe, self._read = owner, recipe, read
+    def __init__(self, owner: Any, recipe: Recipe, place: Place) -> None:
+        self._owner, self.recipe, self._place = owner, recipe, place
 
     @property
     def is_there(self) -> bool:
@@ -46,23 +44,16 @@ class Parts:
         owner = living(self._owner)
         if owner is GONE:
             return
-        now, before = self._read(owner), set()
+        now, before = self._place.read(owner), set()
         for name, held in self.recipe.pairs:
             before.add(name)
             value = revive(held, now.get(name), memo)
             if value is not GONE and now.get(name, GONE) is not value:
                 with suppress(AttributeError, TypeError, ValueError):
-                    _write(owner, name, value)
+                    self._place.write(owner, name, value)
         for name in now.keys() - before:
             with suppress(AttributeError, TypeError):
-                (type if isinstance(owner, type) else object).__delattr__(owner, name)
-
-
-def _write(owner: Any, name: Any, value: Any) -> None:
-    if type(name) is int:
-        owner.flat[name] = value
-    else:
-        (type if isinstance(owner, type) else object).__setattr__(owner, name, value)
+                self._place.delete(owner, name)
 
 
 def slots_of(value: Any) -> dict[str, Any]:
@@ -97,3 +88,12 @@ def functions_in(item: Any) -> list[Any]:
 def items_of_array(array: Any) -> dict[int, Any]:
     """Return the items of an array of objects by their place."""
     return dict(enumerate(array.flat))
+
+
+def _set_item(array: Any, at: int, value: Any) -> None:
+    array.flat[at] = value
+
+
+SLOTS: Final = Place(slots_of)
+ATTRIBUTES: Final = Place(class_attributes, type.__setattr__, type.__delattr__)
+ITEMS: Final = Place(items_of_array, _set_item)

@@ -14,9 +14,11 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
 
+from oomdoctor.model.kinds import members_of
 from oomdoctor.model.magics import mask
 from oomdoctor.model.names import call_name
 from oomdoctor.retry.installed import is_installed
+from oomdoctor.retry.places import REGISTRY
 
 __all__ = ["Patches"]
 
@@ -34,7 +36,12 @@ class Patches:
         self._namespace = namespace
         self._kept: list[tuple[Any, str, Any]] = []
         self._later: list[tuple[str, str]] = []
-        targets, imports = _assigned(source)
+        self._registries: list[tuple[type, dict[str, Any]]] = []
+        targets, imports, registering = _assigned(source)
+        for path in registering:
+            owner = _found(path, imports, namespace)
+            if isinstance(owner, type) and "_abc_impl" in members_of(owner):
+                self._registries.append((owner, REGISTRY.read(owner)))
         for path, name in targets:
             owner = _found(path, imports, namespace)
             if isinstance(owner, (ModuleType, type)):
@@ -57,17 +64,26 @@ class Patches:
                 continue
             with suppress(AttributeError, TypeError):
                 delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)
+        for cls, before in self._registries:
+            for name, classes in before.items():
+                REGISTRY.write(cls, name, classes)
 
 
 @lru_cache(maxsize=64)
-def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str]]:
-    """Return ``(path of the owner, name)`` of attributes that are assigned to, and what the cell imports as what."""
+def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str], frozenset[str]]:
+    """Return ``(path of the owner, name)`` of attributes that are assigned to, what the cell imports as what.
+
+    And the paths of what it registers something with, which may be abstract classes.
+    """
     try:
         nodes = list(ast.walk(ast.parse(mask(source).text)))
     except (SyntaxError, ValueError, RecursionError):
-        return (), {}
+        return (), {}, frozenset()
     found: list[tuple[str, str]] = []
     imports: dict[str, str] = {}
+    registering = {
+        call_name(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "register"
+    }
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             found.append((call_name(node.value), node.attr))
@@ -78,7 +94,7 @@ def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str]]
             imports |= {(one.asname or one.name): one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             imports |= {(one.asname or one.name): f"{node.module}.{one.name}" for one in node.names}
-    return tuple(dict.fromkeys((path, name) for path, name in found if path)), imports
+    return tuple(dict.fromkeys((path, name) for path, name in found if path)), imports, frozenset(registering)
 
 
 def _found(path: str, imports: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:

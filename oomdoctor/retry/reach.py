@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dis import get_instructions
+from functools import cached_property
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -16,6 +17,7 @@ from oomdoctor.model.kinds import members_of, mro_of
 from oomdoctor.model.names import FirstUse, first_uses, read_names
 from oomdoctor.retry.held import LIGHT_TYPES
 from oomdoctor.retry.installed import is_installed
+from oomdoctor.retry.writes import last_name, names_written_by, written_names
 
 __all__ = ["Reach"]
 
@@ -41,6 +43,7 @@ class Reach:
         self._seen: dict[int, Any] = {id(namespace): namespace}
         self._namespace, self._lookup = namespace, lookup
         self._todo: list[Any] = []
+        self._source, self._codes = source, list[CodeType]()
         reads = read_names(source)
         self.is_all = bool(reads & _ANYTHING) or "%run" in source or "%load" in source
         rebound = {name for name, use in first_uses(source).items() if use is FirstUse.BINDS}
@@ -51,6 +54,14 @@ class Reach:
     def reaches(self, value: Any) -> bool:
         """Return whether the code can get at ``value``."""
         return self.is_all or id(value) in self._seen
+
+    def writes(self, path: str) -> bool:
+        """Return whether the code writes items into what a path leads to, told by its last name."""
+        return last_name(path) in self._written
+
+    @cached_property
+    def _written(self) -> frozenset[str]:
+        return written_names(self._source).union(*map(names_written_by, self._codes))
 
     def _read(self, names: Iterable[str]) -> None:
         for name in names:
@@ -94,6 +105,7 @@ class Reach:
         yield from (cell for cell in function.__closure__ or ())
         if is_installed(function.__module__):
             return
+        self._codes.append(function.__code__)
         codes: list[CodeType] = [function.__code__]
         while codes:
             code = codes.pop()

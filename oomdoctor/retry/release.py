@@ -29,21 +29,28 @@ def release(exc: BaseException, shell: Any = None) -> None:
     Args:
         shell: the IPython shell, whose own copy of the traceback is replaced as well.
     """
-    swapped: dict[int, TracebackType] = {}
-    for link in chained(exc):
-        traceback = traceback_of(link)
-        if traceback is not None:
-            _clear_frames(traceback)
-            swapped[id(traceback)] = _stand_in(traceback)
-            set_traceback(link, swapped[id(traceback)])
+    swapped = _let_go(exc)
     renderer = getattr(shell, "InteractiveTB", None)
     for holder, name in ((sys, "last_traceback"), (renderer, "tb")):
         held = getattr(holder, name, None)
         if id(held) in swapped:
             setattr(holder, name, swapped[id(held)])
-    held = traceback = None
+    held = None
     # What held itself in a cycle goes only now.
     gc.collect()
+
+
+def _let_go(exc: BaseException) -> dict[int, TracebackType]:
+    """Empty the frames; return what stands in for each traceback, by the identity of that."""
+    links = [(link, found) for link in chained(exc) if (found := traceback_of(link)) is not None]
+    for _, traceback in links:
+        _clear_frames(traceback)
+    swapped: dict[int, TracebackType] = {}
+    for link, traceback in links:
+        if (made := _stand_in(traceback)) is not None:
+            swapped[id(traceback)] = made
+            set_traceback(link, made)
+    return swapped
 
 
 def _clear_frames(traceback: TracebackType | None) -> None:
@@ -58,8 +65,8 @@ def _clear_frames(traceback: TracebackType | None) -> None:
         traceback = traceback.tb_next
 
 
-def _stand_in(traceback: TracebackType) -> TracebackType:
-    """Return a traceback of the same files, names and lines whose frames hold nothing."""
+def _stand_in(traceback: TracebackType) -> TracebackType | None:
+    """Return a traceback of the same files, names and lines whose frames hold nothing, None where there is no room."""
     places: list[tuple[CodeType, int]] = []
     step: TracebackType | None = traceback
     while step is not None:
@@ -68,16 +75,22 @@ def _stand_in(traceback: TracebackType) -> TracebackType:
     made: list[TracebackType] = []
     # In a thread of its own: a frame keeps its callers, and those of this thread are the kernel's and the user's.
     worker = Thread(target=_build, args=(places, made), name="oomdoctor-traceback")
-    worker.start()
+    try:
+        worker.start()
+    except RuntimeError:  # no memory for its stack
+        return None
     worker.join()
-    return made[0]
+    return made[0] if made else None
 
 
 def _build(places: list[tuple[CodeType, int]], made: list[TracebackType]) -> None:
     following: TracebackType | None = None
-    for code, line in reversed(places):
-        frame, instruction = _empty_frame(code, line)
-        following = TracebackType(following, frame, instruction, line)
+    try:
+        for code, line in reversed(places):
+            frame, instruction = _empty_frame(code, line)
+            following = TracebackType(following, frame, instruction, line)
+    except MemoryError:  # the frames are empty, and their traceback stays as it is
+        return
     if following is not None:
         made.append(following)
 

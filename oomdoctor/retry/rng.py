@@ -39,6 +39,10 @@ class RandomState:
             cuda=tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else (),
         )
 
+    def has_moved(self) -> bool:
+        """Return whether a global generator was drawn from since, or set."""
+        return _told(self) != _told(RandomState.take())
+
     def restore(self) -> None:
         """Set the global generators back."""
         random.setstate(self.python)
@@ -51,6 +55,14 @@ class RandomState:
             torch.default_generator.manual_seed(_DEFAULT_SEED)
         if torch is not None and self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
+
+
+def _told(states: RandomState) -> tuple[Any, ...]:
+    """Return the states as what can be compared; a module that was only loaded meanwhile has drawn nothing."""
+    numpy = None if states.numpy is None else (states.numpy[0], states.numpy[1].tobytes(), *states.numpy[2:])
+    devices = tuple(state.numpy().tobytes() for state in states.cuda)
+    torch = None if states.torch_cpu is None else states.torch_cpu.numpy().tobytes()
+    return states.python, numpy, torch, devices
 
 
 def _apart(state: Any) -> Any:

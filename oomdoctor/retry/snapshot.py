@@ -5,24 +5,30 @@ optimizers, schedulers and of objects whose class the notebook or torch defines,
 contents of tensors are the ``TensorVault``'s.
 
 What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: what objects of other
-libraries keep in C, writes through ``tensor.data``, to single items of numpy arrays of more than 64 KiB and of
-containers of more than 20,000, and the world outside.
+libraries keep in C or in long containers, writes through ``tensor.data`` and by address, what other threads keep, the
+world outside; and of what is too large to be looked into (see ``bulk``) single items that are written by another name
+than its own.
 """
 
 from __future__ import annotations
 
+import gc
+import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import FirstUse, first_uses, is_users
-from oomdoctor.retry.held import GONE, Recipe, SetCopy, fill, is_same, living, revive
+from oomdoctor.errors import StateError
+from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
+from oomdoctor.retry.context import ContextValues
+from oomdoctor.retry.functions import Written, restore_function
+from oomdoctor.retry.held import GONE, Recipe, SetCopy, fill, is_same, living, revive, still_holds
+from oomdoctor.retry.objects import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
-from oomdoctor.retry.rng import RandomState, set_generator_state, spawned
-from oomdoctor.retry.shape import LONG, MOST_OBJECTS, Shape, sample_of
+from oomdoctor.retry.rng import RandomState, generator_state, set_generator_state, spawned
+from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -45,11 +51,14 @@ class Snapshot:
         self._namespace = namespace
         self._room = room
         self._vault: TensorVault | None = None
-        with _outside_modes():
-            self._rng = RandomState.take()
-            self._shape = Shape(namespace, lambda: self.vault, source)
-        self._surroundings = Surroundings(self._shape.modules)
-        self._patches = Patches(source, namespace)
+        with _without_collections() as collects:
+            with _outside_modes():
+                self._rng = RandomState.take()
+                self._shape = Shape(namespace, lambda: self.vault, source)
+            self._context = ContextValues()
+            self._surroundings = Surroundings(self._shape.modules, collects=collects)
+            self._patches = Patches(source, namespace)
+        self._left: set[str] = set()
 
     @property
     def vault(self) -> TensorVault:
@@ -88,19 +97,67 @@ class Snapshot:
                 f"an {name} that no name leads to was used before, and its weights were not seen"
             )
 
-    def light_values(self, names: frozenset[str]) -> list[Any]:
-        """Return the functions and loaders that these names stood for and that are alive."""
-        values = [living(self._shape.bindings[name]) for name in names if name in self._shape.bindings]
-        return [value for value in values if kind_of(type(value)) in (Kind.CALLABLE, Kind.LOADER)]
+    def kept_by_name(self, names: frozenset[str]) -> dict[str, Any]:
+        """Return what these names stood for, as far as it is alive; a container is known as itself from then on."""
+        kept: dict[str, Any] = {}
+        for name in names & self._shape.bindings.keys() & self._namespace.keys():
+            held, value = self._shape.bindings[name], self._namespace[name]
+            if type(held) is Recipe and held.ident == id(value):
+                held.original = value
+            if is_users(name) and revive(held) is not GONE:
+                kept[name] = value
+        for name in names & self._left & self._namespace.keys():  # the attempt needs it after all
+            kept[name] = self._shape.bindings[name] = self._namespace[name]
+        self._left -= names
+        return kept
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Have these names stay as they are whenever the state is restored: later cells have bound or deleted them."""
+        for name in names:
+            self._left.add(name)
+            self._shape.bindings.pop(name, None)
+
+    def check_left(self, names: frozenset[str]) -> None:
+        """Refuse to go on with names that later cells have bound since.
+
+        Raises:
+            StateError: with the first of them.
+        """
+        if later := sorted(names & self._left):
+            raise StateError(f"`{later[0]}` was bound by a later cell, and the change needs what it was before")
+
+    def uses(self) -> frozenset[str]:
+        """Return the names that the cell reads and binds, and those that the functions it calls read."""
+        reach = Reach(self.source, self._namespace, self._stood_for)
+        everything = self._shape.bindings.keys() | self._namespace.keys() if reach.is_all else frozenset[str]()
+        return frozenset(reach.names | bound_names(self.source) | everything)
+
+    def set_aside(self, kept: dict[str, Any], holds: Callable[[Any], bool]) -> None:
+        """Move tensors that ``kept`` alone leads to into host memory until they are restored, those that ``holds``."""
+        from oomdoctor.retry.vault import TensorVault
+
+        def watched(names: dict[str, Any]) -> TensorVault:
+            vault = TensorVault(lambda: 0)
+            with _outside_modes():
+                Shape(names, lambda: vault, "")
+            return vault
+
+        now = watched(self._namespace)
+        self.vault.set_aside([one for one in watched(kept).alive() if holds(one) and not now.watches(one)])
 
     def give_up_copies(self) -> str:
         """Return why copies could not be made, empty if all were, and forget them: nothing has changed yet."""
         return self._vault.give_up() if self._vault is not None else ""
 
+    def end(self) -> None:
+        """Note what the cell leaves, when it ends."""
+        self._surroundings.end()
+
     def losses(self) -> tuple[str, ...]:
         """Return what cannot be brought back, a sentence each; nothing is touched."""
-        told = dict.fromkeys(self._lost())
-        return tuple(told)
+        around = list(self._surroundings.lost())
+        with _outside_modes():
+            return tuple(dict.fromkeys((*self._lost(), *around)))
 
     def _lost(self) -> Iterator[str]:
         uses, reach = first_uses(self.source), Reach(self.source, self._namespace, self._stood_for)
@@ -127,11 +184,6 @@ class Snapshot:
             yield from cache.lost()
         if any(spawned(generator) != count for generator, count in self._shape.spawned):
             yield "seeds were taken from the seed of a generator of numpy's, which cannot be taken back"
-        for recipe in self._shape.long:
-            if len(recipe.original) < recipe.length or (
-                kind_of(recipe.cls) is not Kind.SEQUENCE and len(recipe.original) != recipe.length
-            ):
-                yield f"`{recipe.path}` has more than {LONG} items and was changed"
         yield from self._shape.unknown
         for _, watched in self._shape.gradients:
             if watched is not None and watched.ref() is None and watched.copy is None:
@@ -139,12 +191,13 @@ class Snapshot:
         for path, held in self._shape.iterators:
             if (value := living(held)) is not GONE and reach.reaches(value):
                 yield f"`{path}` is an iterator, an open file or a connection that the cell may have advanced"
-        for path, held, sample in self._shape.large:
-            if (value := living(held)) is not GONE and sample_of(value) != sample:
-                yield f"`{path}` is a large array that was written to, and no copy was kept"
+        yield from self._context.lost(self._shape.context)
+        for long in self._shape.long:
+            yield from long.lost(reach.writes)
+        for large in self._shape.large:
+            yield from large.lost(reach.writes)
         for foreign in self._shape.foreign:
             yield from foreign.lost()
-        yield from self._surroundings.lost()
         yield from self._patches.lost()
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
@@ -160,6 +213,8 @@ class Snapshot:
         todo += [recipe for owner, recipe in self._shape.objects if living(owner) is not GONE]
         todo += [recipe for _, recipe in self._shape.globals]
         todo += [parts.recipe for parts in self._shape.parts if parts.is_there]
+        functions = [one for one in self._shape.functions if living(one.held) is not GONE]
+        todo += [held for one in functions for held in (one.defaults, one.by_name) if type(held) is Recipe]
         seen: set[int] = set()
         while todo:
             recipe = todo.pop()
@@ -189,13 +244,21 @@ class Snapshot:
                 foreign.restore()
             for cache in self._shape.caches:
                 cache.restore()
+            self._context.restore(self._shape.context)
             for frame in self._shape.frames:
                 frame.restore()
             for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
                 _restore_light(container, copy)
+            for long in self._shape.long:
+                long.restore()
             for array, values in self._shape.arrays:
                 if (alive := living(array)) is not GONE and alive.flags.writeable:
                     alive[...] = values
+            for function, code in self._shape.bare:
+                restore_function(Written(function, code, None, None), memo)
+                function.__dict__.clear()
+            for written in self._shape.functions:
+                restore_function(written, memo)
             for function, at, held in self._shape.closures:
                 if (alive := living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
                     alive.__closure__[at].cell_contents = value
@@ -211,7 +274,7 @@ class Snapshot:
 
     def _restore_bindings(self, memo: dict[int, Any]) -> None:
         uses = first_uses(self.source)
-        for name in [name for name in self._namespace if name not in self._shape.bindings and is_users(name)]:
+        for name in [name for name in self._namespace if name not in self._shape.bindings and self._is_mine(name)]:
             del self._namespace[name]
         for name, held in self._shape.bindings.items():
             if not is_users(name):
@@ -240,14 +303,46 @@ class Snapshot:
         """Host memory that copies not made yet would take."""
         return self._vault.bytes_to_copy if self._vault is not None else 0
 
-    def changed_anything(self) -> bool:
-        """Return whether a name, a container of numbers and text, or a tensor is another one than at the start."""
+    def _is_mine(self, name: str) -> bool:
+        return is_users(name) and name not in self._left
+
+    def rebound(self) -> list[str]:
+        """Return the names that were bound, bound anew or deleted since the start of the cell."""
         names = dict.fromkeys([*self._shape.bindings, *self._namespace])
-        return (
-            any(is_users(name) and not self._stands(name) for name in names)
-            or not all(map(is_same, self._shape.light, self._shape.copies))
-            or (self._vault is not None and self._vault.changed_anything())
-        )
+        return [name for name in names if self._is_mine(name) and not self._stands(name)]
+
+    def changes(self) -> Iterator[str]:
+        """Yield what else is not as it was at the start of the cell, each as what was done: ``written `x```."""
+        with _outside_modes():
+            if self._vault is not None:
+                yield from (f"written `{label}`" for label in self._vault.changed())
+            for parameter, watched in self._shape.gradients:
+                tensor = parameter()
+                if tensor is not None and (watched.ref() if watched is not None else None) is not tensor.grad:
+                    yield "written gradients"
+            for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
+                if not is_same(container, copy):
+                    yield f"changed {self._named(container)}"
+            yield from (f"changed `{long.path}`" for long in self._shape.long if not long.is_same())
+            for owner, recipe in self._shape.objects:
+                alive = living(owner)
+                if alive is not GONE and not still_holds(object.__getattribute__(alive, "__dict__"), recipe):
+                    yield f"changed `{recipe.path}`"
+            yield from (
+                f"changed `{recipe.path}`" for names, recipe in self._shape.globals if not still_holds(names, recipe)
+            )
+            for name, held in self._shape.bindings.items():
+                if type(held) is Recipe and self._stands(name) and not still_holds(self._namespace[name], held):
+                    yield f"changed `{name}`"
+            for generator, state in self._shape.random:
+                if not _is_equal(generator_state(generator), state):
+                    yield "drawn random numbers"
+            if self._rng.has_moved():
+                yield "drawn random numbers"
+
+    def _named(self, container: Any) -> str:
+        name = next((name for name, value in self._namespace.items() if value is container and is_users(name)), None)
+        return f"`{name}`" if name is not None else f"a {type(container).__name__}"
 
     def _stands(self, name: str) -> bool:
         if name not in self._shape.bindings or name not in self._namespace:
@@ -266,8 +361,14 @@ def _restore_light(container: Any, copy: Any) -> None:
         container[:] = copy
 
 
+def _is_equal(one: Any, other: Any) -> bool:
+    if hasattr(one, "numpy"):
+        one, other = one.numpy().tobytes(), other.numpy().tobytes()
+    return repr(one) == repr(other)
+
+
 def _root(path: str) -> str:
-    return path.split(".", 1)[0].split("[", 1)[0]
+    return re.split(r"[.\[ ]", path, maxsplit=1)[0]
 
 
 def _restore_gradient(parameter: Any, watched: Watched | None) -> None:
@@ -281,6 +382,21 @@ def _restore_gradient(parameter: Any, watched: Watched | None) -> None:
         gradient = watched.copy.to(parameter.device, copy=True)
     if gradient is not None and parameter.grad is not gradient:
         parameter.grad = gradient
+
+
+@contextmanager
+def _without_collections() -> Iterator[bool]:
+    """Hold the collector back while so many small objects are made: it would run several times, for nothing.
+
+    Gives whether it was on.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield collects
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _outside_modes() -> AbstractContextManager[None]:

@@ -6,9 +6,12 @@ Settings and functions are put back; what was written to a log file is told.
 from __future__ import annotations
 
 import builtins
+import gc
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -16,7 +19,8 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.retry.installed import own_modules
+from oomdoctor.retry.installed import is_installed, own_modules
+from oomdoctor.retry.modes import Modes
 
 __all__ = ["Surroundings"]
 
@@ -67,6 +71,9 @@ def _process_settings() -> list[_Setting]:
         (sys.getrecursionlimit, sys.setrecursionlimit),
         (partial(getattr, logging.root, "level"), logging.root.setLevel),
         (partial(_copied, logging.root.handlers), partial(_refill, logging.root.handlers)),
+        (gc.get_threshold, lambda counts: gc.set_threshold(*counts)),
+        (gc.get_debug, gc.set_debug),
+        (partial(_copied, gc.callbacks), partial(_refill, gc.callbacks)),
     ]
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "set_printoptions"):
         calls.append((numpy.geterr, lambda value: numpy.seterr(**value)))
@@ -85,6 +92,33 @@ def _process_settings() -> list[_Setting]:
         found = [home[one] for one in tables if isinstance(home.get(one), dict)]
         calls += [(partial(set, table), partial(_keep_only, table)) for table in found]
     return calls
+
+
+def _streams() -> dict[str, Any]:
+    return {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
+
+
+def _handlers() -> tuple[Any, ...]:
+    return tuple(map(_handler_of, _SIGNALS))
+
+
+def _put_handlers(before: tuple[Any, ...]) -> None:
+    for number, handler in zip(_SIGNALS, before, strict=True):
+        # None is a handler that was set by C. Not the main thread: told by ``lost``.
+        if handler is not None and _handler_of(number) != handler and _is_main_thread():
+            signal.signal(number, handler)
+
+
+def _is_users(handler: Any) -> bool:
+    """Return whether a handler is one that no library sets around what it runs, as asyncio does."""
+    if isinstance(handler, int):
+        return True
+    function = getattr(handler, "__func__", handler)
+    return type(function) is FunctionType and not is_installed(function.__globals__.get("__name__"))
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _copied(container: Any) -> Any:
@@ -115,6 +149,10 @@ _GLOBAL_HOOKS: Final = {
     ),
     "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
 }
+_handler_of: Final[Callable[[int], Any]] = vars(sys.modules["_signal"])["getsignal"]
+"""Without the names that ``signal.getsignal`` looks up: asked for each signal before each cell."""
+_SIGNALS: Final = tuple(sorted(set(map(int, signal.valid_signals())) - {signal.SIGINT}))
+"""Those whose handlers are put back. SIGINT's is exchanged by the kernel around a cell, and by us around a restore."""
 _CUDNN: Final = ("enabled", "benchmark", "deterministic")
 _SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
 
@@ -129,9 +167,10 @@ class Surroundings:
 
     Args:
         modules: those that names of the user's lead to.
+        collects: whether the garbage collector was on.
     """
 
-    def __init__(self, modules: Iterable[ModuleType]) -> None:
+    def __init__(self, modules: Iterable[ModuleType], *, collects: bool) -> None:
         self._environ = os.environ.copy()
         self._filters = list(warnings.filters)
         self._path = list(sys.path)
@@ -146,13 +185,28 @@ class Surroundings:
         for setting in [*_process_settings(), *(_torch_settings(torch) if torch is not None else [])]:
             with _where_told():
                 self._settings.append((setting, setting[0]()))
+        self._modes = None if torch is None else Modes(torch)
+        self._handlers, self._on_interrupt = _handlers(), _handler_of(signal.SIGINT)
+        self._collects = collects
+        self._streams = self._left = _streams()
         self._logs = dict(_log_sizes())
 
+    def end(self) -> None:
+        """Note the streams that the cell leaves. Those of a later cell may be exchanged for reasons of its own."""
+        self._left = _streams()
+
     def lost(self) -> Iterator[str]:
-        """Yield a sentence for each log file that was written to."""
+        """Yield a sentence for each log file that was written to, and for what cannot be set back."""
         for path, size in _log_sizes():
             if self._logs.get(path, size) != size:
                 yield f"the log file {path} was written to"
+        if self._modes is not None:
+            yield from self._modes.lost()
+        now = _handler_of(signal.SIGINT)
+        if now is not self._on_interrupt and _is_users(now):
+            yield "the handler of SIGINT was changed, and interrupts need it now"
+        if _handlers() != self._handlers and not _is_main_thread():
+            yield "handlers of signals were changed, and the main thread alone can put them back"
 
     def restore(self) -> None:
         """Put settings back, and functions and classes of modules that others stand in for now."""
@@ -176,6 +230,13 @@ class Surroundings:
             with _where_told():
                 if read() != value:
                     put(value)
+        (gc.enable if self._collects else gc.disable)()
+        _put_handlers(self._handlers)
+        for name, before in self._streams.items():
+            if self._left[name] is not before and getattr(sys, name) is self._left[name]:
+                setattr(sys, name, before)
+        if self._modes is not None:
+            self._modes.restore()
 
 
 def _forget(name: str) -> None:

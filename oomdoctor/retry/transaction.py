@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from oomdoctor.errors import StateError
-from oomdoctor.model.names import bound_names
+from oomdoctor.model.names import FirstUse, bound_names, first_uses
+from oomdoctor.model.session import Attempt
+from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.snapshot import Snapshot
 
 __all__ = ["Transaction"]
@@ -34,17 +35,13 @@ class Transaction:
         self._strict = False
         self._handles: list[Any] = []
         self._stepped: set[int] = set()
-        self._held: list[Any] = []
+        self._held: dict[str, Any] = {}
+        self._holds: Callable[[Any], bool] | None = None
         self._snapshot: Snapshot | None = None
-        collects = gc.isenabled()
-        gc.disable()  # so many small objects are made that the collector would run several times, for nothing
         try:
             self._snapshot = Snapshot(namespace, source, room)
         except Exception as exc:  # noqa: BLE001 - border: objects of all kinds are looked at; the cell must run
             self.fault = f"the state at the start of the cell could not be saved ({type(exc).__name__}: {exc})"
-        finally:
-            if collects:
-                gc.enable()
 
     @property
     def kept_bytes(self) -> int:
@@ -80,7 +77,9 @@ class Transaction:
             self._handles.append(register_module_forward_pre_hook(self._before_forward))
 
     def disarm(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away: the cell has ended."""
+        if self._snapshot is not None:
+            self._snapshot.end()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -110,13 +109,32 @@ class Transaction:
                 self.fault = ""
                 raise StateError(self.stopped)
 
-    def hold(self, names: frozenset[str]) -> None:
-        """Keep what the names stand for, where an attempt binds them anew and the cell does not: it has to come back.
+    def hold(self, attempt: Attempt, holds: Callable[[Any], bool] | None = None) -> None:
+        """Keep what names stand for that the attempt binds anew and the cell does not: it has to come back.
 
-        Functions and loaders alone. What is larger is meant to be let go of.
+        Args:
+            holds: tells of a tensor whether it takes memory that the attempt needs; see ``set_aside``.
+
+        Raises:
+            StateError: the attempt needs what a name stood for before a later cell bound it.
         """
-        if self._snapshot is not None:
-            self._held += self._snapshot.light_values(names - bound_names(self.source))
+        self._holds = holds
+        if self._snapshot is None:
+            return
+        bound = frozenset[str]()
+        for text in (*attempt.replays, attempt.source):
+            uses = first_uses(text).items()
+            self._snapshot.check_left(frozenset(name for name, use in uses if use is not FirstUse.BINDS) - bound)
+            bound |= bound_names(text)
+        self._held |= self._snapshot.kept_by_name(bound - bound_names(self.source))
+
+    def set_aside(self) -> None:
+        """Have what ``hold`` keeps take host memory alone, as far as no name leads to it any more.
+
+        To be called when the attempt has bound its names anew, and runs on.
+        """
+        if self._snapshot is not None and self._held and self._holds is not None:
+            self._snapshot.set_aside(self._held, self._holds)
 
     def losses(self) -> tuple[str, ...]:
         """Return what cannot be brought back, a sentence each; nothing is touched."""
@@ -127,12 +145,15 @@ class Transaction:
     def restore(self) -> None:
         """Bring back the state at the start of the cell. May be called again after a further attempt.
 
+        An interrupt arrives when all of it is back.
+
         Raises:
             StateError: there is no snapshot to bring back.
         """
         if self._snapshot is None:
             raise StateError(self.fault)
-        self._snapshot.restore()
+        with held_back():
+            self._snapshot.restore()
 
     def unrestored(self) -> list[str]:
         """Return the labels of tensors that ``restore`` failed to bring back."""
@@ -142,7 +163,8 @@ class Transaction:
         """Bring the state back for good; return what could not be, a sentence each."""
         if self._snapshot is None:
             return (self.fault,)
-        return self._snapshot.settle()
+        with held_back():
+            return self._snapshot.settle()
 
     @property
     def bytes_to_copy(self) -> int:
@@ -151,4 +173,21 @@ class Transaction:
 
     def changed_anything(self) -> bool:
         """Return whether a name, a container or a tensor is another one than at the start of the cell."""
-        return self._snapshot is None or self._snapshot.changed_anything()
+        return bool(self._snapshot is None or self._snapshot.rebound() or next(self._snapshot.changes(), None))
+
+    def moved_on_by(self, later: Transaction) -> str | None:
+        """Return what a later cell has done that this one cannot be run again after, or taken back; None for nothing.
+
+        Names that it has bound, and that this cell has no use for, stay as they are from then on.
+        """
+        if self._snapshot is None or later._snapshot is None:
+            return "run, and what it has changed is not known"
+        if (change := next(later._snapshot.changes(), None)) is not None:
+            return change
+        names, uses = later._snapshot.rebound(), self._snapshot.uses() | self._held.keys()
+        if (needed := [name for name in names if name in uses]) != []:
+            return f"bound `{needed[0]}`, which the failed cell uses"
+        if (lost := next((told for told in later.losses()), None)) is not None:
+            return f"run, and {lost}"
+        self._snapshot.leave(names)
+        return None

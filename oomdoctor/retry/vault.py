@@ -34,6 +34,7 @@ class Watched:
     """One tensor under watch: a weak reference, its stamp at the start, and its copy once there is one."""
 
     __slots__ = (
+        "aside",
         "bare",
         "copy",
         "device",
@@ -57,7 +58,7 @@ class Watched:
         self.hooks = hooks_of(tensor)
         self.bare = not plain_dict(tensor)
         self.copy: torch.Tensor | None = None
-        self.uncopied = self.unrestored = False
+        self.uncopied = self.unrestored = self.aside = False
 
     def unchanged(self, tensor: torch.Tensor) -> bool:
         """Return whether nothing was written: neither counter nor pointer moved, or all of it to another device."""
@@ -123,7 +124,26 @@ class TensorVault:
 
     def keep_all(self) -> None:
         """Copy every watched tensor that is still alive."""
-        self.keep([tensor for watched in list(self._watched.values()) if (tensor := watched.ref()) is not None])
+        self.keep(self.alive())
+
+    def alive(self) -> list[torch.Tensor]:
+        """Return the watched tensors that are alive."""
+        return [tensor for watched in list(self._watched.values()) if (tensor := watched.ref()) is not None]
+
+    def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have those of ``tensors`` that nothing shares their memory with take host memory alone, until ``restore``.
+
+        They stay as they are in all but their place, should something hold on to them that was not seen.
+        """
+        for tensor in tensors:
+            watched = self._watched.get(id(tensor))
+            if watched is None or watched.ref() is not tensor or watched.aside or not _is_alone(tensor):
+                continue
+            self.keep([tensor])
+            if watched.copy is not None and not watched.uncopied:
+                with outside_modes():
+                    tensor.data = watched.copy.clone()
+                watched.aside = True
 
     def _copy(self, watched: Watched, tensor: torch.Tensor) -> None:
         if self._room < 0:
@@ -189,13 +209,15 @@ class TensorVault:
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in alive)
 
-    def changed_anything(self) -> bool:
-        """Return whether a watched tensor was written in place, or was about to be."""
-        return any(
-            watched.copy is not None
-            or ((tensor := watched.ref()) is not None and (watched.has_moved(tensor) or not watched.unchanged(tensor)))
-            for watched in self._watched.values()
-        )
+    def changed(self) -> Iterator[str]:
+        """Yield the labels of living tensors that were written in place, or were about to be."""
+        for watched in self._watched.values():
+            tensor = watched.ref()
+            if tensor is None:
+                continue
+            is_copied = watched.copy is not None and not tensor.is_inference()
+            if is_copied or watched.has_moved(tensor) or not watched.unchanged(tensor):
+                yield watched.label
 
     def restore(self) -> None:
         """Put kept contents back in place, tensor by tensor, from host memory.
@@ -215,6 +237,10 @@ class TensorVault:
 
 def _restore(watched: Watched, tensor: torch.Tensor) -> None:
     take_new_hooks_away(tensor, watched.hooks)
+    if watched.aside and watched.copy is not None:
+        tensor.data = watched.copy.to(watched.device, copy=True)
+        _set_version(tensor, watched.version)
+        watched.pointer, watched.aside = _stamp(tensor)[1], False
     if watched.bare and (attributes := plain_dict(tensor)):
         attributes.clear()
     if tensor.is_leaf and tensor.requires_grad != watched.requires_grad:
@@ -251,6 +277,22 @@ def _has_contents(tensor: torch.Tensor) -> bool:
     except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
         return True
     return (last + 1) * tensor.element_size() <= room
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is its own: no view of it, no graph, no other process shares it."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.is_nested or tensor.is_inference() or tensor.grad_fn is not None:
+        return False
+    if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+        return False
+    storage = tensor.untyped_storage()
+    held = torch._C._storage_Use_Count(storage._cdata)
+    return bool(held <= _OWN_USES)
+
+
+_OWN_USES = 2
+"""Of a storage that one tensor has: the tensor's, and that of the object which Python sees."""
 
 
 def _write(tensor: torch.Tensor, copy: Any, device: torch.device) -> None:

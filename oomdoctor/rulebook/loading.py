@@ -46,11 +46,20 @@ def load(
 
 
 def load_sound(
-    paths: Sequence[Path], known_fixes: Collection[str] | None, known_rules: Collection[str] = frozenset()
+    paths: Sequence[Path],
+    known_fixes: Collection[str] | None,
+    known_rules: Collection[str] = frozenset(),
+    *,
+    proven: Path | None = None,
 ) -> RuleBook:
-    """Return the rules of ``paths`` that have no fault, and the faults of the others. See ``load``."""
+    """Return the rules of ``paths`` that have no fault, and the faults of the others. See ``load``.
+
+    Args:
+        proven: a folder whose examples were tried before, so that they are not tried again.
+    """
     faults: list[Fault] = []
-    readers = [_Reader(path, known_fixes, faults) for path in files_in(paths, faults)]
+    files = list(files_in(paths, faults))
+    readers = [_Reader(path, known_fixes, faults, tries=proven not in path.parents) for path in files]
     rules = [rule for reader in readers if (rule := reader.read()) is not None]
     homes = dict.fromkeys(known_rules, "a rule that oomdoctor has")
     for reader in readers:
@@ -65,10 +74,10 @@ def load_sound(
 
 
 class _Reader:
-    """Reads one file and writes down each of its faults."""
+    """Reads one file and writes down each of its faults; ``tries`` its examples or takes them as they are."""
 
-    def __init__(self, path: Path, known_fixes: Collection[str] | None, faults: list[Fault]) -> None:
-        self.path, self.known_fixes, self.faults = path, known_fixes, faults
+    def __init__(self, path: Path, known_fixes: Collection[str] | None, faults: list[Fault], *, tries: bool) -> None:
+        self.path, self.known_fixes, self.faults, self.tries = path, known_fixes, faults, tries
         self.document: Document | None = None
 
     def read(self) -> Rule | None:
@@ -89,7 +98,7 @@ class _Reader:
         self._because(values.get("because"), document)
         self._fixes(values.get("fixes"), document)
         self._references(values.get("references"), document)
-        examples = self._examples(values.get("examples"), document)
+        examples = self._examples(values.get("examples"), document) if self.tries else {}
         if isinstance(values.get("id"), str) and values["id"] != self.path.stem:
             self._fault(document.line(["id"]), f"the id {values['id']!r} is not the name of the file")
         if file is None or len(self.faults) > before:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Any, Final
 
@@ -14,17 +13,10 @@ __all__ = [
     "filenames",
     "is_own",
     "looks_at_plan",
-    "only_looks",
     "planned",
     "runs_apart",
 ]
 
-_LOOKING: Final = frozenset(
-    {"print", "len", "type", "str", "repr", "sum", "min", "max", "sorted", "list", "dict", "dir"}
-)
-
-_LOOKING_MAGIC: Final = re.compile(r"\s*%(debug|tb|xmode|who|who_ls|whos|pwd|lsmagic)\b")
-"""Line magics that show something. What is done in a debugger shows in the names and the tensors."""
 _PLAIN_NAME: Final = re.compile(r"<ipython-input-(\d+)-")
 _RETRY: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry)\b")
 _LOOKS_AT_PLAN: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry|diff|undo|cases)\b")
@@ -61,10 +53,13 @@ def _filenames_by_text(shell: Any) -> dict[str, int]:
 
     parsed = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ())
     numbers = {text.rstrip("\n"): at for at, text in enumerate(parsed)}
-    found = {}
-    for name, (_, _, lines, _) in list(getattr(linecache, "_ipython_cache", {}).items()):
+    found, number = {}, None
+    entries = getattr(linecache, "_ipython_cache", {}).items()
+    # In the order in which they were compiled: the second of an entry is when. What a cell runs in its turn is compiled
+    # after it, and has no place in the history.
+    for name, (_, _, lines, _) in sorted(entries, key=lambda entry: entry[1][1]):
         plain = _PLAIN_NAME.match(name)
-        number = int(plain[1]) if plain else numbers.get("".join(lines).rstrip("\n"))
+        number = int(plain[1]) if plain else numbers.get("".join(lines).rstrip("\n"), number)
         if number is not None:
             found[name] = number
     return found
@@ -103,15 +98,3 @@ def runs_apart(source: str) -> str | None:
         if not any(_SHARES.match(word) for word in line.split()):
             return line
     return None
-
-
-def only_looks(source: str) -> bool:
-    """Return whether a cell does nothing but show values, so that the state after it is that before it."""
-    try:
-        tree = ast.parse("\n".join(line for line in source.splitlines() if not _LOOKING_MAGIC.match(line)))
-    except (SyntaxError, ValueError):
-        return False
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return all(isinstance(statement, ast.Expr) for statement in tree.body) and all(
-        isinstance(called, ast.Name) and called.id in _LOOKING for called in calls
-    )

@@ -59,6 +59,8 @@ def at_dose(case: Case, session: Session, candidate: Candidate, dose: Dose) -> C
     from oomdoctor import fixes
     from oomdoctor.forecast.planning import attempt_with
 
+    if candidate.refuted is not None:
+        return Refused(candidate.refuted)
     if dose == candidate.dose:
         return candidate
     fix = fixes.get(candidate.fix)
@@ -88,6 +90,8 @@ def together(case: Case, session: Session, chosen: tuple[Candidate, ...]) -> Can
     if len(chosen) != 2:
         return Refused("choose two changes")
     for one in chosen:
+        if one.refuted is not None:
+            return Refused(f"{one.fix}: {one.refuted}")
         if one.parts:
             return Refused(f"{one.fix} is two changes already")
         if one.fix not in JOINING:

@@ -18,17 +18,18 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.retry.remedies import Remedies
 from oomdoctor.shell import failing
 from oomdoctor.shell.borders import Borders, quietly
-from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, only_looks, planned
+from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun, find_oom
 from oomdoctor.shell.filling import comes_later
+from oomdoctor.shell.looking import may_change
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.retrying import OpenCase, Request, heal
-from oomdoctor.shell.running import Run, current
+from oomdoctor.shell.running import Run, current, source_begun_before
 from oomdoctor.shell.script_watch import is_left_alone
-from oomdoctor.shell.stragglers import running_tasks
+from oomdoctor.shell.stragglers import beside
 from oomdoctor.shell.tracebacks import TracebackWatch
 from oomdoctor.shell.warming import warm
 from oomdoctor.shell.wrapping import Wrapped
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.session import Cell
     from oomdoctor.shell.filling import Filling
+    from oomdoctor.views.panel import Panel
 
 __all__ = ["Extension", "OpenCase", "Request"]
 
@@ -52,7 +54,8 @@ class Extension:
         self.shell = shell
         self.config = OomDoctor(parent=shell)
         self.open: OpenCase | None = None
-        self.healed: OpenCase | None = None
+        self.panel: Panel | None = None
+        self._healed: OpenCase | None = None
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
@@ -94,9 +97,9 @@ class Extension:
     # Around each cell -----------------------------------------------------------------------------------------
 
     async def _run_cell_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
-        run = current(self.shell)
+        run = current(self)
         if run is not None or kwargs.get("silent") or (len(args) > 1 and args[1]):
-            return await self._run_within(run or Run(self.shell), raw_cell, *args, **kwargs)
+            return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -107,8 +110,8 @@ class Extension:
         self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
         self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
-        run = Run(self.shell)
-        cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, tasks=running_tasks())
+        run = Run(self)
+        cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
         try:
             result = await self._run_within(run, raw_cell, *args, **kwargs)
         finally:
@@ -176,7 +179,7 @@ class Extension:
             return
         if looks_at_plan(raw_cell):
             self.filling.settle()
-        elif not is_own(raw_cell) and not only_looks(raw_cell):
+        elif not is_own(raw_cell) and may_change(raw_cell) is not None:
             self.end_filling()
 
     def _warm(self) -> None:
@@ -213,23 +216,27 @@ class Extension:
 
     def _expire(self, transaction: Any, result: Any) -> None:
         """Let go of a case that can no longer be retried or undone, because a later cell may have moved the state."""
-        if (self.open or self.healed) is None:
+        case = self.open or self.healed
+        if case is None:
             return
-        if not only_looks(transaction.source) or transaction.changed_anything():
+        call = may_change(transaction.source)
+        done = case.transaction.moved_on_by(transaction)
+        if call is not None or done is not None:
             self.open = self.healed = None
-            self.passed = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
+            cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
+            self.passed = f"{cell} has {done or f'run `{call}`, which may have changed the state'}"
 
     # What passes by -------------------------------------------------------------------------------------------
 
     def _saw(self, exc: BaseException) -> None:
         """Note an exception that is about to be shown: one that memory ran out with, and of a retry any."""
-        run = current(self.shell)
+        run = current(self)
         if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
             run.failure = exc
 
     def _holds(self, exc: BaseException) -> bool:
         """Whether the display of ``exc`` waits for the outcome of a retry."""
-        run = current(self.shell)
+        run = current(self)
         if run is None:
             return False
         if run.is_retry and isinstance(exc, OomDoctorError):
@@ -239,22 +246,40 @@ class Extension:
         return run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
 
     def _was_shown(self, exc: BaseException) -> None:
-        """Answer a failure that was shown outside of every cell: in a callback of a widget."""
-        if current(self.shell) is None:
-            self._outside(exc, "a callback")
+        """Answer a failure that was shown outside of every cell that was seen to begin."""
+        if current(self) is None:
+            from IPython.core.interactiveshell import InteractiveShell
+
+            runs_cells = InteractiveShell.run_cell_async.__code__
+            loading = source_begun_before(runs_cells, Extension._run_within.__code__, self)
+            if loading is None:
+                self._outside(exc, failing.ran_in("a callback"))
+            else:
+                self._outside(exc, failing.LOADED_LATE, loading)
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
         result = self._threads.original(given)
         if given.exc_value is not None:
-            self._outside(given.exc_value, f"the thread {threading.current_thread().name}")
+            self._outside(given.exc_value, failing.ran_in(f"the thread {threading.current_thread().name}"))
         return result
 
-    def _outside(self, exc: BaseException, where: str) -> None:
+    def _outside(self, exc: BaseException, why: str, source: str = "") -> None:
         if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
-            failing.answer_outside(self, exc, where)
+            failing.answer_outside(self, exc, why, source)
 
     # What is shown --------------------------------------------------------------------------------------------
+
+    @property
+    def healed(self) -> OpenCase | None:
+        """The case that was healed and can be taken back; the panel shows that it can."""
+        return self._healed
+
+    @healed.setter
+    def healed(self, case: OpenCase | None) -> None:
+        is_new, self._healed = case is not self._healed, case
+        if self.panel is not None and is_new:
+            self.borders.guarded("display", self.panel.refresh)
 
     @property
     def names(self) -> dict[int, str] | None:

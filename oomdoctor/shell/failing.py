@@ -7,25 +7,35 @@ cell that could be run again for it, and it says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.incident import CellLine
-from oomdoctor.shell.borders import quietly
+from oomdoctor.shell.borders import quietly, uncollected
+from oomdoctor.shell.cell_lines import as_in_the_cell
 from oomdoctor.shell.cells import cells_until, filenames, run_lines, runs_apart
 from oomdoctor.shell.filling import Filling, comes_later
 from oomdoctor.shell.retrying import OpenCase, Request, heal
 from oomdoctor.shell.script_watch import is_told
 from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.stragglers import Beside
 
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.model.session import Session
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["CellRun", "answer", "answer_outside", "find_oom"]
+__all__ = ["LOADED_LATE", "CellRun", "answer", "answer_outside", "find_oom", "ran_in"]
+
+LOADED_LATE: Final = "oomdoctor was loaded by this very cell, so the state at its start is not known: run it again"
+
+
+def ran_in(where: str) -> str:
+    """Return why what ran in ``where``, and in no cell, cannot be run again."""
+    return f"it ran in {where} and not in a cell, so there is nothing to run again: call the same function in a cell"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +45,13 @@ class CellRun:
     Attributes:
         kwargs: that the shell was asked to run it with.
         transaction: takes it back; None where there is no snapshot.
-        tasks: those of the loop when it began.
+        beside: what went on beside it when it began.
     """
 
     source: str
     kwargs: dict[str, Any]
     transaction: Any
-    tasks: Any
+    beside: Beside
 
 
 def find_oom(exc: BaseException) -> BaseException | None:
@@ -58,9 +68,14 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
     guarded, auto = extension.borders.guarded, extension.config.auto
     later = auto == "off" and comes_later(extension.shell, extension.config.forecasts)
-    found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run), later=later)
-    if found is not None and found.plan.pending:
-        _fill_in(extension, failure, found)
+    shown = None
+    with uncollected():
+        found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run), later=later)
+        if found is not None and found.plan.pending:
+            shown, pending = Shown(extension), found
+            guarded("display", lambda: shown.show(pending))
+    if shown is not None:
+        _fill_in(extension, failure, pending, shown)
         return
     if found is not None:
         case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or found
@@ -68,7 +83,9 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
         was_shown = bool(result.success)
         may_retry = extension.open is not None and chosen and (was_shown or result.error_in_exec is failure)
-        if may_retry and await heal(extension, Request(case=case, chosen=chosen), result, run):
+        anyway = bool(getattr(extension.shell, "anyway", False))
+        request = Request(case=case, chosen=chosen, anyway=anyway)
+        if may_retry and await heal(extension, request, result, run, tells=True):
             if was_shown and extension.healed is None:  # it answers as it would have
                 result.error_in_exec, extension.shell.last_execution_succeeded = None, True
             return
@@ -78,24 +95,23 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
-def answer_outside(extension: Extension, failure: BaseException, where: str) -> None:
-    """Diagnose a failure outside of every cell, after it was shown.
+def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
+    """Diagnose a failure outside of every cell that was seen to begin, after it was shown.
 
     Args:
-        where: it was: ``a callback``.
+        why: nothing can be run again.
+        source: the text of the cell, nothing where it was in none.
     """
     guarded = extension.borders.guarded
-    case = _looked_at(extension, failure, lambda: _observe_outside(extension, failure, where))
+    case = _looked_at(extension, failure, lambda: _observe_outside(extension, failure, why, source))
     if case is not None:
         guarded("display", lambda: _show(extension, case))
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
-def _fill_in(extension: Extension, failure: BaseException, found: Case) -> None:
-    """Show what was found at once; then let go of what the failure holds, and begin with the forecasts."""
+def _fill_in(extension: Extension, failure: BaseException, found: Case, shown: Shown) -> None:
+    """Let go of what the failure holds, and begin with the forecasts for what is ``shown`` already."""
     guarded = extension.borders.guarded
-    shown = Shown(extension)
-    guarded("display", lambda: shown.show(found))
     _let_go(extension, failure)
     unpriced = replace(found, plan=replace(found.plan, pending=False))
     case: Case = guarded("forecast", lambda: _plan(extension, unpriced, later=True)) or unpriced
@@ -146,7 +162,7 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
         return _refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
-        extension.open = OpenCase(session=session, transaction=run.transaction, tasks=run.tasks, failure=kept)
+        extension.open = OpenCase(session=session, transaction=run.transaction, beside=run.beside, failure=kept)
     pipeline.record(case)
     return case
 
@@ -160,9 +176,11 @@ def _of_cell(case: Case, number: int, source: str) -> Case:
     return replace(case, incident=replace(case.incident, cell=own, inner=case.incident.inner or cell))
 
 
-def _observe_outside(extension: Extension, failure: BaseException, where: str) -> Case:
-    case, _ = _observed(extension, failure, extension.shell.execution_count, "")
-    why = f"it ran in {where} and not in a cell, so there is nothing to run again: call the same function in a cell"
+def _observe_outside(extension: Extension, failure: BaseException, why: str, source: str) -> Case:
+    shell = extension.shell
+    # The shell counts a cell when it begins.
+    number = shell.execution_count - 1 if source else shell.execution_count
+    case, _ = _observed(extension, failure, number, source)
     return _refused(case, why)
 
 
@@ -171,11 +189,11 @@ def _observed(extension: Extension, failure: BaseException, number: int, source:
 
     shell = extension.shell
     cells = cells_until(shell, number, source)
-    case, session = pipeline.observe(
-        failure,
-        lambda accelerator: pipeline.open_session(shell.user_ns, cells, accelerator, shell),
-        filenames(shell, number),
-    )
+    known, is_script = filenames(shell, number), hasattr(shell, "script")  # whose lines are the file's
+    with nullcontext(known) if is_script else as_in_the_cell(failure, cells.failing, known) as names:
+        case, session = pipeline.observe(
+            failure, lambda accelerator: pipeline.open_session(shell.user_ns, cells, accelerator, shell), names
+        )
     extension.end_filling()
     extension.open = extension.healed = None
     extension.passed, extension.failed_cell = "", cells.failing

@@ -50,7 +50,8 @@ def undo(extension: Extension) -> str:
     case, opened = pipeline.last_case(), extension.healed
     if case is None or opened is None:
         raise UsageError(why_not_undone(case, extension.passed))
-    calls = (f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable)
+    code = case.evidence.code
+    calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached))
     lost = tuple(dict.fromkeys((*opened.transaction.losses(), *opened.transaction.settle(), *calls)))
     fixes = ", ".join(case.outcome.fixes)
     extension.open, extension.healed = opened, None
@@ -65,15 +66,16 @@ def why_not_undone(case: Case | None, passed: str) -> str:
     """Return why there is nothing to undo, and what the state is.
 
     Args:
-        passed: the cell that has run since the last one was healed, empty where it is not known.
+        passed: what a later cell has done that moved the state on, empty where none has.
     """
     if case is None:
         return "there is nothing to undo: no cell has run out of memory so far"
     outcome, cell = case.outcome, case.incident.cell
     what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
     if outcome.kind is OutcomeKind.HEALED:
-        later = passed or "a later cell"
-        return f"{what} can no longer be undone: {later} has run since, and may have changed the state it left"
+        if not passed:
+            return f"{what} can no longer be undone: of the state before it nothing is kept in this shell"
+        return f"{what} can no longer be undone: {passed}"
     if outcome.attempts:
         lost = [outcome.why] if outcome.state is State.UNVERIFIED else []
         before = f"its changes were undone at once, and the state is that from before it{_except(lost)}"

@@ -30,8 +30,9 @@ def register(extension: Extension) -> None:
         _answered(lambda: extension.memreport.answer(_split(line)))
 
     def memplan(line: str, cell: str) -> None:
-        number, time_s = extension.memreport.number, extension.config.forecast_time_s
-        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s))
+        number, config = extension.memreport.number, extension.config
+        time_s, keeps = config.forecast_time_s, config.keep_forecasts
+        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s, keep_forecasts=keeps))
 
     memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
 
@@ -63,6 +64,7 @@ def _split(line: str) -> list[str]:
 
 def _oomdoctor(extension: Extension, line: str) -> None:
     verb, *rest = _split(line) or ["status"]
+    verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
     VERBS[verb](extension, rest)

@@ -12,7 +12,8 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.shell.running import Run
 from oomdoctor.shell.script_watch import left_alone
-from oomdoctor.shell.stragglers import end_tasks, running_tasks, threads_at_work
+from oomdoctor.shell.showing import Shown, retry_of
+from oomdoctor.shell.stragglers import Beside, beside, end_since, processes_since, threads_at_work
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -27,7 +28,7 @@ class OpenCase:
 
     Attributes:
         failed: labels of the changes that it ran out of memory with as well.
-        tasks: those of the loop when its cell began.
+        beside: what went on beside its cell when that began.
         failure: what ended it, where its frames are kept: a retry lets go of them, as it needs their memory.
         attempts: how many attempts the retry that is running, or that ran last, has begun.
     """
@@ -35,7 +36,7 @@ class OpenCase:
     session: Session
     transaction: Any
     failed: set[str] = field(default_factory=set)
-    tasks: Any = ()
+    beside: Beside = field(default_factory=Beside)
     failure: BaseException | None = None
     attempts: int = 0
 
@@ -69,7 +70,7 @@ class _Attempts:
 
     async def run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
-        run, tasks = Run(self.extension.shell, is_retry=True), running_tasks()
+        run, before = Run(self.extension, is_retry=True), beside()
         if self.extension.open is not None:
             self.extension.open.attempts += 1
         run_source = functools.partial(self.extension.run_source, run)
@@ -77,21 +78,24 @@ class _Attempts:
             for replay in attempt.replays:
                 if error := _error_of(await run_source(replay, {**self.kwargs, "silent": True})):
                     return error
+            if attempt.replays and self.extension.open is not None:
+                self.extension.open.transaction.set_aside()
             self.last = await run_source(attempt.source, self.kwargs)
         # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
         error = _error_of(self.last) or run.take_failure()
-        why = await end_tasks(tasks, waits=self.waits) if error is not None else None
+        why = await end_since(before, waits=self.waits) if error is not None else None
         if why is not None:
             raise RuntimeError(why)
         return error
 
 
-async def heal(extension: Extension, request: Request, result: Any, cell: CellRun) -> bool:
+async def heal(extension: Extension, request: Request, result: Any, cell: CellRun, *, tells: bool = False) -> bool:
     """Heal; whatever goes wrong in ours leaves the state of the cell's start and the user's own error.
 
     Args:
         result: the shell's, of the cell that fails or that asks for the retry; it answers as the retry does.
         cell: that cell.
+        tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
     attempts = _Attempts(extension, cell.kwargs, extension.is_awaited(cell))
@@ -113,7 +117,12 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         extension.open, extension.healed = None, opened
     else:
         extension.tracebacks.send_held(error)
+        if tells:
+            extension.borders.guarded("display", lambda: Shown(extension).show(case))
     extension.borders.guarded("notice", lambda: extension.notice(case))
+    panel = extension.panel
+    if panel is not None and any(one.refuted for one in case.plan.candidates):
+        extension.borders.guarded("display", lambda: panel.update(case, retry_of(case)))
     return True
 
 
@@ -123,10 +132,10 @@ async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> 
     opened, config = extension.open, extension.config
     if opened is None:
         raise UsageError("the case can no longer be retried: run its cell again")
-    still = "; ".join(threads_at_work()) if not request.anyway else ""
+    still = "; ".join((*threads_at_work(), *processes_since(opened.beside))) if not request.anyway else ""
     if extension.in_flight > 1:
         still = "another cell is running meanwhile"
-    still = still or await end_tasks(opened.tasks, waits=attempts.waits) or ""
+    still = still or await end_since(opened.beside, waits=attempts.waits) or ""
     if still:
         refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=still)
         case, error = replace(request.case, outcome=refused), None

@@ -30,6 +30,7 @@ from oomdoctor.model.fix import Edit
 from oomdoctor.model.names import bound_names
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.shell.script_call import RESULT
 from oomdoctor.shell.script_source import begun, indented
 
 __all__ = [
@@ -182,6 +183,10 @@ class Watch:
         case, session = pipeline.observe(
             failure, lambda accelerator: pipeline.open_session(part.namespace, part.cells, accelerator), numbers
         )
+        cell = case.incident.cell
+        if cell is not None:  # the name that the result is bound to is ours
+            spelled = replace(cell, source_line=cell.source_line.removeprefix(f"{RESULT} = "))
+            case = replace(case, incident=replace(case.incident, cell=spelled))
         pipeline.record(case)
         return case, session
 
@@ -202,6 +207,7 @@ class Watch:
             time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
             reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
             keep_forecasts=_config().keep_forecasts,
+            unforecast=None if transaction is not None else "what cannot be run again has no shadow run",
         )
 
     async def _guarded_heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
@@ -247,6 +253,8 @@ class Watch:
         self._made = tuple(sorted(name for replay in attempt.replays for name in bound_names(replay)))
         texts = [(replay, f"<oomdoctor: {part.module} changed, {next(_numbers)}>") for replay in attempt.replays]
         for source, filename in [*texts, (attempt.source, part.own_filename)]:
+            if texts and filename == part.own_filename:
+                self._transaction.set_aside()
             linecache.cache[filename] = _listed(source, filename)
             try:
                 awaits = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if part.is_async else 0

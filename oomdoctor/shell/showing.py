@@ -13,7 +13,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused, Unavailable
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
+    from oomdoctor.model.case import Case, Outcome
     from oomdoctor.model.fix import Dose
     from oomdoctor.model.plan import Candidate, Forecast
     from oomdoctor.shell.extension import Extension
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from oomdoctor.views.live import Live
     from oomdoctor.views.story import Retry
 
-__all__ = ["Shown"]
+__all__ = ["Shown", "retry_of"]
 
 _EVERY_S: Final = 0.25
 """Time between two looks at the memory while a retry runs."""
@@ -41,7 +41,7 @@ class Shown:
 
         from oomdoctor.views import bundle, panel
 
-        extension, retry = self._extension, _retry(case)
+        extension, retry = self._extension, retry_of(case)
         if case.plan.pending:
             self._diagnosis = DisplayHandle()
             self._diagnosis.display(bundle(case, extension.names, retry), raw=True)
@@ -52,19 +52,21 @@ class Shown:
             self._panel = panel.build(case, _Doctor(extension, case.number), retry=retry, typed=typed)
             if self._panel is not None:
                 display(self._panel.box)
+                extension.panel = self._panel
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
         from oomdoctor.views import bundle
 
-        retry = _retry(case)
+        retry = retry_of(case)
         if self._diagnosis is not None:
             self._diagnosis.update(bundle(case, self._extension.names, retry), raw=True)
         if self._panel is not None:
             self._panel.update(case, retry)
 
 
-def _retry(case: Case) -> Retry:
+def retry_of(case: Case) -> Retry:
+    """Return what a retry would do now."""
     from oomdoctor import pipeline
     from oomdoctor.views.story import Retry
 
@@ -84,6 +86,13 @@ class _Doctor:
     @auto.setter
     def auto(self, value: str) -> None:
         self._extension.config.auto = value
+
+    @property
+    def in_place(self) -> tuple[Candidate, ...]:
+        case = self._case()
+        if case is None or self._extension.healed is None:
+            return ()
+        return tuple(one for one in case.plan.candidates if one.label in case.outcome.fixes)
 
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         """Do what a button asks for, as if the user had typed it."""
@@ -120,8 +129,11 @@ class _Doctor:
         from oomdoctor.shell import choosing
 
         case, opened = self._case(), self._extension.open
-        if dose == candidate.dose:
-            return candidate
+        # The one that the cell was healed with is in the plan, also when it can be run no more.
+        known = (candidate, *(case.plan.candidates if case is not None else ()))
+        priced = next((one for one in known if (one.fix, one.dose) == (candidate.fix, dose)), None)
+        if priced is not None:
+            return priced
         if case is None or opened is None:
             return Refused(_PASSED)
         return choosing.at_dose(case, opened.session, candidate, dose)
@@ -147,6 +159,7 @@ class _Watch:
 
     def __init__(self, extension: Extension, opened: OpenCase, tell: Callable[[Live], None]) -> None:
         self._opened, self._tell, self._most = opened, tell, int(extension.config.attempts)
+        self._before = _outcome()
         opened.attempts = 0
         self._began, self._ended = time.monotonic(), threading.Event()
         self._budget = self._of_budget()
@@ -157,7 +170,9 @@ class _Watch:
         """Look no more; return how it ended."""
         self._ended.set()
         self._thread.join()
-        return self._live(None)
+        outcome = _outcome()
+        kind = None if outcome is None or outcome is self._before else outcome.kind
+        return replace(self._live(None), outcome=kind)
 
     def _look(self) -> None:
         while not self._ended.wait(_EVERY_S):
@@ -180,3 +195,11 @@ class _Watch:
 
         case = pipeline.last_case()
         return None if case is None else case.plan.unchanged.budget
+
+
+def _outcome() -> Outcome | None:
+    """Return how the last failure ended: another object after each retry that came to a result."""
+    from oomdoctor import pipeline
+
+    case = pipeline.last_case()
+    return None if case is None else case.outcome

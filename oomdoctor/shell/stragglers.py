@@ -1,23 +1,25 @@
-"""What of the user's code goes on beside a cell that has failed: tasks that it made, and threads.
+"""What of the user's code goes on beside a cell that has failed: tasks and timers that it made, threads, processes.
 
-A retry goes back in time, and whatever goes on meanwhile would write into the state that it goes back to. Tasks that
-the cell made are cancelled, as they would not be there had the changed cell run first. A thread cannot be ended from
-outside: it is named, and the retry refused.
+A retry goes back in time, and whatever goes on meanwhile would write into the state that it goes back to. Tasks and
+timers that the cell made are cancelled, as they would not be there had the changed cell run first. A thread cannot be
+ended from outside, and a process has done what it has done: they are named, and the retry refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Final
 from weakref import WeakSet
 
-__all__ = ["end_tasks", "running_tasks", "threads_at_work"]
+__all__ = ["Beside", "beside", "end_since", "processes_since", "threads_at_work"]
 
 _LIBRARIES: Final = tuple(
     {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
@@ -27,26 +29,51 @@ _LONGEST_S: Final = 5.0
 """Time that tasks get to end after they were cancelled."""
 
 
-def running_tasks() -> WeakSet[asyncio.Task[Any]]:
-    """Return the tasks of the loop that is running, none where there is no loop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What goes on beside a cell.
+
+    Attributes:
+        tasks: those of the loop that is running, none where there is no loop.
+        timers: ``threading.Timer`` that wait for their time.
+        processes: numbers of the processes that ``multiprocessing`` has started.
+    """
+
+    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
+    timers: WeakSet[threading.Timer] = field(default_factory=WeakSet)
+    processes: frozenset[int | None] = frozenset()
+
+
+def beside() -> Beside:
+    """Return what goes on now."""
     try:
-        return WeakSet(asyncio.all_tasks())
+        tasks = WeakSet(asyncio.all_tasks())
     except RuntimeError:
-        return WeakSet()
+        tasks = WeakSet()
+    timers = WeakSet(one for one in threading.enumerate() if isinstance(one, threading.Timer))
+    return Beside(tasks=tasks, timers=timers, processes=frozenset(one.pid for one in _children()))
 
 
-async def end_tasks(before: Collection[Any], *, waits: bool) -> str | None:
-    """Cancel the user's tasks that were made since ``before`` was taken.
+def _children() -> list[Any]:
+    started = sys.modules.get("multiprocessing")
+    return [] if started is None else list(started.active_children())
+
+
+async def end_since(before: Beside, *, waits: bool) -> str | None:
+    """Cancel the timers and the user's tasks that were made since ``before``.
 
     Args:
-        before: what ``running_tasks`` returned then.
         waits: whether the caller is awaited by the loop, so that the tasks can be awaited in their turn. Otherwise they
             end when the loop runs again.
 
     Returns:
         Why the cell cannot be taken back, None where all of them end.
     """
-    tasks = [task for task in running_tasks() if task not in before and _is_users(_code_of(task))]
+    now = beside()
+    for timer in now.timers:
+        if timer not in before.timers:
+            timer.cancel()
+    tasks = [task for task in now.tasks if task not in before.tasks and _is_users(_code_of(task))]
     for task in tasks:
         task.cancel()
     if not tasks or not waits:
@@ -55,6 +82,21 @@ async def end_tasks(before: Collection[Any], *, waits: bool) -> str | None:
     for task in pending:
         return f"`{getattr(_code_of(task), 'co_qualname', task.get_name())}`, a task that the cell made, does not end"
     return None
+
+
+def processes_since(before: Beside) -> Iterator[str]:
+    """Yield a sentence for each process that was started since ``before``, but for workers of loaders.
+
+    Those end with the iterators that a retry lets go of.
+    """
+    started = [child for child in _children() if child.pid not in before.processes]
+    loaders = sys.modules.get("torch.utils.data.dataloader") if started else None
+    if loaders is not None:
+        iterators = [one for one in gc.get_objects() if type(one) is loaders._MultiProcessingDataLoaderIter]
+        workers = {worker.pid for one in iterators for worker in vars(one).get("_workers", ())}
+        started = [child for child in started if child.pid not in workers]
+    for child in started:
+        yield f"the cell started the process `{child.name}`, which goes on and cannot be taken back"
 
 
 def threads_at_work() -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.sizes import format_size
@@ -160,11 +161,15 @@ def config(extension: Extension, words: list[str]) -> None:
 
 def help_(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
+    from oomdoctor.shell import memplan, memreport
+
     del extension
     _no_more("help", words)
     for verb in VERBS.values():
         print(getdoc(verb))
-    print("`%memreport [--top N] [--json [PATH]] [--html PATH]`: what holds memory now")
+    for usage in (memreport.USAGE, memplan.USAGE):
+        what, _, how, *_ = usage.splitlines()
+        print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
 
 
 def _waits_for(extension: Extension, fix_id: str) -> bool:
@@ -228,23 +233,34 @@ def _written(words: list[str]) -> tuple[Case, Candidate, Patch]:
 
 def _choose(words: list[str]) -> tuple[Case, Candidate]:
     """Return the candidate that a number or an id names, the first where nothing is named."""
-    case, word = _case(), words[0] if words else "1"
+    case, named = _case(), " ".join(words) or "1"  # two fixes together have an id of several words
     candidates = case.plan.candidates
     accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
-    if len(words) > 1:
-        raise UsageError(f"one fix at a time, not {shown(*words)}: {accepted}")
     for number, candidate in enumerate(candidates, 1):
-        if word in (str(number), candidate.fix, candidate.label):
+        if named in (str(number), candidate.fix, candidate.label):
+            if candidate.refuted is not None:
+                raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
             return case, candidate
-    raise UsageError(f"there is no fix {shown(word)}: {accepted}")
+    if len(words) > 1:
+        raise UsageError(f"one fix at a time, not {shown(named)}: {accepted}")
+    raise UsageError(f"there is no fix {shown(named)}: {accepted}")
 
 
 def _retryable(extension: Extension) -> Any:
     if extension.open is None:
-        raise UsageError(
-            "the failed cell can no longer be retried, because it was healed, later cells have changed the state, or "
-            "OomDoctor.snapshot is off: run the cell again"
-        )
+        raise UsageError(f"the failed cell can no longer be retried: {_why_not_retried(extension)}")
+
+
+def _why_not_retried(extension: Extension) -> str:
+    outcome = _case().outcome
+    if outcome.kind is OutcomeKind.HEALED:
+        back = "`%oomdoctor undo` takes it back" if extension.healed is not None else "run it again"
+        return f"{', '.join(outcome.fixes)} healed it: {back}"
+    if extension.passed:
+        return f"{extension.passed}: run it again"
+    if not extension.config.snapshot:
+        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
+    return f"{outcome.why or 'of the state before it nothing is kept in this shell'}: run it again"
 
 
 VERBS: Final[dict[str, Verb]] = {

@@ -9,6 +9,7 @@ the reading of the rules, takes about 0.3 s of CPU.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,8 +23,9 @@ __all__ = ["warm"]
 _MODULES: Final = (
     *("yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.incident", "oomdoctor.evidence"),
     *("oomdoctor.retry.release", "oomdoctor.views", "oomdoctor.views.panel", "ipywidgets"),
-    "oomdoctor.forecast.planning",
+    *("oomdoctor.forecast.planning", "stack_data", "pygments.formatters.terminal256"),
 )
+"""The last two are what IPython renders its first traceback with, from IPython 8 on."""
 _PAUSE_S: Final = 0.05
 """Time that the loop gets for other things between two steps."""
 
@@ -43,3 +45,7 @@ def _steps(rule_paths: list[str]) -> Iterator[Callable[[], Any]]:
     for fix in fixes.ids():
         yield partial(fixes.get, fix)
     yield partial(pipeline.rulebook, tuple(map(Path, rule_paths)))
+    # The objects of so many modules have the collector go through all that there are, 0.2 s for a large program: it
+    # would do so at the next burst of new objects, which is the first traceback.
+    if gc.isenabled():
+        yield gc.collect

@@ -56,6 +56,8 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
         async def run(attempt: Attempt) -> BaseException | None:
             for replay in attempt.replays:
                 _run(replay, "<replay>", globals_)
+            if attempt.replays:
+                transaction.set_aside()
             return _error_of(attempt.source, "<retry>", globals_)
 
         case, error = asyncio.run(

@@ -100,6 +100,8 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     forecast = priced.forecast if priced is not None else None
     facts = [("Why", words.clean(outcome.why, 600))]
     facts += [(did, _change(one)) for one in used]
+    if outcome.kind is OutcomeKind.HEALED:
+        facts += [("Mind", words.clean(one, 600)) for one in _caveats(used) if one != outcome.why]
     facts += [("Peak", _peak(case, forecast)), ("Time", _time(case, forecast))]
     if outcome.kind is not OutcomeKind.OFFERED:
         facts.append(("State", words.STATES[outcome.state]))
@@ -112,6 +114,10 @@ def _change(used: _Used) -> str:
     dose = f" ({used.dose})" if used.dose else ""
     effect, promise = words.EFFECTS[used.candidate.effect]
     return f"{words.clean(used.candidate.title)}{dose}; {effect}: {promise}"
+
+
+def _caveats(used: list[_Used]) -> list[str]:
+    return [one.candidate.caveat for one in used if one.candidate is not None and one.candidate.caveat]
 
 
 def _peak(case: Case, forecast: Forecast | None) -> str:

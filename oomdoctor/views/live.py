@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.sizes import format_size
 
 __all__ = ["Live"]
+
+_ENDS: Final[dict[OutcomeKind | None, str]] = {
+    OutcomeKind.HEALED: "✓ Healed",
+    OutcomeKind.REFUSED: "! Not healed: no change kept its promise, and every change was undone,",
+    OutcomeKind.ROLLED_BACK: "! Not healed: rolled back",
+    OutcomeKind.FAILED: "! Not healed: the retry failed",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,7 @@ class Live:
     Attributes:
         attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
         allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
+        outcome: how it ended; None while it runs, and where it came to no result, as one that was interrupted.
     """
 
     attempt: int
@@ -23,6 +33,7 @@ class Live:
     elapsed_s: float
     allocated: int | None = None
     budget: int | None = None
+    outcome: OutcomeKind | None = None
 
     @property
     def sentence(self) -> str:
@@ -32,9 +43,12 @@ class Live:
 
     @property
     def end(self) -> str:
-        """How long it took, in words."""
+        """How it ended and how long it took, in words."""
         attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
-        return f"Ended after {self.elapsed_s:.1f} s{attempts}."
+        how = _ENDS.get(self.outcome, "! Ended without a result")
+        if self.outcome is OutcomeKind.REFUSED and not self.attempt:
+            how = "! Not retried: refused"
+        return f"{how} after {self.elapsed_s:.1f} s{attempts}."
 
     def _memory(self) -> str:
         if self.allocated is None:

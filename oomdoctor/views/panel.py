@@ -21,7 +21,7 @@ from oomdoctor.views.story import Retry
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.fix import Dose
-    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.model.plan import Candidate, Forecast, Plan
     from oomdoctor.views.live import Live
 
 __all__ = ["Doctor", "Panel", "build"]
@@ -31,6 +31,7 @@ _AUTO: Final = (
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
+_UNDO: Final = "Take back what the last retry changed"
 _COMBINE: Final = "Choose two changes to combine them."
 
 
@@ -42,6 +43,10 @@ class Doctor(Protocol):
     """
 
     auto: str
+
+    @property
+    def in_place(self) -> tuple[Candidate, ...]:
+        """What the cell was healed with and can be taken back, in the dose that it had."""
 
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         """Do ``fix`` with a candidate, ``retry`` with the best, ``undo``; return how a retry ended.
@@ -90,27 +95,44 @@ class Panel:
         self._buttons, self._progress = Buttons(widgets), Progress(widgets)
         self._rows: list[Row] = []
         self._both: Candidate | None = None
+        self._has_best = False
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
-        self._best.button_style = "primary"
-        undo = self._buttons.add("Undo", "Take back what the last retry changed", lambda: self._press("undo", None))
+        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo", None))
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
         self._note = widgets.HTML()
-        head = [first if typed else self._best, undo, self._auto(), self._note]
+        head = [first if typed else self._best, self._undo, self._auto(), self._note]
         self._head = widgets.HBox(head, layout=wrapping(widgets))
         self._combine = self._buttons.add(
             "Retry combined", "Run the cell again with both changes", self._press_both, enabled=False
         )
         self._combined = widgets.HTML(_COMBINE)
-        self.box = widgets.VBox([self._head, self._progress.box, self._buttons.output])
+        self.box = widgets.VBox(self._above())
 
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now. For ``retry`` see ``build``."""
         plan, retry = case.plan, retry or Retry.of(case.plan)
         self._best.tooltip = "Wait for the forecasts, then run the cell again" if plan.pending else _best(case, retry)
-        self._buttons.enable(self._best, plan.pending or bool(retry.chosen))
+        self._has_best = plan.pending or bool(retry.chosen)
         self._note.value = "Forecasts are being made." if plan.pending else ""
-        if plan.pending:
-            return
+        if not plan.pending:
+            self._fill(plan)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
+        in_place = self._doctor.in_place
+        self._undo.tooltip = (
+            "Take back what the last retry changed" if in_place else "There is nothing that can be taken back"
+        )
+        self._best.button_style = "" if in_place else "primary"
+        self._buttons.enable(self._undo, bool(in_place))
+        self._buttons.enable(self._best, self._has_best and not in_place)
+        self._buttons.enable(self._combine, self._both is not None and not in_place)
+        for row in self._rows:
+            row.refresh(in_place)
+
+    def _fill(self, plan: Plan) -> None:
+        """Show a row for each fix."""
         rows = zip(fix_rows(plan), enumerate(plan.candidates, 1), strict=True)
         self._rows = [
             Row(
@@ -123,8 +145,11 @@ class Panel:
         ]
         self._unchanged = plan.unchanged
         both = [] if self._typed or sum(row.combines for row in self._rows) < 2 else [self._both_box()]
-        shown = [self._head, self._progress.box, *(row.box for row in self._rows), *both, self._buttons.output]
-        self.box.children = tuple(shown)
+        self.box.children = (*self._above(), *(row.box for row in self._rows), *both)
+
+    def _above(self) -> list[Any]:
+        """Return what stands above the fixes: what is put out by a retry stands where that is watched."""
+        return [self._head, self._progress.box, self._buttons.output]
 
     def _both_box(self) -> Any:
         return self._widgets.HBox([self._combine, self._combined], layout=wrapping(self._widgets))
@@ -154,7 +179,7 @@ class Panel:
         else:
             row = fix_row(len(self._rows) + 1, both, self._unchanged)
             self._both, self._combined.value = both, label(row)
-        self._buttons.enable(self._combine, self._both is not None)
+        self._buttons.enable(self._combine, self._both is not None and not self._doctor.in_place)
 
     def _press_both(self) -> None:
         if self._both is not None:
@@ -167,6 +192,9 @@ class Panel:
         ended = self._doctor.press(verb, candidate, self._progress.show)
         if ended is not None:
             self._progress.end(ended)
+        elif verb == "undo" and not self._doctor.in_place:
+            self._progress.hide()
+        self.refresh()
 
 
 def _best(case: Case, retry: Retry) -> str:

@@ -141,3 +141,8 @@ class Progress:
         """Show that it has ended."""
         self._bar.value = 0.0
         self._text.value = escape(live.end)
+
+    def hide(self) -> None:
+        """Show nothing of it any more."""
+        self._text.value = ""
+        self.box.layout.display = "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 __all__ = ["Row", "label"]
 
 
-def label(row: FixRow) -> str:
-    """Return a fix on one line as HTML: what it is called, its effect, and its price."""
+def label(row: FixRow, *, priced: bool = True, in_place: bool = False) -> str:
+    """Return a fix on one line as HTML: what it is called and whether it fits.
+
+    Args:
+        priced: whether with its effect and its price, which the diagnosis above does not have.
+        in_place: whether the cell was healed with it.
+    """
     title = f"{row.title} ({row.dose})" if row.dose else row.title
-    price = [row.effect, f"{row.verdict_text}: {row.peak}"]
-    price += [part for part in (row.reserved, row.basis) if part]
-    price.append(f"time {row.slowdown}")
+    told = ["✓ in place"] if in_place else []
+    if priced:
+        told += [row.effect, f"{row.verdict_text}: {row.peak}"]
+        told += [part for part in (row.reserved, row.basis) if part]
+        told.append(f"time {row.slowdown}")
+    elif not in_place:
+        told.append(row.verdict_text)
     number = "" if row.number is None else f"<b>{row.number}</b> "
-    text = f"{number}{escape(title)} <small>{escape('; '.join(price))}</small>"
+    text = f"{number}{escape(title)} <small>{escape('; '.join(told))}</small>"
     return f'<div style="line-height:1.45">{text}</div>'
 
 
@@ -57,15 +66,20 @@ class Row:
         self._candidate, self._retry, self._changed = candidate, retry, changed
         self._doses = doctor.doses(candidate)
         self._dose: Dose = candidate.dose
-        self._text = widgets.HTML(label(self._row()))
+        self._in_place = False
+        self._text = widgets.HTML(self._label())
         self._refills: list[Callable[[], None]] = []
+        self._openers: list[Any] = []
+        self._buttons, self._run = buttons, None
         self._choice: Any = None
+        self._doser: Any = None
         row, controls, parts = self._row(), [], []
         if row.apply and retry is None:
             controls.append(widgets.HTML(code(row.apply)))
         elif row.apply:
             tooltip = f"Run the cell again with: {row.title}"
-            controls.append(buttons.add(f"Retry with {number}", tooltip, self._press))
+            self._run = buttons.add(f"Retry with {number}", tooltip, self._press)
+            controls.append(self._run)
         if row.diff:
             for name, tooltip, fill in (
                 (f"diff {number}", f"Show the change in source: {row.title}", self._diff),
@@ -74,6 +88,7 @@ class Row:
                 button, part, refill = opener(widgets, name, tooltip, fill)
                 controls.append(button)
                 parts.append(part)
+                self._openers.append(button)
                 self._refills.append(refill)
         if row.apply and retry is not None and not candidate.parts:
             self._choice = widgets.Checkbox(
@@ -85,7 +100,8 @@ class Row:
             self._choice.observe(lambda _: changed(), "value")
             controls.append(self._choice)
         if len(self._doses) > 1 and row.apply and retry is not None:
-            controls.append(self._slider())
+            self._doser = self._slider()
+            controls.append(self._doser)
         lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
         self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
 
@@ -98,6 +114,28 @@ class Row:
     def combined(self) -> bool:
         """Whether it is chosen to be combined with another."""
         return self._choice is not None and bool(self._choice.value)
+
+    def refresh(self, in_place: Sequence[Candidate]) -> None:
+        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had."""
+        own = next((one for one in in_place if one.fix == self._candidate.fix), None)
+        self._in_place = own is not None
+        if own is not None and own.dose != self._dose:
+            self._choose(own.dose)
+        self._text.value = self._label()
+        for button in self._openers:
+            button.button_style = "primary" if self._in_place else ""
+        if self._run is not None:
+            self._buttons.enable(self._run, not in_place)
+
+    def _choose(self, dose: Dose) -> None:
+        """Have a dose chosen by what was done: the slider is set where it has that one."""
+        place = next((at for at, (one, _) in enumerate(self._doses) if one == dose), None)
+        if self._doser is not None and place is not None:
+            self._doser.value = place
+            return
+        self._dose = dose
+        for refill in self._refills:
+            refill()
 
     def chosen(self) -> Candidate | Refused:
         """Return the fix in the dose that is chosen, or why it cannot be had in that one."""
@@ -123,10 +161,14 @@ class Row:
 
     def _moved(self, change: Any) -> None:
         self._dose = self._doses[change["new"]][0]
-        self._text.value = label(self._row())
+        self._text.value = self._label()
         for refill in self._refills:
             refill()
         self._changed()
+
+    def _label(self) -> str:
+        """Return the fix on one line, with its price where that is not the one of the diagnosis."""
+        return label(self._row(), priced=self._dose != self._candidate.dose, in_place=self._in_place)
 
     def _row(self) -> FixRow:
         """Return the facts of the fix in the dose that is chosen."""

@@ -156,9 +156,12 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
     """Return one candidate as a row."""
     forecast = candidate.forecast
     effect, promise = words.EFFECTS[candidate.effect]
-    applied = candidate.effect is not Effect.ADVICE and not (
-        isinstance(candidate.patch, Refused) and not candidate.applies_live
+    applied = (
+        candidate.refuted is None
+        and candidate.effect is not Effect.ADVICE
+        and not (isinstance(candidate.patch, Refused) and not candidate.applies_live)
     )
+    written = candidate.refuted is None and not isinstance(candidate.patch, Refused)
     return FixRow(
         number=number,
         title=words.clean(candidate.title),
@@ -173,13 +176,14 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
         slowdown=slowdown(forecast),
         gauge=_gauge(forecast, unchanged),
         apply=f"%oomdoctor fix {number}" if applied else None,
-        diff=None if isinstance(candidate.patch, Refused) else f"%oomdoctor diff {number}",
+        diff=f"%oomdoctor diff {number}" if written else None,
         notes=tuple(_notes(candidate)),
     )
 
 
 def _notes(candidate: Candidate) -> list[str]:
-    notes = [words.clean(candidate.caveat, 600)] if candidate.caveat else []
+    notes = [f"Refused when it was tried: {words.clean(candidate.refuted, 600)}"] if candidate.refuted else []
+    notes += [words.clean(candidate.caveat, 600)] if candidate.caveat else []
     if candidate.forecast.refused:
         lacking = "forecast" if candidate.forecast.peak is None else "better forecast"
         notes.append(f"No {lacking}: {words.clean(candidate.forecast.refused)}")

@@ -70,7 +70,8 @@ class Retry:
     @classmethod
     def of(cls, plan: Plan) -> Retry:
         """Return what it would do by the plan alone: try what keeps the result and is not known to be too large."""
-        keeping = (one for one in plan.candidates if one.effect in (Effect.EXACT, Effect.EQUIVALENT))
+        offered = (one for one in plan.candidates if one.refuted is None)
+        keeping = (one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT))
         return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
 
 
@@ -138,10 +139,15 @@ def tell(case: Case, retry: Retry | None = None) -> Story:
     )
 
 
-def without_commands(story: Story) -> Story:
-    """Return the story for readers who cannot type what it says, as those of a script's output."""
+def of_script(story: Story, name: str) -> Story:
+    """Return the story for readers of a script's output, who cannot type what it says.
+
+    Args:
+        name: what stands in the place of the cell.
+    """
     rows = tuple(replace(row, apply=None, diff=None) for row in story.prices.fixes)
-    return replace(story, prices=replace(story.prices, fixes=rows), next=())
+    needs = story.prices.unchanged.replace("this cell", name, 1)
+    return replace(story, prices=replace(story.prices, fixes=rows, unchanged=needs), next=())
 
 
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:

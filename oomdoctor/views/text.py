@@ -22,7 +22,7 @@ from oomdoctor.views.aftermath import COMMANDS, aftermath
 from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
-from oomdoctor.views.story import FailingLine, FindingRow, tell, without_commands
+from oomdoctor.views.story import FailingLine, FindingRow, of_script, tell
 from oomdoctor.views.textmemplan import memplan_parts, memplan_tail
 from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose, timeline_parts
 from oomdoctor.views.textreport import growth_parts, survey_parts
@@ -82,7 +82,7 @@ def case(
         retry: what a retry would do; by the plan alone where nothing else is known.
         names: what the cells are called in a program that is no notebook, where nobody can type commands.
     """
-    story = tell(case, retry) if names is None else without_commands(tell(case, retry))
+    story = tell(case, retry) if names is None else of_script(tell(case, retry), names[max(names)])
     parts: list[RenderableType] = [Text(story.title, "bold red"), prose(story.headline)]
     if story.lines:
         parts += ["", *map(_line, story.lines)]

@@ -172,6 +172,17 @@ def test_whether_the_loop_was_under_way(line: int | None, was_running: bool) -> 
     assert (loop.line, loop.end_line, loop.in_failing_run, loop.was_running) == (2, 4, True, was_running)
 
 
+def test_under_a_cell_magic_the_line_that_ran_is_not_known() -> None:
+    (loop,) = read(f"%%time\n{EPOCHS}", line=1, running=((1, 1),)).loops
+    assert loop.was_running
+
+
+def test_a_bare_call_of_step_steps_no_optimizer() -> None:
+    source = "for x, y in loader:\n    model(x).sum().backward()\n    optimizer.step()\n    step()\n"
+    (loop,) = read(source).loops
+    assert loop.optimizers == ("optimizer",)
+
+
 @pytest.mark.parametrize(
     ("running", "was_running"), [((), True), (((2, 1),), False), (((2, 1), (1, 4)), True), (((2, 1), (1, 9)), False)]
 )
@@ -412,6 +423,7 @@ def test_the_local_list_of_a_function() -> None:
         ("f = open('log.txt')", ()),
         ("path.open('a')", ("line 1: `path.open('a')`",)),
         ("import wandb\nwandb.log({'a': 1})", ("line 2: `wandb.log({'a': 1})`",)),
+        ("import atexit\natexit.register(print)", ("line 2: `atexit.register(print)`",)),
         ("!rm -rf out\nx = 1", ("line 1: `!rm -rf out`",)),
         ("files = !ls", ("line 1: `files = !ls`",)),
         ("x = next(batches)", ("line 1: `next(batches)`",)),

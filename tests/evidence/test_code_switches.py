@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from oomdoctor.evidence.code import facts
@@ -81,3 +82,18 @@ def test_an_inner_switch_is_turned_by_the_outer_one() -> None:
 )
 def test_single_layers_are_no_blocks(parts: tuple[nn.Module, ...], blocks: tuple[str, ...]) -> None:
     assert read(Around(*parts)).blocks == blocks
+
+
+def test_hooks_and_what_a_forward_leaves_behind() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert (read(model).hooked, read(model).leaves) == ((), ())
+    model.register_forward_pre_hook(lambda *_: None)
+    model[1][0].register_forward_hook(lambda *_: None)
+    out = model(torch.ones(1, 2))
+    model[1].aux, model[2].kept, model.seen = out.sum(), {"a": [1], "b": out}, [out.detach(), 3]
+    found = read(model)
+    assert found.hooked == ("", "1.0")
+    assert found.leaves == ("1.aux", "2.kept")
+    with pytest.warns(FutureWarning, match="deprecated"):
+        normed = read(nn.utils.weight_norm(nn.Linear(2, 2)))
+    assert (normed.hooked, normed.leaves) == ((), ())

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import live
 import pytest
+from torch import nn
 
+from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import (
     autocast,
     checkpoint_blocks,
@@ -48,6 +50,25 @@ def test_a_step_of_the_optimizer_is_short_of_its_own_state(
     incident: Incident, activations: int, is_short: bool
 ) -> None:
     assert (why_not_short(incident, evidence(activations, 100 << 20)) is None) == is_short
+
+
+@pytest.mark.parametrize("fix", [checkpoint_blocks, chunked_forward])
+@pytest.mark.parametrize("source", ["x = torch.zeros(20_000_000)", "def build():\n    return np.zeros(9**12)\nbuild()"])
+def test_a_request_that_no_model_made_is_none_of_theirs(fix, source) -> None:
+    found = live.evidence(live.model_facts(blocks=("layers",)))
+    in_cell = replace(live.INCIDENT, framework_frame="/tmp/ipykernel_7/1.py:1 <module>")
+
+    def proposed(source: str, incident: Incident) -> object:
+        cells = live.cells_of("model = Net()", source)
+        code = replace(found.code, runs_model=facts(cells, {}, [("model", nn.Linear(2, 2))]).runs_model)
+        return fix.propose(incident, replace(found, code=code))
+
+    assert proposed(source, in_cell) == Refused("the failing cell calls no model, as far as can be seen")
+    assert not isinstance(proposed(f"{source}\nout = model(x)", in_cell), Refused)
+    assert not isinstance(proposed("with torch.no_grad():\n    model(x)", in_cell), Refused)
+    assert not isinstance(proposed("def run(net):\n    return net(x)\nrun(model)", in_cell), Refused)
+    in_library = replace(live.INCIDENT, framework_frame="diffusers/models/attention.py:7 forward")
+    assert not isinstance(proposed("image = pipe('a cat')", in_library), Refused)
 
 
 @pytest.mark.parametrize("fix", [checkpoint_blocks, chunked_forward])

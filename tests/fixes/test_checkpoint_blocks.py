@@ -5,16 +5,20 @@ import io
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import live
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward
-from oomdoctor.fixes.checkpoint_blocks import FIX, patch, propose
+from oomdoctor.fixes.checkpoint_blocks import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 
@@ -159,6 +163,87 @@ def test_a_forward_that_changes_state_is_refused_when_it_would_happen_twice(bloc
     model = Net(block=block)
     with FIX.apply(live.session(model=model), ALL), pytest.raises(OomDoctorError, match=what):
         model(torch.randn(4, 8)).sum().backward()
+
+
+GLOBAL_GENERATOR = torch.Generator().manual_seed(0)
+
+
+class OfNotebook(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.tanh(x * torch.rand(1, generator=GLOBAL_GENERATOR)))
+
+
+class OfItself(Block):
+    def __init__(self, made: Any = None) -> None:
+        super().__init__()
+        self.rng = random.Random(0) if made is None else made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.tanh(x * self.rng.random()))
+
+
+class OfNumpy(OfItself):
+    def __init__(self) -> None:
+        super().__init__(np.random.default_rng(0))
+
+
+class OfOldNumpy(OfItself):
+    def __init__(self) -> None:
+        super().__init__(np.random.RandomState(0))
+
+
+def _closed_over() -> type[nn.Module]:
+    drawn = [torch.Generator().manual_seed(0)]
+    generator = drawn[0]
+
+    class Closed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(torch.tanh(x * torch.rand(1, generator=generator)))
+
+    return Closed
+
+
+GENERATORS = [
+    (OfNotebook, "the random numbers of `GLOBAL_GENERATOR`"),
+    (OfItself, r"the random numbers of `model.blocks\[5\].rng`"),
+    (OfNumpy, r"the random numbers of `model.blocks\[5\].rng`"),
+    (OfOldNumpy, r"the random numbers of `model.blocks\[5\].rng`"),
+    (_closed_over(), "the random numbers of `generator`"),
+]
+
+
+@pytest.mark.parametrize(("block", "what"), GENERATORS)
+def test_a_generator_of_the_users_own_is_not_drawn_from_twice(block, what) -> None:
+    model = Net(block=block)
+    with FIX.apply(live.session(model=model), ALL), pytest.raises(OomDoctorError, match=what):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(("block", "what"), GENERATORS)
+def test_nor_where_the_source_was_changed(block, what) -> None:
+    model = Net(block=block)
+    for one in model.blocks:
+        one.forward = partial(checkpoint, one.forward, use_reentrant=False)
+    with guard(live.session(model=model), ALL), pytest.raises(OomDoctorError, match=what.replace("5", "0")):
+        model(torch.randn(4, 8)).sum()
+
+
+def test_the_generators_of_torch_are_put_back_by_whatever_name(monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "_", torch.manual_seed(0))
+    own = type("Own", (Block,), {"forward": lambda self, x: nn.functional.dropout(Block.forward(self, x), 0.5)})
+    model = Net(block=own)
+    model.blocks[0].rng = torch.default_generator
+    with FIX.apply(live.session(model=model), ALL):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_generator_that_no_block_draws_from_is_no_reason() -> None:
+    model = Net(block=type("Plain", (Block,), {}))
+    model.rng = torch.Generator()
+    with FIX.apply(live.session(model=model), ALL):
+        loss = model(torch.randn(4, 8)).sum()
+        GLOBAL_GENERATOR.manual_seed(1)
+        loss.backward()
 
 
 def test_inner_hooks_compiled_and_replicated_models_are_refused() -> None:
@@ -416,3 +501,18 @@ def test_single_layers_are_not_recomputed() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     with pytest.raises(OomDoctorError, match="no repeated blocks"), FIX.apply(live.session(model=model), ALL):
         pass
+
+
+def test_of_several_models_the_one_that_is_trained_is_recomputed() -> None:
+    made = "model = Net()\naverage = copy.deepcopy(model)"
+    trained = "for x in xs:\n    model(x).sum().backward()\n    optimizer.step()"
+    facts = [live.model_facts(path, blocks=("blocks",)) for path in ("model", "average")]
+    cells = live.cells_of(made, trained)
+    found = patch(cells, live.evidence(*facts, loops=(live.loop(2, 1),)), ALL)
+    assert isinstance(found, Patch), found
+    assert "in model.blocks:" in found.edits[0].after
+    assert found.edits[0].cell == 2  # an earlier cell made the copy, which would come to recompute as well
+    both = patch(cells, live.evidence(*facts, loops=(live.loop(2, 1, models=("model", "average")),)), ALL)
+    neither = patch(cells, live.evidence(*facts), ALL)
+    why = "several models have repeated blocks: which of them to recompute is for the user to say"
+    assert both == neither == Refused(why)

@@ -131,6 +131,15 @@ class Drawing(Net):
         return self.layers(x + torch.randn_like(x) if self.training else x)
 
 
+class DrawingOwn(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.layers(x * torch.rand(1, generator=self.generators[0]))
+
+
 class Counting(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -150,6 +159,7 @@ def _sequence_first() -> nn.Module:
     [
         (Coupled(), "depends on the others"),
         (Drawing(), "draws random numbers"),
+        (DrawingOwn(), r"the random numbers of `model.generators\[0\]`"),
         (Counting(), "changes model.calls"),
         (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "over the whole batch"),
         (Returning(lambda out: out.mean()), "a loss"),
@@ -294,6 +304,8 @@ def test_proposals() -> None:
         (live.model_facts(batch_norm=("norm",)),),
         (live.model_facts(sequence_first=("rnn",)),),
         (live.model_facts(parameter_bytes=0),),
+        (live.model_facts(hooked=("layers.2",)),),
+        (live.model_facts(leaves=("aux",)),),
     ],
 )
 def test_proposes_nothing_where_it_cannot_hold(facts) -> None:
@@ -396,6 +408,51 @@ def test_a_loop_in_a_function_of_an_earlier_cell_is_replayed_alone() -> None:
     applied = _run(FUNCTION, SETUP, calls, fixed=True)
     assert patched[0] == replayed[0] == applied[0]
     assert live.same(patched[1], applied[1])
+
+
+STEP = """\
+import torch
+
+def forward(net, x):
+    return net(x)
+
+def step(x, y, *, net):
+    optimizer.zero_grad()
+    loss = (forward(net, x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+"""
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_call_in_a_function_that_the_step_calls_is_found(inline) -> None:
+    step = STEP.replace("forward(net, x)", "net(x)") if inline else STEP
+    calls = "losses = []\nfor x, y in loader:\n    losses.append(step(x, y, net=model))\n"
+    facts = live.evidence(live.model_facts(), loops=(live.loop(3, 2),))
+    found = patch(live.cells_of(step, SETUP, calls), facts, FOUR)
+    assert isinstance(found, Patch), found
+    (edit,) = found.edits
+    assert edit.cell == 1
+    assert "torch.cat([checkpoint(net, part, use_reentrant=False) for part in x.chunk(4)])" in edit.replay
+    assert ("def step" in edit.replay) == inline
+    replayed, applied = _run(step, SETUP, edit.replay, calls), _run(step, SETUP, calls, fixed=True)
+    assert replayed[0] == applied[0]
+    assert live.same(replayed[1], applied[1])
+    again = patch(live.cells_of(edit.after, SETUP, calls), facts, FOUR)
+    assert isinstance(again, Refused)
+    assert "already" in again.reason
+
+
+def test_a_call_in_a_method_is_told_to_be_there() -> None:
+    trainer = (
+        "class Trainer:\n    def step(self, x, y):\n        out = self.model(x)\n        loss(out, y).backward()\n"
+    )
+    calls = "trainer = Trainer()\nfor x, y in loader:\n    trainer.step(x, y)\n"
+    facts = live.evidence(live.model_facts("trainer.model"), loops=(live.loop(2, 2, models=("trainer.model",)),))
+    refused = patch(live.cells_of(trainer, calls), facts, FOUR)
+    assert isinstance(refused, Refused)
+    assert "in a class of cell 1" in refused.reason
 
 
 def _rewritten(line: str, before: str = "", after: str = "", **facts: Any) -> str | Refused:
@@ -502,7 +559,7 @@ torch.cat([checkpoint(model, part, use_reentrant=False).logits for part in x.chu
         ("out = model(x=x)", "", "", "not called by position"),
         ("out = model((x, y))", "", "", "container"),
         ("out = model(x, mask)", "    mask = make(x.size(1))\n", "", "`mask` goes with the batch"),
-        ("out = other(x)", "", "", "calls no model"),
+        ("out = other(x)", "", "", "no call of a model was found"),
     ],
 )
 def test_calls_that_cannot_be_split_in_the_source_are_refused(line, before, after, why) -> None:

@@ -346,7 +346,7 @@ def test_results_go_to_the_host_by_parts(end, inside, left) -> None:
     [
         ("out, h = model(X)", evidence(), "more than one tensor"),
         ("out = model(**X)", evidence(), "not called by position"),
-        ("out = predict(X)", evidence(), "calls no model"),
+        ("out = predict(X)", evidence(), "no call of a model was found in the failing cell"),
         ("out = model(X)", evidence(grad_disabled=False), "gradients on"),
         ("out = model(X)", evidence(live.model_facts(dropout=("drop",))), "training mode"),
         ("for x, y in loader:\n    out = model(x)", evidence(loops=(live.loop(1, 1),)), "trains as well"),

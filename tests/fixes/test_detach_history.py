@@ -229,6 +229,14 @@ def test_proposal_names_the_containers_and_what_they_keep() -> None:
     assert proposal.basis == (
         "the census found 7.00 MiB of graphs that `losses` or `outputs` or `total` or `running` keeps alive"
     )
+    assert proposal.caveat == (
+        "what `losses` or `outputs` or `total` or `running` keeps has no graph any more: "
+        "a later `backward` through it raises an error"
+    )
+    kept = program()
+    exec(patched(EVALUATE).edits[0].after, kept)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.stack(kept["losses"]).mean().backward()
 
 
 def test_graphs_that_gathered_outputs_or_a_carried_state_keep_as_well_are_not_freed() -> None:

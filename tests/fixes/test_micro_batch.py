@@ -838,6 +838,42 @@ def test_sequence_first_layers_are_refused() -> None:
     assert "dimension 1" in refused.reason
 
 
+class LeavesTerm(nn.Module):
+    """A model whose forward leaves a term of the loss on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kl = nn.Linear(8, 4), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        self.kl = out.square().mean()
+        return out
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_what_a_forward_leaves_behind_and_hooks_are_told_before_the_try() -> None:
+    leaves = LeavesTerm()
+    assert not isinstance(propose_for(ZERO_FIRST, model=leaves), Refused)
+    leaves(torch.randn(2, 8))
+    why = "a forward leaves model.kl behind, which would be that of a part of the batch"
+    assert propose_for(ZERO_FIRST, model=leaves) == Refused(why)
+    assert patched(SETUP, ZERO_FIRST, model=leaves) == Refused(why)
+    why = "model[0] has forward hooks, which would be called for each part of a batch"
+    assert propose_for(ZERO_FIRST, model=hooked()) == Refused(why)
+    whole = nn.Linear(8, 4)
+    whole.register_forward_pre_hook(lambda *_: None)
+    assert isinstance(propose_for(ZERO_FIRST, model=whole), Refused)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        normed = nn.utils.weight_norm(nn.Linear(8, 4))
+    assert not isinstance(propose_for(ZERO_FIRST, model=normed), Refused)
+
+
 def propose_for(source: str, **namespace: Any) -> Any:
     cells = cells_of(SETUP, source)
     holdings = (Holding(bytes=8 << 20, device="cuda:0", role=Role.BATCH, path="x", shape=(6, 8)),)

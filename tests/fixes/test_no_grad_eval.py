@@ -218,12 +218,82 @@ def test_an_earlier_top_level_loop_is_not_touched() -> None:
     assert isinstance(made, Refused)
 
 
+SCORED = """
+    total = 0.0
+    for x, y in test_loader:
+        total += criterion(model(x), y).item()
+"""
+
+
 def test_proposal_is_exact_and_measured() -> None:
-    cells = cells_of(SETUP, NOTEBOOK)
+    cells = cells_of(SETUP, SCORED)
     (proposal,) = propose(live.INCIDENT, evidence(cells))  # type: ignore[misc]
     assert (proposal.effect, proposal.saves, proposal.caveat) == (Effect.EXACT, 64 << 20, None)
     assert "64.0 MiB of activations" in proposal.basis
     assert FIX.apply is None
+
+
+FEATURES = """
+    feats = []
+    for x, _ in test_loader:
+        feats.append(model(x))
+    feats = torch.cat(feats)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sources", "named"),
+    [
+        ((SETUP, FEATURES), "`feats` would hold no graph"),
+        ((SETUP, "x = test_loader[0][0]\nout = model(x)"), "`out` would hold no graph"),
+        ((SETUP, "x = test_loader[0][0]\nmodel(x)"), "`Out` would hold no graph"),
+        ((SETUP, "kept = {}", "kept['a'] = [model(x) for x, _ in test_loader]"), "`kept` would hold no graph"),
+        (
+            (SETUP, "def predict(net):\n    return torch.cat([net(x) for x, _ in test_loader])", "p = predict(model)"),
+            "`predict(...)` would hold no graph",
+        ),
+        (
+            (SETUP, "seen = []\ndef run():\n    for x, _ in test_loader:\n        seen.append(model(x))", "run()"),
+            "`seen` would hold no graph",
+        ),
+    ],
+)
+def test_what_outlives_the_cell_may_be_trained_on_unless_the_model_is_in_evaluation(
+    sources: tuple[str, ...], named: str
+) -> None:
+    cells = cells_of(*sources)
+    (proposal,) = propose(live.INCIDENT, evidence(cells))  # type: ignore[misc]
+    assert proposal.effect is Effect.CHANGES_RESULT
+    assert named in str(proposal.caveat)
+    evaluated = evidence(cells, model=program()["model"].eval(), other=nn.Linear(2, 2))
+    (proposal,) = propose(live.INCIDENT, evaluated)  # type: ignore[misc]
+    assert proposal.effect is Effect.EXACT
+    assert named in str(proposal.caveat)
+
+
+@pytest.mark.parametrize("source", [FEATURES + "    feats = feats.detach()", NOTEBOOK + "    del out, preds"])
+def test_what_the_cell_lets_go_of_is_trained_on_by_none(source: str) -> None:
+    (proposal,) = propose(live.INCIDENT, evidence(cells_of(SETUP, source)))  # type: ignore[misc]
+    assert (proposal.effect, proposal.caveat) == (Effect.EXACT, None)
+
+
+def test_a_later_cell_would_train_on_what_is_kept_without_a_word() -> None:
+    """What the weaker promise rests on."""
+    later = "head = nn.Linear(3, 1)\nhead(feats).sum().backward()\nmoved = model[0].weight.grad is not None"
+    made = patched(SETUP, FEATURES)
+    assert isinstance(made, Patch), made
+    assert run(FEATURES, later)["moved"]
+    assert not run(made.edits[0].after, later)["moved"]
+
+
+def test_what_a_comprehension_kept_is_gone_when_its_failure_is_looked_at() -> None:
+    cells = cells_of(SETUP, "import torch\nouts = [model(x) for x, _ in test_loader]")
+    in_layer = dataclasses.replace(live.INCIDENT, framework_frame="torch/nn/modules/linear.py:134 forward")
+    (proposal,) = propose(in_layer, evidence(cells, activation=0))  # type: ignore[misc]
+    assert (proposal.saves, proposal.basis) == (1 << 20, "at least the 1.00 MiB that a layer asked for")
+    made = patch(cells, evidence(cells), Dose())
+    assert isinstance(made, Patch), made
+    assert "with torch.no_grad():\n    outs = [model(x)" in made.edits[0].after
 
 
 def test_layers_with_a_fast_path_weaken_the_promise() -> None:

@@ -275,6 +275,33 @@ def test_a_shadow_run_makes_no_process(monkeypatch) -> None:
             assert model(torch.randn(16, 8)).shape == (16, 4)
 
 
+def counting(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (python_drawn, "draws random numbers"),
+        (numpy_drawn, "draws random numbers"),
+        (counting, "changes model.calls"),
+    ],
+)
+def test_a_shadow_run_finds_what_needs_no_values(before, why) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, x = Net(before), torch.randn(16, 8)
+        with _rowwise.tried_out(live.session(model=model)), pytest.raises(OomDoctorError, match=why):
+            model(x)
+
+
+def test_a_shadow_run_passes_over_dropout_that_was_announced() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        with _rowwise.tried_out(live.session(model=model)):
+            assert model(torch.randn(16, 8)).shape == (16, 8)
+
+
 @pytest.mark.parametrize("done", [lambda self, x: x, centred])
 def test_what_a_model_returns_beside_its_rows_is_passed_over(done) -> None:
     class WithLoss(Net):
@@ -296,3 +323,45 @@ def test_a_model_that_returns_its_loss_alone_is_refused() -> None:
     model = Loss()
     with _rowwise.tried_out(live.session(model=model)), pytest.raises(OomDoctorError, match="a single number"):
         model(torch.randn(16, 8))
+
+
+def leaving(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.balance = x.mean(0).square().sum()
+    return x
+
+
+def test_what_a_forward_leaves_on_its_model_would_be_that_of_the_last_part_alone(anywhere) -> None:
+    model = Net(leaving)
+    for _ in range(3):
+        with pytest.raises(
+            OomDoctorError, match=r"its forward changes model\.balance, which would happen for each part"
+        ):
+            try_out(model)
+        model(torch.randn(16, 8))
+
+
+def caching(self: Net, x: torch.Tensor) -> torch.Tensor:
+    self.__dict__.setdefault("scale", torch.full((8,), 2.0))
+    return x * self.scale
+
+
+def test_what_a_forward_makes_at_its_first_call_alone_is_no_change(anywhere) -> None:
+    try_out(Net(caching))
+
+
+def test_weights_that_a_hook_of_torch_derives_are_not_left_behind(anywhere) -> None:
+    model = Net()
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(model.layers[0])
+    with _rowwise.tried_out(live.session(model=model)):
+        model(torch.randn(16, 8))
+
+
+@pytest.mark.parametrize("place", ["the model", "a layer"])
+def test_hooks_would_be_called_for_each_part(place) -> None:
+    model, seen = Net(), []
+    watched = model if place == "the model" else model.layers[1]
+    watched.register_forward_hook(lambda module, args, out: seen.append(out.mean()))
+    with _rowwise.tried_out(live.session(model=model)), pytest.raises(OomDoctorError, match="called more than once"):
+        model(torch.randn(16, 8))
+    assert seen == []

@@ -15,8 +15,10 @@ from oomdoctor.model.evidence import Census, CodeFacts, DeviceMemory, Evidence, 
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.session import Session
+from oomdoctor.testing.healing import held_already
 
 MIB = 1 << 20
+SEGMENT = 2 * MIB
 NONE = Unavailable("not read in this test")
 INCIDENT = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=MIB)
 
@@ -35,6 +37,11 @@ def evidence(allocated: int = 0) -> Evidence:
     host = HostMemory(**dict.fromkeys(HostMemory.__dataclass_fields__, NONE))
     census = Census(device="cuda:0", found=0, allocated=NONE, roles=((Role.ACTIVATION, 64 * MIB),))
     return Evidence(devices=(device,), host=host, censuses=(census,), code=CodeFacts())
+
+
+def besides(budget: int) -> int:
+    """Return a budget that leaves so much besides what this process holds, for other tests too, in whole segments."""
+    return budget + -(-held_already() // SEGMENT) * SEGMENT
 
 
 def program(source: str = CELL, **names: Any) -> Session:

@@ -11,9 +11,11 @@ from forecast_lab import forecast, nothing
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
+from oomdoctor.allocator import virtual
 from oomdoctor.forecast import calibration
 from oomdoctor.forecast.calibration import Calibration, Row
 from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.session import Cell, Cells
 
 ROOT = Path(__file__).parents[2]
 TERMS = {"basis": "shadow run", "models": "a", "torch": "2.13.0", "device": "virtual"}
@@ -221,3 +223,19 @@ def test_a_healed_cell_is_kept_unless_that_is_switched_off(shell, monkeypatch, t
     assert found.device == "virtual"
     assert found.error_ratio < 0.1
     assert "forecasts kept: 1 (their error is told from 20 on)" in status
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_cell_that_is_planned_tells_the_error_of_those_that_were_healed(shell, monkeypatch, tmp_path, keeps):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _said(shell, HEALED)
+    _said(shell, "%oomdoctor simulate 500MiB")
+    _said(shell, f"%config OomDoctor.keep_forecasts = {keeps}")
+    pipeline = sys.modules["oomdoctor.pipeline"]
+    cells = Cells(history=(Cell(number=1, source=TRAINED),))
+    terms = pipeline.pricing.terms_of(pipeline.open_session(shell.user_ns, cells, virtual.active(), shell))
+    for _ in range(30):
+        calibration.keep(calibration.Row(forecast=100, measured=117, **terms))
+    _said(shell, f"%%memplan --json {tmp_path / 'plan.json'}\n{TRAINED}")
+    found = json.loads((tmp_path / "plan.json").read_text())["forecast"]["error_ratio"]
+    assert found == pytest.approx(0.17) if keeps else found < 0.1

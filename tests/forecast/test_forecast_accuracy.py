@@ -46,6 +46,14 @@ CELLS = {
     "resized": "t = torch.empty(10)\nt.resize_(1_000_000)\nu = t.view(1000, 1000) @ t.view(1000, 1000)",
     "views": "a = torch.randn(1000, 1000)\nb = a.t()[:500]\ndel a\nc = b.contiguous()",
     "batch_kept_by_graph": "x = torch.randn(512, 256)\ny = model(x * 1)\ndel x\nz = torch.ones(100_000)",
+    "stateless": (
+        "models = [nn.Linear(256, 64) for _ in range(4)]\n"
+        "params, buffers = torch.func.stack_module_state(models)\n"
+        "base = __import__('copy').deepcopy(models[0]).to('meta')\n"
+        "with torch.no_grad():\n"
+        "    call = lambda p, b: torch.func.functional_call(base, (p, b), (data,))\n"
+        "    out = torch.vmap(call)(params, buffers)"
+    ),
     "range_loop": "for step in range(20):\n    model(data).sum().backward()\n    optimizer.step()",
 }
 

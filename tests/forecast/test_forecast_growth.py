@@ -1,5 +1,9 @@
 """Loops in which every iteration keeps something: the iterations that a shadow run leaves out count, to the last."""
 
+import collections
+import copy
+import itertools
+
 import pytest
 import torch
 from forecast_lab import measured_rise, rise
@@ -29,6 +33,33 @@ CELLS = {
     "one_of_each_epoch": "kept = []\n" + EPOCHS.format(begin="kept.append(torch.randn(60_000))"),
     "nothing": EPOCHS.format(begin="pass"),
     "evaluation_with_graphs": "out = torch.cat([model(x) for x, y in loader])\nwrong = out - data.tensors[1]",
+    "up_to_a_length": "kept = collections.deque(maxlen=9)\n"
+    + EPOCHS.format(begin="pass").replace("6", "20", 1)
+    + " " * 8
+    + "kept.append(out.detach())",
+    "up_to_a_length_of_before": EPOCHS.format(begin="pass").replace("6", "20", 1)
+    + " " * 8
+    + "last.append(out.detach())",
+    "up_to_a_length_that_is_not_reached": "kept = collections.deque(maxlen=500)\n"
+    + EPOCHS.format(begin="pass")
+    + " " * 8
+    + "kept.append((epoch, out.detach(), x * 2))",
+    "batches_that_come_again": "again = itertools.cycle(loader)\nfor step in range(60):\n    x, y = next(again)"
+    + STEP.format(indent="    "),
+    "batches_that_do_not_come_again": "again = itertools.cycle(loader)\nfor step in range(8):\n    x, y = next(again)"
+    + STEP.format(indent="    "),
+    "batches_that_come_again_beside_others": "for (x, y), _ in zip(itertools.cycle(loader), range(10)):"
+    + STEP.format(indent="    "),
+    "numbered": "kept = []\nfor step, (x, y) in enumerate(loader):"
+    + STEP.format(indent="    ")
+    + "    kept.append(out.detach())",
+    "by_twos": "kept = []\nfor (x, y), (z, _) in zip(loader, loader):"
+    + STEP.format(indent="    ")
+    + "    kept.append(z + out.detach())",
+    "the_first_of_them": "kept = []\nfor x, y in itertools.islice(loader, 10):"
+    + STEP.format(indent="    ")
+    + "    kept.append(out.detach())",
+    "copies_of_the_model": EPOCHS.format(begin="last.append(copy.deepcopy(model))"),
     "evaluation_in_a_loop": "kept = []\nfor x, y in loader:\n    kept.append(model(x))\nout = torch.cat(kept)",
 }
 
@@ -39,6 +70,10 @@ def program():
     data = TensorDataset(torch.randn(1500, 64), torch.randn(1500, 64))
     return {
         "torch": torch,
+        "collections": collections,
+        "copy": copy,
+        "itertools": itertools,
+        "last": collections.deque(maxlen=9),
         "functional": functional,
         "model": model,
         "data": data,

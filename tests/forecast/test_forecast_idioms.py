@@ -258,9 +258,6 @@ def test_magics_are_left_out_and_what_they_time_is_run():
     assert shell.said == []
 
 
-PACKED = "x, lengths = torch.randn(3, 3, 5), torch.tensor([3, 2, 1])\nnn.utils.rnn.pack_padded_sequence(x, lengths)"
-
-
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
@@ -273,7 +270,6 @@ PACKED = "x, lengths = torch.randn(3, 3, 5), torch.tensor([3, 2, 1])\nnn.utils.r
         ("input('name?')", "asks for input"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("raise StopIteration", "StopIteration"),
-        (PACKED, "at line 2 with DynamicOutputShapeException"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_a_reason(cell, reason):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forecast_lab import forecast, nothing, session
-from planned import INCIDENT, MIB, evidence, fix, program, shrinking
+from planned import INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor import pipeline
 from oomdoctor.allocator.caching import CachingAllocator
@@ -105,7 +105,9 @@ def test_few_integers_are_drawn_for_real_and_drawing_moves_the_generator():
 
 def plan(fixes, budget, *, allocated=0, source=None, **names):
     held = program(**names) if source is None else program(source, **names)
-    return make_plan(held, INCIDENT, evidence(allocated), fixes, budget=budget, prepare=nothing, time_budget_s=60.0)
+    return make_plan(
+        held, INCIDENT, evidence(allocated), fixes, budget=besides(budget), prepare=nothing, time_budget_s=60.0
+    )
 
 
 def test_a_lower_bound_never_fits():

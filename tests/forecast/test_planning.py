@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from forecast_lab import nothing, open_descriptors
-from planned import CELL, INCIDENT, MIB, evidence, fix, program, shrinking
+from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor.forecast.planning import Planning, make_plan
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Effect, Patch
 from oomdoctor.model.plan import Verdict
+from oomdoctor.pipeline import admitted
 
 
 def _children() -> str:
@@ -31,11 +33,15 @@ def _nothing_is_left_behind():
 def plan(fixes, budget, *, session=None, allocated=0, time_budget_s=60.0, make=make_plan, **kwargs):
     return make(
         *(session or program(), INCIDENT, evidence(allocated), fixes),
-        budget=budget,
+        budget=besides(budget),
         prepare=nothing,
         time_budget_s=time_budget_s,
         **kwargs,
     )
+
+
+def _case(found):
+    return Case(number=1, incident=INCIDENT, evidence=evidence(), findings=(), plan=found)
 
 
 LADDER = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
@@ -80,8 +86,8 @@ def test_leaks_come_first_then_what_keeps_the_result_then_what_costs_least():
 
 
 def test_the_plan_is_told_as_it_comes_estimates_first():
-    told = []
-    last = plan([LADDER, shrinking("other", "second", [4])], 70 * MIB, told=told.append)
+    told = list(plan([LADDER, shrinking("other", "second", [4])], 70 * MIB, make=Planning, waits=True).wait())
+    last = plan([LADDER, shrinking("other", "second", [4])], 70 * MIB)
     assert [one.forecast.basis for one in told[0].candidates] == ["a guess", "a guess"]
     assert told[-1] == last
     assert {one.forecast.basis for one in last.candidates} == {"shadow run"}
@@ -104,6 +110,15 @@ def test_without_forecasts_the_price_is_an_estimate():
     assert found.candidates[0].forecast.error_ratio >= 0.3
 
 
+def test_an_estimate_that_leaves_nothing_is_no_number_and_may_be_tried_all_the_same():
+    all_of_it = fix("micro_batch", {"first": ["first"]}, saves=[1000 * MIB])
+    found = plan([all_of_it], 70 * MIB, allocated=90 * MIB, time_budget_s=0)
+    (one,) = found.candidates
+    assert (one.forecast.peak, one.forecast.verdict) == (None, Verdict.UNKNOWN)
+    assert found.unchanged.peak is not None
+    assert admitted(_case(found), "exact") == (one,)
+
+
 def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
     found = plan([LADDER], 300 * MIB, allocated=400 * MIB)
     assert "memory grows" in found.unchanged.refused
@@ -114,11 +129,13 @@ def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
 
 
 def test_a_change_that_breaks_the_cell_comes_after_what_fits_and_says_why():
-    breaking = fix("breaking", {"third = torch": ["third = missing"]})
+    breaking = fix("micro_batch", {"third = torch": ["third = missing"]})
     fitting, broken = plan([breaking, LADDER], 70 * MIB).candidates
     assert fitting.fix == "shrink"
     assert "NameError" in broken.forecast.refused
     assert (broken.forecast.peak, broken.forecast.verdict) == (None, Verdict.UNKNOWN)
+    assert (fitting.breaks, broken.breaks) == (False, True)
+    assert admitted(_case(plan([breaking], 70 * MIB)), "exact") == ()
 
 
 def test_a_fix_that_can_be_made_in_no_way_is_refused_and_its_stronger_doses_left_out():

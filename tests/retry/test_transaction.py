@@ -247,7 +247,7 @@ def test_what_only_a_function_or_a_holder_leads_to_comes_back(name: str) -> None
     [
         ("it = iter(range(9))\ndef following(): return next(it)", "following()", "`it` is an iterator"),
         ("import itertools; sums = itertools.accumulate([1, 2])", "next(sums)", "`sums` is an iterator"),
-        ("long = dict.fromkeys(range(30_000))", "long[-1] = 0", "`long` has more than"),
+        ("long = [torch.zeros(1)] * 30_000", "long.pop()", "`long` has more than"),
         ("class Odd(random.Random):\n    def getstate(self): 1 / 0\nodd = Odd()", "odd", "`odd` could not be"),
         ("w = torch.zeros(1 << 16); v = w\ndef bump(): w.add_(1)", "bump(); w = torch.ones(3)", "written in place"),
     ],

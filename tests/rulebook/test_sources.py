@@ -12,7 +12,7 @@ import pytest
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import NotAvailable
-from oomdoctor.rulebook import everything, sources
+from oomdoctor.rulebook import everything, load_sound, sources
 
 RULE = """\
 id: NAME
@@ -124,6 +124,20 @@ def test_a_package_fires_in_an_explanation_and_is_in_the_list(tmp_path):
 def test_without_such_packages_there_are_the_shipped_rules_and_no_faults():
     assert sources.offered() == ((), ())
     assert everything([], fixes.ids()).faults == ()
+
+
+def test_examples_of_shipped_rules_are_tried_by_the_tests_and_not_in_a_notebook(tmp_path, monkeypatch):
+    """Of other folders they are tried wherever the rules are read."""
+    shipped, own = tmp_path / "shipped", tmp_path / "own"
+    for folder in (shipped, own):
+        (folder / "family").mkdir(parents=True)
+        wrong = RULE.replace("see: [activations_dominate]\n", "").replace("free: 1GiB", "free: 4GiB")
+        (folder / "family" / f"of_{folder.name}.yaml").write_text(wrong.replace("NAME", f"of_{folder.name}"))
+    monkeypatch.setattr(sources, "locate", lambda: shipped)
+    book = everything([own], fixes.ids())
+    assert [rule.id for rule in book.rules] == ["of_shipped"]
+    assert [Path(fault.path).stem for fault in book.faults] == ["of_own"]
+    assert "does not fire on this example" in str(load_sound([shipped], None).faults[0])
 
 
 def test_a_folder_of_the_users_is_read_again_when_a_file_has_changed(tmp_path):

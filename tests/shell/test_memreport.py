@@ -247,6 +247,15 @@ def test_no_counter_is_read_once_the_extension_is_unloaded(kernel: Kernel) -> No
     assert kernel.value("len(read)") == before
 
 
+def test_the_function_calls_the_cells_of_a_notebook_by_their_numbers(ready: Kernel) -> None:
+    ready.run("import oomdoctor\ndef look():\n    return oomdoctor.report()", ok=True)
+    ready.run("def work():\n    held = torch.ones(64 << 18)\n    return look()", ok=True)
+    reply = ready.run("print(work())", ok=True)
+    assert "work at In[6] line 3" in reply.stdout
+    assert ".py" not in reply.stdout
+    assert "<ipython-input" not in reply.stdout
+
+
 SCRIPT = """\
 import json, pathlib, sys, weakref
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -131,10 +132,29 @@ def test_a_retry_takes_the_dose_of_the_slider_and_undo_takes_it_back(page: Front
     case = started.value(LAST)
     assert case["outcome"]["kind"] == "healed", page.said()[-2000:]
     assert case["outcome"]["fixes"] == [f"micro_batch({name}={labels[-1]})"] != [f"micro_batch({name}={dose})"]
-    assert "Ended after" in page.texts
+    assert "✓ Healed after" in page.texts
     assert "forecast" in page.said().partition("Healed")[2], "forecast and measured peak side by side"
+    assert page.state("Retry best")["disabled"]
+    page.click(f"Show diff {number}")
+    assert f"{labels[-1]}" in page.texts.partition("<pre")[2], "the diff is that of the dose in place"
     page.click("Undo")
     assert started.value(PARAMETERS) == before
+    assert not page.state("Retry best")["disabled"]
+    assert page.state("Undo")["disabled"]
+
+
+def test_a_cell_that_was_healed_by_a_command_is_undone_by_the_button(page: Frontend, started: Kernel) -> None:
+    before = started.value(PARAMETERS)
+    page.run(train())
+    page.take_until(lambda: priced(page))
+    assert page.state("Undo")["disabled"]
+    assert page.run("%oomdoctor retry") == "ok"
+    assert not page.state("Undo")["disabled"]
+    page.click("Undo")
+    assert started.value(PARAMETERS) == before
+    assert page.run("%oomdoctor retry") == "ok"
+    page.run("moved = 1")
+    assert page.state("Undo")["disabled"], "the state has moved on"
 
 
 def test_two_changes_are_made_at_once(page: Frontend, started: Kernel) -> None:
@@ -163,7 +183,7 @@ def test_a_retry_is_watched_and_an_interrupt_ends_it(page: Frontend, started: Ke
     started.interrupt()
     page.end(sent)
     assert "KeyboardInterrupt" in page.said()
-    assert "Ended after" in page.texts
+    assert re.search(r"! (Ended without a result|Not healed: .*) after \d", page.texts)
     assert started.value(PARAMETERS) == before
 
 
@@ -205,6 +225,19 @@ def test_a_cell_that_awaits_offers_the_command(page: Frontend) -> None:
     assert "This cell awaits" in page.texts
     assert page.run("%oomdoctor retry") == "ok"
     assert "Healed" in page.said()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_waits_for_the_panel_and_stays_as_it_was(page: Frontend, started: Kernel, is_on: bool) -> None:
+    page.run(
+        "import gc\nfrom oomdoctor.shell import showing\nkept, seen = showing.Shown.show, []\n"
+        "def show(self, case):\n    kept(self, case)\n    seen.append(gc.isenabled())\nshowing.Shown.show = show"
+    )
+    page.run("pass" if is_on else "gc.disable()")
+    assert page.run(train()) == "error"
+    page.run("showing.Shown.show = kept")
+    assert started.value("[seen, gc.isenabled()]") == [[False], is_on]
+    page.run("gc.enable()")
 
 
 PLANNING = "__import__('oomdoctor.forecast.planning').forecast.planning"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from kernels import Kernel
 from programs import MODEL, PARAMETERS
 
@@ -50,3 +51,30 @@ def test_the_cpu_allocators_refusal_is_healed(kernel: Kernel, start_kernel: Call
     for one, other in zip(kernel.value(PARAMETERS), free.value(PARAMETERS), strict=True):
         scale = max(map(abs, other))
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1e-6 * scale
+
+
+STATE = "__import__('oomdoctor.retry.digest', fromlist=['x']).state_digests(globals())"
+ADAMW = MODEL.replace("SGD(model.parameters(), lr=0.05, momentum=0.9)", "AdamW(model.parameters(), lr=0.01)")
+UNLIMITED = "resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)"
+
+
+@pytest.mark.parametrize("megabytes", [20, 120])
+def test_where_no_change_fits_the_failure_is_the_users_and_the_kernel_goes_on(kernel: Kernel, megabytes: int) -> None:
+    kernel.run("%load_ext oomdoctor\n%config OomDoctor.auto = 'exact'\n%config OomDoctor.forecast_time_s = 0", ok=True)
+    for cell in (ADAMW, DATA):
+        kernel.run(cell, ok=True)
+    before = kernel.value(STATE)
+    kernel.run(LIMIT.replace("700", str(megabytes)), ok=True)
+    failed = kernel.run(TRAIN, ok=False)
+    kernel.run(UNLIMITED, ok=True)
+    assert "DefaultCPUAllocator: can't allocate memory" in failed.text
+    assert "can't start new thread" not in failed.text
+    case = kernel.value("(lambda case: case and case.to_dict()['outcome'])(__import__('oomdoctor').last_case())")
+    left = kernel.value(STATE)
+    differs = {name for name in {**left, **before} if left.get(name) != before.get(name)} - {"pathlib", "resource"}
+    tried = case is not None and case["attempts"] > 0
+    # Of the failed cell the batch stays, and what drawing it took; of a retry nothing.
+    assert differs - {"_status", "_used"} <= (set() if tried else {"x", "y", "(random number generators)"})
+    assert not tried or case["state"] == "restored"
+    assert kernel.run("1 + 1", ok=True).data("text/plain") == ["2"]
+    assert "Healed" in kernel.run(LIMIT + "torch.set_num_threads(1)\n", ok=True).text + kernel.run(TRAIN, ok=True).text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -44,6 +47,18 @@ KINDS: Final = {
         "import logging\nlogger = logging.getLogger('cell')\nlogger.addHandler(logging.FileHandler('a.log'))",
         "logger.error('a')", "a.log was written to",
     ),
+    "a context variable": (
+        "import contextvars; step = contextvars.ContextVar('step')", "step.set(1)", "`step` was set for the first time",
+    ),
+    "what lies in a long list": (
+        "rows = [{'n': 0} for _ in range(30_000)]", "for row in rows: row['n'] += 1", "`rows` has more than 20000",
+    ),
+    "a very long list that a function writes to": (
+        "rows = [0] * 300_000\ndef bump():\n    rows[7] += 1", "bump()", "`rows` has more than 20000",
+    ),
+    "one item of a very large array": (
+        "import numpy as np\nlarge = np.zeros(1_000_000)", "large[7] += 1", "`large` is a large array",
+    ),
     "a question": ("input = lambda text: 'y'", "input('go on?')", "input('go on?')"),
 }  # fmt: skip
 
@@ -82,6 +97,41 @@ def test_what_cannot_be_taken_back_refuses(
     if "logger" in shell.user_ns:
         handler = shell.user_ns["logger"].handlers.pop()
         handler.close()
+
+
+def test_what_lies_out_of_sight_is_as_if_the_cell_had_run_once(shell: InteractiveShell) -> None:
+    shell.reset(new_session=True)
+    seed()
+    setup = (
+        "import contextvars, gc, io, signal, sys, threading\n"
+        "def counted(): pass\n"
+        "step, local, tally = contextvars.ContextVar('step'), threading.local(), dict.fromkeys(range(30_000), 0)\n"
+        "step.set(0); local.n = 0"
+    )
+    does = (
+        "counted.calls = getattr(counted, 'calls', 0) + 1; step.set(step.get() + 1); local.n += 1; tally[7] += 1\n"
+        "thresholds = gc.get_threshold(); gc.set_threshold(thresholds[0] + 1); signal.signal(signal.SIGUSR2, counted)\n"
+        "shown = sys.stdout; sys.stdout = io.StringIO()\n"
+    )
+    before = signal.getsignal(signal.SIGUSR2)
+    thresholds, stdout = gc.get_threshold(), sys.stdout
+    for cell in (*CELLS[:-1], setup):
+        assert run(shell, cell)[0].success
+    try:
+        with Planted("third iteration"):
+            result, _ = run(shell, f"{does}{CELLS[-1]}\nsys.stdout = shown")
+        assert result.success, result.error_in_exec
+        case = pipeline.last_case()
+        assert case is not None
+        assert case.outcome.kind is OutcomeKind.HEALED, case.outcome.why
+        names = shell.user_ns
+        counts = (names["counted"].calls, names["step"].get(), names["local"].n, names["tally"][7])
+        assert counts == (1, 1, 1, 1)
+        assert names["thresholds"] == thresholds
+    finally:
+        gc.set_threshold(*thresholds)
+        signal.signal(signal.SIGUSR2, before)
+        sys.stdout = stdout
 
 
 def test_what_is_there_and_not_touched_is_no_reason(shell: InteractiveShell) -> None:

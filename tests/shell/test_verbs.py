@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,9 @@ from oomdoctor import fixes, pipeline
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Effect, Patch, Proposal
+from oomdoctor.model.plan import Candidate
 from oomdoctor.retry.digest import state_digests
+from oomdoctor.shell import choosing
 
 CELLS: Final = cells_of("mlp", "AdamW")
 SMALL: Final = (
@@ -245,7 +248,7 @@ def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
     assert "was not healed, its changes were undone at once, and the state is that from before it, all of it" in told
 
 
-@pytest.mark.parametrize(("later", "moves_on"), [("later = 1", True), ("print(len(metrics))", False)])
+@pytest.mark.parametrize(("later", "moves_on"), [("metrics = {}", True), ("print(len(metrics))", False)])
 def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
     shell: InteractiveShell, later: str, moves_on: bool
 ) -> None:
@@ -256,7 +259,7 @@ def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
     before = state_digests(shell.user_ns)
     told = said(shell, "%oomdoctor undo")
     if moves_on:
-        assert f"can no longer be undone: In[{number}] has run since" in told
+        assert f"can no longer be undone: In[{number}] has bound `metrics`, which the failed cell uses" in told
         assert differing(before, state_digests(shell.user_ns)) == []
         assert known().outcome.kind is OutcomeKind.HEALED
     else:
@@ -411,6 +414,31 @@ def test_the_mildest_dose_that_fits_with_its_margin_is_taken(shell: InteractiveS
     said(shell, "%oomdoctor undo")
     run(shell, "%oomdoctor auto off")
     assert not run(shell, milder)[0].success, "the next milder dose does not fit"
+
+
+def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(shell: InteractiveShell) -> None:
+    two = ("checkpoint_blocks", "micro_batch")
+    few = {one: importlib.import_module(f"oomdoctor.fixes.{one}").FIX for one in two}
+    with mock.patch.object(fixes, "catalogue", return_value=few):
+        for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}"):
+            run(shell, cell)
+        before = state_digests(shell.user_ns)
+        assert not run(shell, TRAIN)[0].success
+        case, opened = known(), _extension(shell).open
+        by_id = {one.fix: one for one in case.plan.candidates}
+        both = choosing.together(case, opened.session, (by_id[two[0]], by_id[two[1]]))
+        assert isinstance(both, Candidate)
+        plan, number = choosing.with_candidate(case.plan, both)
+        pipeline.record(replace(case, plan=plan))
+        for named in (both.fix, both.label, str(number)):
+            assert said(shell, f"%oomdoctor diff {named}").count("--- In[") == 2
+        assert "one fix at a time" in said(shell, f"%oomdoctor diff {' '.join(two)}")
+        said(shell, f"%oomdoctor fix {both.fix}")
+        assert known().outcome.kind is OutcomeKind.HEALED
+        assert known().outcome.fixes == (both.label,)
+        assert "remembered" not in said(shell, "%oomdoctor status")
+        assert run(shell, "%oomdoctor undo")[0].success
+        assert differing(state_digests(shell.user_ns), before) == []
 
 
 # What no retry cures ------------------------------------------------------------------------------------------------

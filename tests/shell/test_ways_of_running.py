@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any, Final
 
+import ipykernel
+import IPython
 import nbclient
 import nbformat
 import papermill
 import pexpect
 import pytest
 from kernels import Kernel, Reply
+
+from oomdoctor.shell.cells import filenames
 
 MODEL: Final = """\
 import asyncio
@@ -75,8 +81,12 @@ WAYS: Final = {
     "thread pool": "def work():\n" + indent(IN_THREAD, "    ") + "with ThreadPoolExecutor(1) as pool:\n"
     "    pool.submit(work).result()\n",
 }
-ANSWERS_OK: Final = {"%%capture", "%run -i", "nested run_cell", "with Output"}
+ANSWERS_OK: Final = {"%%capture", "%run -i", "nested run_cell", "with Output"} | (
+    {"%%time"} if IPython.version_info < (8,) else set()
+)
 """Ways that show an error and go on, so that the cell answers `ok` all the same."""
+THREADS: Final = [False, True] if ipykernel.version_info >= (7,) else [False]
+"""Whether a callback may come on a subshell's thread: an older kernel has no subshells, and is sent none."""
 DIGESTS: Final = "__import__('oomdoctor.retry.digest', fromlist=['x']).state_digests(globals())"
 CASE: Final = "__import__('oomdoctor').last_case().to_dict()"
 EDITS: Final = (
@@ -153,6 +163,16 @@ def test_it_is_healed_by_itself_and_by_hand(watched: Kernel, plain: Kernel, way:
     assert "Healed" in by_itself.text
     assert bool(by_itself.errors) is (way in ANSWERS_OK)
     assert digests(watched) == expected
+
+
+def test_what_a_cell_runs_in_its_turn_is_of_that_cell_where_texts_alone_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython before 8 keeps the text of each file name; that of a cell within a cell is in no history."""
+    names = {"again": (5.0, "x = 1"), "inner": (4.0, "inner()"), "outer": (3.0, "outer()")}
+    cache = {name: (0, at, [f"{text}\n"], name) for name, (at, text) in names.items()}
+    monkeypatch.setattr(linecache, "_ipython_cache", cache, raising=False)
+    history = SimpleNamespace(input_hist_parsed=["", "x = 1\n", "outer()\n", "x = 1\n"])
+    shell = SimpleNamespace(compile=None, history_manager=history)
+    assert filenames(shell) == {"outer": 2, "inner": 2, "again": 3}
 
 
 def test_a_shown_failure_of_the_retry_is_one_too(watched: Kernel) -> None:
@@ -267,7 +287,7 @@ def with_button(kernel: Kernel, body: str) -> str:
     return button_of(made, "go")
 
 
-@pytest.mark.parametrize("on_subshell", [False, True], ids=["main thread", "subshell"])
+@pytest.mark.parametrize("on_subshell", THREADS, ids="subshell {}".format)
 def test_a_callback_is_diagnosed_and_says_that_there_is_no_cell(watched: Kernel, on_subshell: bool) -> None:
     prepare(watched, "exact")
     buttons = Buttons(watched)
@@ -288,7 +308,7 @@ def test_a_cell_that_a_button_runs_is_healed(watched: Kernel, plain: Kernel) -> 
 
 
 @pytest.mark.parametrize("way", ["plain", "await"])
-@pytest.mark.parametrize("on_subshell", [False, True], ids=["main thread", "subshell"])
+@pytest.mark.parametrize("on_subshell", THREADS, ids="subshell {}".format)
 def test_the_retry_button_works_on_whichever_thread_it_comes(watched: Kernel, way: str, on_subshell: bool) -> None:
     prepare(watched, "off")
     watched.run("%config OomDoctor.panel = True", ok=True)

@@ -11,7 +11,7 @@ import ipywidgets
 import pytest
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.sizes import GIB
@@ -24,13 +24,19 @@ DOSES = (
     (cases.MICRO_BATCH.dose, cases.MICRO_BATCH.forecast),
     (Dose.of(micro_batch=8), cases.forecast(3.3, basis="analytic estimate", error_ratio=0.3)),
 )
-ENDED = Live(attempt=2, most=3, elapsed_s=7.25)
 
 
 class Recorder:
-    """Stands for the shell: notes each call, and which buttons could be pressed during it."""
+    """Stands for the shell: notes each call, and which buttons could be pressed during it.
 
-    def __init__(self, error: BaseException | None = None) -> None:
+    Args:
+        error: what a press ends with.
+        heals: what a retry heals the cell with; it is not healed without one.
+    """
+
+    def __init__(self, error: BaseException | None = None, heals: Candidate | None = None) -> None:
+        self.heals = heals
+        self.in_place: tuple[Candidate, ...] = ()
         self.calls: list[tuple[str, Candidate | None]] = []
         self.enabled_during: list[list[str]] = []
         self.box: Any = None
@@ -41,11 +47,16 @@ class Recorder:
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         self.calls.append((verb, candidate))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
-        tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
+        if verb != "undo":
+            tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
         self.seen.append(_text(self.box))
         if self.error:
             raise self.error
-        return ENDED
+        self.in_place = () if verb == "undo" or self.heals is None else (self.heals,)
+        if verb == "undo":
+            return None
+        kind = OutcomeKind.HEALED if self.in_place else OutcomeKind.ROLLED_BACK
+        return Live(attempt=2, most=3, elapsed_s=7.25, outcome=kind)
 
     def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
         return DOSES if candidate.fix == "micro_batch" else ()
@@ -84,8 +95,21 @@ def _running(box: Any) -> list[Any]:
     return [button for name, button in _buttons(box).items() if name.startswith(("Retry", "Undo"))]
 
 
+def _off(box: Any) -> list[str]:
+    return [button.description for button in _running(box) if button.disabled]
+
+
+def _primary(box: Any) -> list[str]:
+    return [name for name, button in _buttons(box).items() if button.button_style == "primary"]
+
+
 def _text(box: Any) -> str:
     return "\n".join(widget.value for widget in _of(box, ipywidgets.HTML))
+
+
+def _row(box: Any, number: int) -> str:
+    """Return what is said of one fix."""
+    return next(text.value for text in _of(box, ipywidgets.HTML) if f"<b>{number}</b>" in text.value)
 
 
 def _slider(box: Any) -> Any:
@@ -116,9 +140,9 @@ def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
 def test_each_button_says_what_is_to_be_done() -> None:
     doctor = Recorder()
     buttons = _buttons(_built(doctor))
-    for name in ("Retry with 1", "Retry best", "Undo", "Retry with 3"):
+    for name in ("Retry with 1", "Retry best", "Retry with 3"):
         buttons[name].click()
-    assert doctor.calls == [("fix", cases.MICRO_BATCH), ("retry", None), ("undo", None), ("fix", cases.AUTOCAST)]
+    assert doctor.calls == [("fix", cases.MICRO_BATCH), ("retry", None), ("fix", cases.AUTOCAST)]
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
@@ -126,7 +150,7 @@ def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
     box = _built(doctor)
     _buttons(box)["Retry best"].click()
     assert doctor.enabled_during == [[]]
-    assert [button.description for button in _running(box) if button.disabled] == ["Retry combined"]
+    assert _off(box) == ["Undo", "Retry combined"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
@@ -136,7 +160,7 @@ def test_buttons_are_on_again_after_a_failure(error: BaseException) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # ipywidgets logs an error of a callback, and lets an interrupt pass
         _buttons(box)["Retry best"].click()
     assert doctor.calls == [("retry", None)]
-    assert [button.description for button in _running(box) if button.disabled] == ["Retry combined"]
+    assert _off(box) == ["Undo", "Retry combined"]
 
 
 def test_a_press_during_a_run_does_nothing() -> None:
@@ -180,11 +204,15 @@ def test_the_slider_shows_the_forecast_of_each_dose_as_it_moves() -> None:
     assert (slider.description, [text for text, _ in slider.options]) == ("micro_batch", ["32", "16", "8"])
     assert slider.value == 1
     assert "(micro_batch=16)" in _text(box)
+    assert "GiB" not in _row(box, 1), "the diagnosis above has its price"
+    assert "✓ fits" in _row(box, 1)
     slider.value = 2
     assert "(micro_batch=8)" in _text(box)
     assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB; analytic estimate, ± 30 %" in _text(box)
     slider.value = 0
     assert "~ borderline: ≈ 9.41 GiB → ≈ 7.90 GiB" in _text(box)
+    slider.value = 1
+    assert "GiB" not in _row(box, 1)
 
 
 def test_a_retry_takes_the_dose_that_is_chosen() -> None:
@@ -245,12 +273,101 @@ def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
     assert "%oomdoctor auto exact" in _text(box)
 
 
-def test_a_retry_is_shown_while_it_runs_and_how_long_it_took_after() -> None:
+def test_a_retry_is_shown_while_it_runs_and_how_it_ended_after() -> None:
     doctor = Recorder()
     box = _built(doctor)
     _buttons(box)["Retry best"].click()
     assert "Attempt 1 of at most 3, 2.5 s: 6.00 GiB of 8.00 GiB in use; the kernel" in doctor.seen[0]
-    assert "Ended after 7.2 s, 2 attempts." in _text(box)
+    assert "! Not healed: rolled back after 7.2 s, 2 attempts." in _text(box)
+    doctor.heals = cases.MICRO_BATCH
+    _buttons(box)["Retry best"].click()
+    assert "✓ Healed after 7.2 s, 2 attempts." in _text(box)
+
+
+def test_what_a_retry_puts_out_stands_where_it_is_watched() -> None:
+    """And above all fixes, which may be many."""
+    box = _built(Recorder())
+    head, progress, output, *fixes = box.children
+    assert "Retry best" in _buttons(head)
+    assert _of(progress, ipywidgets.FloatProgress)
+    assert isinstance(output, ipywidgets.Output)
+    assert len(fixes) == 4
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_there_is_nothing_to_undo_before_a_cell_was_healed(typed: bool) -> None:
+    doctor = Recorder()
+    undo = _buttons(_built(doctor, typed=typed))["Undo"]
+    undo.click()
+    assert (undo.disabled, undo.tooltip, doctor.calls) == (True, "There is nothing that can be taken back", [])
+
+
+def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
+    doctor = Recorder(heals=cases.MICRO_BATCH)
+    box = _built(doctor)
+    buttons = _buttons(box)
+    buttons["Retry with 1"].click()
+    assert _off(box) == ["Retry best", "Retry with 1", "Retry with 2", "Retry with 3", "Retry combined"]
+    assert [name for name, one in buttons.items() if one.button_style == "primary"] == [
+        "Show diff 1",
+        "Show as a cell 1",
+    ]
+    assert "✓ in place" in _row(box, 1)
+    assert "in place" not in _row(box, 3)
+    buttons["Undo"].click()
+    assert _off(box) == ["Undo", "Retry combined"]
+    assert _primary(box) == ["Retry best"]
+    assert "in place" not in _text(box)
+    assert "Healed" not in _text(box), "it is healed no more"
+
+
+def test_a_cell_that_was_healed_elsewhere_is_shown_so() -> None:
+    """By a command that was typed; and after the cell that follows, there is no way back."""
+    doctor = Recorder()
+    made = panel.build(cases.offered(), doctor)
+    assert made is not None
+    doctor.in_place = (cases.AUTOCAST,)
+    made.refresh()
+    assert "Undo" not in _off(made.box)
+    assert "✓ in place" in _row(made.box, 3)
+    doctor.in_place = ()
+    made.refresh()
+    assert _off(made.box) == ["Undo", "Retry combined"]
+
+
+def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
+    doctor = Recorder(heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8)))
+    box = _built(doctor)
+    _buttons(box)["Retry with 1"].click()
+    assert doctor.calls == [("fix", cases.MICRO_BATCH)], "a stronger one than was asked for"
+    assert _slider(box).value == 2
+    assert "(micro_batch=8)" in _row(box, 1)
+
+
+def test_two_changes_are_not_combined_in_a_cell_that_was_healed() -> None:
+    doctor = Recorder(heals=cases.MICRO_BATCH)
+    box = _built(doctor)
+    _buttons(box)["Retry best"].click()
+    first, _, third = _of(box, ipywidgets.Checkbox)
+    first.value = third.value = True
+    assert _buttons(box)["Retry combined"].disabled
+    _buttons(box)["Undo"].click()
+    assert not _buttons(box)["Retry combined"].disabled
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempt", "sentence"),
+    [
+        (OutcomeKind.HEALED, 1, "✓ Healed after 9.0 s, 1 attempt."),
+        (OutcomeKind.ROLLED_BACK, 2, "! Not healed: rolled back after 9.0 s, 2 attempts."),
+        (OutcomeKind.FAILED, 1, "! Not healed: the retry failed after 9.0 s, 1 attempt."),
+        (OutcomeKind.REFUSED, 1, "! Not healed: no change kept its promise, and every change was undone, after 9.0 s"),
+        (OutcomeKind.REFUSED, 0, "! Not retried: refused after 9.0 s."),
+        (None, 1, "! Ended without a result after 9.0 s, 1 attempt."),
+    ],
+)
+def test_how_a_retry_ended_is_said(outcome: OutcomeKind | None, attempt: int, sentence: str) -> None:
+    assert Live(attempt=attempt, most=3, elapsed_s=9, outcome=outcome).end.startswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""What code that is never differentiated leaves behind with its graph, which a later cell may still differentiate.
+
+The cells that were run cannot tell: the next one may train on what this one keeps. So each name that stays bound in the
+notebook, each container of before that is filled, and each result that a function gives counts, and the models that
+made them are named, as one in evaluation mode is hardly kept to be trained. Only what a call of a model gave counts,
+and what is made from that; numbers and what was detached have no graph.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from oomdoctor.evidence._flow import Flow
+from oomdoctor.evidence._loops import called_like_a_model
+from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
+from oomdoctor.evidence._passage import Passage
+from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes
+
+__all__ = ["outliving", "runs_model"]
+
+_STOPS: Final = frozenset(
+    {"item", "detach", "numpy", "tolist", "argmax", "argmin", "argsort", "size", "numel", "dim"}
+    | {"eq", "ne", "gt", "lt", "ge", "le", "int", "long", "bool"}
+)
+_NUMBERS: Final = frozenset({"float", "int", "len", "str", "bool", "round", "type", "isinstance", "range", "print"})
+_DROPS: Final = frozenset({"shape", "device", "dtype", "grad", "data"})
+
+
+def outliving(
+    program: Program, kinds: Mapping[str, str], places: Iterable[tuple[int, int, str]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what keeps a graph when the failing cell has ended, as source text, and the models that are run.
+
+    Args:
+        program: the cells.
+        kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
+        places: ``(cell, line, source text)`` of the code that is never differentiated.
+    """
+    search = _Search(program, kinds)
+    kept: dict[str, None] = {}
+    for number, line, _ in places:
+        for scope, node in _nodes_at(program, number, line):
+            search.of_place(scope, node, kept)
+    return tuple(kept), tuple(search.models)
+
+
+def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
+    """Tell whether the failing cell, or a function that it calls, calls a model."""
+    search = _Search(program, kinds)
+    for scope in program.running:
+        search.meet_models(scope, scope.body)
+    return bool(search.models)
+
+
+def _nodes_at(program: Program, number: int, line: int) -> Iterator[tuple[Scope, ast.stmt | None]]:
+    """Yield the statement that begins in a line, with its scope; None with the scope of a function defined there."""
+    for scope in (one for one in program.scopes if one.cell == number):
+        if scope.function is not None and scope.function.node.lineno == line:
+            yield scope, None
+        for node in own_nodes(scope.body):
+            if isinstance(node, ast.stmt) and node.lineno == line and not isinstance(node, ast.FunctionDef):
+                yield scope, node
+                break
+
+
+class _Search:
+    """One search.
+
+    Attributes:
+        models: paths of the models that were met, and what is called like one and is none that is known.
+    """
+
+    def __init__(self, program: Program, kinds: Mapping[str, str]) -> None:
+        self._program, self._kinds = program, kinds
+        self._paths = [path for path, kind in kinds.items() if kind == "model"]
+        self.models: dict[str, None] = {}
+        self._giving = self._functions_that_give()
+
+    def of_place(self, scope: Scope, node: ast.stmt | None, kept: dict[str, None]) -> None:
+        """Add to ``kept`` what the statement, or the whole of the function, leaves behind."""
+        body = scope.body if node is None else (node,)
+        self.meet_models(scope, body)
+        names = self._closed(scope, body)
+        if scope.function is not None:
+            kept |= dict.fromkeys(self._stored_outside(scope, names))
+            if self._gives(scope, self._closed(scope, scope.body, names, within=body)):
+                kept[f"{scope.function.name}(...)"] = None
+        elif node is not None:
+            kept |= dict.fromkeys(self._bound_at_end(scope, node, names))
+
+    def _flow(self, scope: Scope | None) -> Flow:
+        def makes(text: str) -> bool:
+            return scope is not None and (
+                self._model(scope, text) is not None or text.rpartition(".")[2] in self._giving
+            )
+
+        return Flow(makes=makes, stops=_STOPS, numbers=_NUMBERS, drops=_DROPS)
+
+    def _model(self, scope: Scope, text: str) -> str | None:
+        """Return the path of the model that a call of ``text`` runs, None where it runs none."""
+        stands_for = dict(self._program.arguments.get(scope.function.name, ())) if scope.function else {}
+        first, _, rest = text.partition(".")
+        path = stands_for.get(text, f"{stands_for.get(first, first)}.{rest}" if rest else text)
+        kind = self._kinds.get(path.removesuffix(".forward"))
+        if kind is not None:
+            return path.removesuffix(".forward") if kind == "model" else None
+        within = next((one for one in self._paths if path.startswith(f"{one}.")), None)
+        return within or (text if called_like_a_model(text) else None)
+
+    def _functions_that_give(self) -> set[str]:
+        """Return the last part of the names of the functions whose results may have a graph."""
+        self._giving = set[str]()
+        while True:
+            more = {
+                scope.function.name.rpartition(".")[2]
+                for scope in self._program.scopes
+                if scope.function and not scope.disables_grad and self._gives(scope, self._closed(scope, scope.body))
+            }
+            if more <= self._giving:
+                return self._giving
+            self._giving |= more
+
+    def meet_models(self, scope: Scope, body: Iterable[ast.stmt], depth: int = 3) -> None:
+        """Note the models that ``body`` calls, and those that the functions that it calls do."""
+        for call in (node for node in own_nodes(body) if isinstance(node, ast.Call)):
+            text = ast.unparse(call.func)
+            if (path := self._model(scope, text)) is not None:
+                self.models[path] = None
+            elif depth and (called := self._program.function(text.rpartition(".")[2])) is not None:
+                self.meet_models(called, called.body, depth - 1)
+
+    def _closed(
+        self,
+        scope: Scope,
+        body: Sequence[ast.stmt],
+        names: Iterable[str] = (),
+        within: Sequence[ast.stmt] | None = None,
+    ) -> set[str]:
+        """Return ``names`` and those that ``body`` makes from them, or from what a model gives ``within`` it."""
+        inside = set(map(id, _with_gradients(body if within is None else within)))
+        nodes = list(own_nodes(body))
+        made, passed, found = self._flow(scope), self._flow(None), set(names)
+        while True:
+            more = {
+                name
+                for node in nodes
+                for targets, value in bindings(node)
+                if (made if id(node) in inside else passed).carries(value, found)
+                for name in targets
+            }
+            if more <= found:
+                return found
+            found |= more
+
+    def _gives(self, scope: Scope, names: set[str]) -> bool:
+        flow = self._flow(scope)
+        given = [node.value for node in own_nodes(scope.body) if isinstance(node, ast.Return | ast.Yield)]
+        return any(value is not None and flow.carries(value, names) for value in given)
+
+    def _stored_outside(self, scope: Scope, names: set[str]) -> Iterator[str]:
+        """Yield what a function puts something with a graph into that is not its own."""
+        local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+        outer = {
+            name for node in own_nodes(scope.body) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+        }
+        yield from sorted(names & outer)
+        flow = self._flow(scope)
+        for target, value in (pair for node in own_nodes(scope.body) for pair in stored_in(node)):
+            if root_of(target) not in local - outer and flow.carries(value, names):
+                yield ast.unparse(target)
+
+    def _bound_at_end(self, scope: Scope, node: ast.stmt, names: set[str]) -> Iterator[str]:
+        """Yield the names that still hold something with a graph when the cell has run to its end."""
+        flow = self._flow(None)
+        around = next(index for index, one in enumerate(scope.body) if any(part is node for part in ast.walk(one)))
+        passage = Passage(
+            self._closed(scope, [scope.body[around]], names, within=[node]),
+            lambda part, now: self._closed(scope, [_statement(part)], now, within=()),
+            flow.carries,
+        )
+        passage.through(scope.body[around + 1 :])
+        yield from sorted(passage.now)
+        is_shown = node is scope.body[-1] and scope.cell == self._program.failing
+        if is_shown and isinstance(node, ast.Expr) and self._flow(scope).carries(node.value, names):
+            yield "Out"
+
+
+def _with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of ``body`` that do not stand under ``no_grad``, functions that it defines left out."""
+    for node in body:
+        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
+            continue
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _with_gradients(ast.iter_child_nodes(node))
+
+
+def _statement(node: ast.AST) -> ast.stmt:
+    return node if isinstance(node, ast.stmt) else ast.Expr(node)  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""What the trace of a shadow run that is over comes to: peak and reserved, and how far they may be off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from oomdoctor.allocator.caching import CachingAllocator
+from oomdoctor.allocator.replay import Replay, replay
+from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.steady import Lengthened, Tally
+
+if TYPE_CHECKING:
+    from oomdoctor.allocator.settings import AllocatorSettings
+    from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.tracker import Tracker
+
+__all__ = ["reading_of"]
+
+_MANY: Final = 10_000
+"""Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
+
+
+def reading_of(
+    tracker: Tracker,
+    pace: Pace,
+    settings: AllocatorSettings,
+    *,
+    is_left: bool,
+    budget: int | None,
+    cached: bool,
+) -> Reading:
+    """Return the figures of a run.
+
+    Args:
+        settings: those of the caching allocator.
+        is_left: whether the cell was left before its end.
+        budget: bytes that there are, None where it is not known.
+        cached: whether a caching allocator stands between the tensors and the device.
+    """
+    ledger, meter = tracker.ledger, tracker.meter
+    reserved, margin, is_whole = None, meter.margin, False
+    if cached:
+        if ledger is tracker.host:
+            # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
+            margin = meter.least_margin
+        found, events = _replayed(ledger, pace, settings, None)
+        is_whole = events.is_steady
+        if budget is not None and found.peak_reserved > budget:
+            # Short of room the allocator gives cached segments back: that run is the one that would be.
+            squeezed, _ = _replayed(ledger, pace, settings, budget)
+            found = found if squeezed.failed_at is not None else squeezed
+        peak, reserved = found.peak_allocated, found.peak_reserved
+    else:
+        tally = Tally()
+        events = Lengthened(ledger.events, pace.cuts, tally)
+        for event in events:
+            tally.take(event)
+        peak = tally.peak_reserved + events.growth
+    return Reading(
+        peak=peak,
+        reserved=reserved,
+        peak_line=ledger.peak_line,
+        cost=meter.cost * pace.share,
+        error_ratio=margin,
+        is_whole=is_whole and not is_left,
+        over=events.over,
+        endless=events.endless if events.endless * _MANY > margin * peak else 0,
+    )
+
+
+def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, Lengthened]:
+    """Return what the trace comes to with the iterations that were left out, and how these were put in."""
+    allocator = CachingAllocator(budget, settings=settings)
+    events = Lengthened(ledger.events, pace.cuts, allocator)
+    found = replay(events, allocator=allocator)
+    if events.growth:
+        found = replace(
+            found,
+            peak_allocated=found.peak_allocated + events.growth,
+            peak_reserved=found.peak_reserved + events.growth,
+        )
+    return found, events

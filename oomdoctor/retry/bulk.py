@@ -1,0 +1,207 @@
+"""What is too large to be looked into before every cell: long containers and large arrays.
+
+A long container is copied, not what lies in its items, while there are not too many of them together, or where the
+cell's text writes into it. Of a large array there is a checksum on the same terms. Of the rest it is told when code
+that the cell reaches writes into a thing of that name.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, TypeAlias
+
+from oomdoctor.model.kinds import Kind, items_of, kind_of
+from oomdoctor.retry.held import GONE, LIGHT_TYPES, SetCopy, length_of, living, mapped_by
+from oomdoctor.retry.writes import given_names, last_name, written_names
+
+__all__ = ["LONG", "Allowance", "Large", "Long", "Writes"]
+
+LONG: Final = 20_000
+_MOST_COPIED: Final = 1 << 18
+"""How many items of long containers are copied before a cell, whatever it writes into."""
+_SUMMED_BYTES: Final = 4 << 20
+_MOST_SUMMED_BYTES: Final = 256 << 20
+_SAMPLES: Final = 4096
+_LOOKED_AT: Final = 64
+_HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
+
+Writes: TypeAlias = Callable[[str], bool]
+"""Whether code that the cell reaches writes into what a path leads to."""
+
+
+class Allowance:
+    """How much of what is large may be copied before a cell.
+
+    Args:
+        source: the cell's text. It writes into what it names.
+    """
+
+    __slots__ = ("_left", "_source")
+
+    def __init__(self, source: str) -> None:
+        self._source, self._left = source, _MOST_COPIED
+
+    def copies(self, path: str, length: int) -> bool:
+        """Return whether a container of this length is copied, and count it."""
+        if length <= self._left:
+            self._left -= length
+            return True
+        return self._may_write(path)
+
+    def sums(self, path: str, size: int) -> bool:
+        """Return whether the whole of an array of this many bytes is looked at."""
+        return size <= _SUMMED_BYTES or (size <= _MOST_SUMMED_BYTES and self._may_write(path))
+
+    def _may_write(self, path: str) -> bool:
+        name = last_name(path)
+        return name in written_names(self._source) or name in given_names(self._source)
+
+
+class Long:
+    """A container, or an array of objects, of more than ``LONG`` items."""
+
+    __slots__ = ("_container", "_copy", "_kind", "_length", "path")
+
+    def __init__(self, container: Any, path: str, allowance: Allowance) -> None:
+        self._container, self.path = container, path
+        self._kind = kind_of(type(container))
+        self._length = container.size if self._kind is Kind.ARRAY else length_of(container, self._kind)
+        first = list(container.flat[:_LOOKED_AT]) if self._kind is Kind.ARRAY else _first(container, self._kind)
+        # A copy of those would keep alive what the cell replaces to make room.
+        is_heavy = any(kind_of(type(item)) in _HEAVY for item in first)
+        is_copied = not is_heavy and allowance.copies(path, self._length)
+        self._copy: Any = _copied(container, self._kind) if is_copied else None
+
+    def lost(self, writes: Writes) -> Iterator[str]:
+        """Yield a sentence if it was changed and cannot be put back, or if what lies in its items may have been."""
+        if self._copy is None:
+            length = self._length if self._kind is Kind.ARRAY else length_of(self._container, self._kind)
+            if length < self._length or (self._kind is not Kind.SEQUENCE and length != self._length):
+                yield f"`{self.path}` has more than {LONG} items and was changed"
+            elif writes(self.path):
+                yield f"`{self.path}` has more than {LONG} items, and the cell may have changed them"
+        elif writes(self.path) and not all(map(_is_fixed, self._items_before())):
+            yield f"`{self.path}` has more than {LONG} items, and the cell may have changed what lies in them"
+        elif type(self._copy) is SetCopy and not self.is_same() and not self._copy.is_rebuilt_alike():
+            yield f"a set of {self._length} items was changed, and its order cannot be brought back"
+
+    def _items_before(self) -> Iterable[Any]:
+        if self._kind is Kind.ARRAY:
+            return self._copy.flat  # type: ignore[no-any-return]
+        if self._kind is Kind.MAPPING:
+            return self._copy.values()  # type: ignore[no-any-return]
+        return () if type(self._copy) is SetCopy else self._copy
+
+    def is_same(self) -> bool:
+        """Return whether it holds what it held, as far as was kept."""
+        now, before = self._container, self._copy
+        if before is None:
+            return self._kind is Kind.ARRAY or length_of(now, self._kind) == self._length
+        if self._kind is Kind.MAPPING:
+            keys_are = all(map(operator.is_, mapped_by(now).__iter__(now), before))
+            return keys_are and _are_same(items_of(now, self._kind), list(before.values()))
+        if self._kind is Kind.ARRAY:
+            return all(map(operator.is_, now.flat, before.flat))
+        return _are_same(items_of(now, self._kind), before.items if type(before) is SetCopy else before)
+
+    def restore(self) -> None:
+        """Put back what was kept; what was added to a list that was not copied is taken away."""
+        now, before = self._container, self._copy
+        if self.is_same():
+            return
+        if before is None:
+            _shorten(now, self._kind, self._length)
+        elif self._kind is Kind.ARRAY:
+            now[...] = before
+        elif self._kind is Kind.MAPPING:
+            base = mapped_by(now)
+            base.clear(now)
+            for key, value in before.items():
+                base.__setitem__(now, key, value)
+        elif self._kind is Kind.SET:
+            set.clear(now)
+            set.update(now, before.items)
+        else:
+            sequence = _sequence(now)
+            sequence.clear(now)
+            sequence.extend(now, before)
+
+
+def _is_fixed(item: Any) -> bool:
+    """Return whether nothing lies in an item that may change."""
+    return type(item) in LIGHT_TYPES or (type(item) is tuple and all(map(_is_fixed, item)))
+
+
+def _first(container: Any, kind: Kind) -> list[Any]:
+    if kind is Kind.MAPPING:
+        return list(islice(mapped_by(container).values(container), _LOOKED_AT))
+    return list(items_of(container, kind, _LOOKED_AT))
+
+
+def _copied(container: Any, kind: Kind) -> Any:
+    if kind is Kind.SET:
+        return SetCopy(container)
+    if kind is Kind.ARRAY:
+        return container.copy()
+    if kind is Kind.MAPPING:
+        # The copy of a class of the user's would be theirs; a plain one of an ordered dict would forget the order.
+        is_ordered = isinstance(container, OrderedDict)
+        return dict(OrderedDict.items(container)) if is_ordered else dict.copy(container)
+    return list(_sequence(container).__iter__(container))
+
+
+def _sequence(container: Any) -> Any:
+    return list if issubclass(type(container), list) else deque
+
+
+def _are_same(now: Any, before: Any) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _shorten(container: Any, kind: Kind, length: int) -> None:
+    if kind is Kind.SEQUENCE:
+        base = _sequence(container)
+        while base.__len__(container) > length:
+            base.pop(container)
+
+
+class Large:
+    """An array or bytes of more than a few: written to or not, by a checksum, or by some of the contents.
+
+    Args:
+        array: of numpy's, a ``bytearray`` or an ``array.array``. held: how it is held.
+    """
+
+    __slots__ = ("_held", "_is_summed", "_path", "_sample")
+
+    def __init__(self, array: Any, held: Any, path: str, allowance: Allowance) -> None:
+        self._held, self._path = held, path
+        self._is_summed = not hasattr(array, "flags") or (
+            allowance.sums(path, array.nbytes) and (array.nbytes <= _SUMMED_BYTES or array.flags.c_contiguous)
+        )
+        self._sample = _sample(array, is_whole=self._is_summed)
+
+    def lost(self, writes: Writes) -> Iterator[str]:
+        """Yield a sentence if it was written to, or may have been."""
+        array = living(self._held)
+        if array is GONE:
+            return
+        if _sample(array, is_whole=self._is_summed) != self._sample:
+            yield f"`{self._path}` is a large array that was written to, and no copy was kept"
+        elif not self._is_summed and writes(self._path):
+            yield f"`{self._path}` is a large array that the cell may have written to, and no copy was kept"
+
+
+def _sample(array: Any, *, is_whole: bool) -> bytes:
+    """Return a checksum of an array, or some of its contents from its beginning to its end."""
+    if not hasattr(array, "flags"):  # no array of numpy's
+        return zlib.crc32(array).to_bytes(4)
+    if is_whole:
+        is_in_one_piece = array.flags.c_contiguous and not array.dtype.hasobject
+        return zlib.crc32(array.view("u1") if is_in_one_piece else array.tobytes()).to_bytes(4)
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel("K") if array.flags.forc else array.flat
+    return bytes(flat[:: max(1, array.size // _SAMPLES)].tobytes())

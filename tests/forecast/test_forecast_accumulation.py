@@ -1,0 +1,86 @@
+"""Gradients of what was used more than once are added up in place, where nobody else holds them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from forecast_lab import measured_rise, rise
+from torch import nn
+
+from oomdoctor.forecast import accumulation
+
+BEGIN = """
+table = nn.Embedding(4000, 64)
+layer = nn.Linear(64, 64)
+data = torch.randn(10_000, 64)
+"""
+USES = {
+    "tied": "F.linear(table(torch.randint(9, (8,))), table.weight).sum().backward()",
+    "tied_under_autocast": (
+        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "    y = F.linear(table(torch.randint(9, (8,))), table.weight)\n"
+        "y.float().sum().backward()"
+    ),
+    "of_operations": "x = data.requires_grad_() * 1\nz = x.sin() + x.relu() + x.cos()\n(z * z).sum().backward()",
+    "of_leaves": "x = data.requires_grad_()\nz = x.sin() + x.relu() + x.cos()\n(z * z).sum().backward()",
+    "of_blocks": "x = data\nfor _ in range(3):\n    x = x + layer(x).relu()\nx.pow(2).sum().backward()",
+    "held_by_a_hook": (
+        "held = []\nx = data.requires_grad_() * 1\nz = x.sin() + x.cos()\n"
+        "a = z * 1\na.register_hook(held.append)\n((a + z) * z).sum().backward()"
+    ),
+    "that_are_kept": (
+        "x = data.requires_grad_() * 1\nz = x.sin() + x.cos()\nz.retain_grad()\nw = z.sin() + z.cos() + z.exp()\n"
+        "(w * w).sum().backward()"
+    ),
+    "of_graphs": "x = data.requires_grad_() * 1\nz = x.sin() + x.cos()\n(z * z).sum().backward(create_graph=True)",
+    "by_grad": "x = data.requires_grad_()\nz = x.sin() + x.relu()\nfound = torch.autograd.grad((z * z).sum(), x)",
+    "of_own_functions": (
+        "class Twice(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return x * 2\n"
+        "    @staticmethod\n    def backward(ctx, grad):\n        return grad + grad.sin()\n"
+        "x = data.requires_grad_() * 1\nz = Twice.apply(x) + x.cos() + Twice.apply(x)\n(z * z).sum().backward()"
+    ),
+    "inside_of_nodes": (
+        "x = data.requires_grad_() * 1\nz = torch.logaddexp(x, x.sin()) + x.lerp(x.cos(), x)\nz.sum().backward()"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("name", USES)
+def test_the_peak_is_that_of_the_real_run(name):
+    source = BEGIN + USES[name]
+    namespace = {"torch": torch, "nn": nn, "F": nn.functional}
+    found = rise(dict(namespace), source)
+    assert found == pytest.approx(measured_rise(dict(namespace), source), rel=0.01)
+
+
+def test_it_is_known_what_a_gradient_that_nobody_else_holds_looks_like():
+    assert accumulation.counts_alone() is not None
+
+
+FIRST = """
+import sys
+sys.path[:0] = [{tests!r}]
+import torch
+from forecast_lab import nothing, session
+from oomdoctor.forecast.nursery import Nursery
+from oomdoctor.model.session import Attempt
+
+def work(shadows):
+    shadows.begin(None, Attempt(source="x = torch.randn(9, requires_grad=True)\\n(x * x).sum().backward()"))
+    yield shadows.next()[1].why
+
+assert "oomdoctor.forecast.child" not in sys.modules
+nursery = Nursery(session({{"torch": torch}}, ""), nothing, work, budget=None, timeout_s=60, waits=False)
+assert list(nursery.wait()) == [None], nursery.failed
+assert nursery.finished, nursery.failed
+"""
+
+
+def test_a_nursery_loads_by_itself_what_it_needs():
+    script = FIRST.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,388 @@
+"""What a cell changes where a look at names and attributes does not see it: put back, or told."""
+
+# ruff: noqa: ISC004 - cells of several lines, beside what they show
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import StringIO
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from oomdoctor.retry import Transaction, writes
+
+IMPORTS = """
+import abc, array, collections, contextvars, ctypes, gc, io, random, signal, sys, threading
+from collections import Counter, OrderedDict, deque
+import numpy as np, torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+"""
+
+LONG = "numbers, texts = list(range(30_000)), [str(at) for at in range(30_000)]\n"
+
+PUT_BACK = {
+    "one item of a long list": (LONG, "numbers[7] = -1; texts[8] += 'a'", "(numbers[7], texts[8])"),
+    "the order of a long list": (LONG, "random.shuffle(numbers); texts.sort()", "(numbers[:9], texts[:9])"),
+    "a list that loses one and gains one": (LONG, "numbers.pop(3); numbers.append(1)", "(numbers[3], numbers[-1])"),
+    "one value of a long dict": (
+        "q = dict.fromkeys(range(30_000), 0.0)", "q[7] += 1; del q[9]; q[9] = 1", "list(q.items())",
+    ),
+    "a long counter": ("tally = Counter(range(30_000))", "tally[7] += 1; tally.update([9])", "(tally[7], tally[9])"),
+    "a long ordered dict": ("order = OrderedDict.fromkeys(range(30_000))", "order.move_to_end(3)", "list(order)"),
+    "a long set": (
+        "seen = set(range(30_000))", "seen.remove(3); seen.add(-1)", "(3 in seen, -1 in seen, list(seen)[:9])",
+    ),
+    "a long deque": ("ring = deque(range(30_000), maxlen=30_000)", "ring.append(1); ring.rotate(2)", "list(ring)"),
+    "a long list of objects": (
+        "rows = [(at, 'a') for at in range(30_000)]", "swap = rows; swap[1], swap[2] = swap[2], swap[1]", "rows[:4]",
+    ),
+    "a long list in an object": (
+        "class Data: pass\ndata = Data(); data.rows = list(range(30_000))\n"
+        "def bump(data): data.rows[3] += 1", "bump(data)", "data.rows[3]",
+    ),
+    "a long list in a closure": (
+        "def make():\n    rows = list(range(30_000))\n    def bump(): rows[3] += 1; return rows[3]\n    return bump\n"
+        "bump = make()", "n = bump()", "bump.__closure__[0].cell_contents[3]",
+    ),
+    "a list that the cell writes to, however long": (
+        "table = list(range(300_000)); other = list(range(300_000))",
+        "other[3] = table[3] = -1", "(table[3], other[3])",
+    ),
+    "a long array of objects": (
+        "objects = np.empty(30_000, object); objects[:] = 'a'", "objects[7] = 'b'", "objects[7]",
+    ),
+    "the defaults of a function": (
+        "def f(a, b=[], *, c=1): return a, b, c", "f.__defaults__ = (3,); f.__kwdefaults__ = {'c': 4}",
+        "(f.__defaults__, f.__kwdefaults__)",
+    ),
+    "defaults that are filled": ("def f(a=None, *, c=1): return a", "f.__kwdefaults__['c'] = 4", "f.__kwdefaults__"),
+    "defaults and attributes of a function that had none": (
+        "def f(a): return a", "f.__defaults__ = (3,); f.__kwdefaults__ = {}; f.calls = 1",
+        "(f.__defaults__, f.__kwdefaults__, f.__dict__)",
+    ),
+    "the dict of a function": ("def f(): pass\nf.calls = 1", "f.__dict__ = {'other': 2}", "f.__dict__"),
+    "the code of a function": (
+        "def f(): return 1\ndef g(a=1): return 1",
+        "f.__code__ = (lambda: 2).__code__; g.__code__ = (lambda a: 2).__code__", "(f(), g())",
+    ),
+    "a context variable": (
+        "step = contextvars.ContextVar('step'); step.set(1); kept = contextvars.ContextVar('kept'); kept.set([1])",
+        "step.set(2); kept.get().append(2)", "(step.get(), kept.get())",
+    ),
+    "what a thread keeps": (
+        "class Own(threading.local): pass\nlocal, own = threading.local(), Own()\n"
+        "local.n, local.seen, own.n, own.gone = 1, [], 1, 1",
+        "local.n += 1; local.seen.append(1); own.n += 1; own.new = 1; del own.gone",
+        "(local.n, local.seen, vars(own))",
+    ),
+    "memory of ctypes": (
+        "class Point(ctypes.Structure): _fields_ = [('x', ctypes.c_int), ('y', ctypes.c_double * 2)]\n"
+        "number, text, point = ctypes.c_int(1), ctypes.create_string_buffer(b'abc', 8), Point(1)",
+        "number.value += 1; text.value = b'other'; point.x += 1; ctypes.memset(point.y, 1, 8)",
+        "(number.value, text.value, point.x, list(point.y))",
+    ),
+    "a class that is registered": (
+        "class Shape(abc.ABC): pass\nclass Round(Shape): pass\nclass Ring: pass\nclass Disc: pass\n"
+        "Round.register(Disc); isinstance(Ring(), Shape)",
+        "Round.register(Ring); n = isinstance(Ring(), (Shape, Round)); collections.abc.Sized.register(Ring)",
+        "[isinstance(one(), to) for one in (Ring, Disc) for to in (Shape, Round, collections.abc.Sized)]",
+    ),
+    "the arguments of an exception": (
+        "class Failed(Exception): pass\nfirst, second, third = ValueError('a', 1), Failed('b'), OSError(2, 'c')",
+        "first.args = (*first.args, 2); second.args = (); first.step = second.step = 3; third.errno = 5\n"
+        "third.add_note('d')",
+        "[(one.args, vars(one)) for one in (first, second, third)], third.errno",
+    ),
+    "handlers of signals": (
+        "before = signal.getsignal(signal.SIGUSR1)", "signal.signal(signal.SIGUSR1, lambda *_: None)",
+        "signal.getsignal(signal.SIGUSR1)",
+    ),
+    "a mode of functions": (
+        "stack = torch._C._len_torch_function_stack\n"
+        "class Passing(TorchFunctionMode):\n    def __torch_function__(self, f, types, args=(), kwargs=None):\n"
+        "        return f(*args, **(kwargs or {}))\n",
+        "Passing().__enter__(); torch.device('meta').__enter__()",
+        "(stack(), str(torch.ones(1).device))",
+    ),
+    "a mode of the dispatcher": (
+        "class Counting(TorchDispatchMode):\n    def __torch_dispatch__(self, f, types, args=(), kwargs=None):\n"
+        "        return f(*args, **(kwargs or {}))\n"
+        "    def __exit__(self, *args): 1 / 0\n"
+        "stack = torch._C._len_torch_dispatch_stack",
+        "Counting().__enter__(); mode = Counting(); mode.__enter__(); torch.ones(1)", "stack()",
+    ),
+    "fake tensors": (
+        "from torch._subclasses import FakeTensorMode\nstack = torch._C._len_torch_dispatch_stack",
+        "FakeTensorMode().__enter__(); torch.ones(1)",
+        "(stack(), type(torch.ones(1)))",
+    ),
+    "the default device among modes": (
+        "stack = torch._C._len_torch_function_stack\n"
+        "class Passing(TorchFunctionMode):\n    def __torch_function__(self, f, types, args=(), kwargs=None):\n"
+        "        return f(*args, **(kwargs or {}))\n",
+        "torch.set_default_device('meta'); Passing().__enter__()",
+        "(stack(), str(torch.ones(1).device))",
+    ),
+    "settings of compilation": (
+        "import torch._dynamo, torch._inductor.config as inductor\ndynamo = torch._dynamo.config\n"
+        "dynamo.cache_size_limit = 17",
+        "dynamo.cache_size_limit = 99; dynamo.suppress_errors = not dynamo.suppress_errors\n"
+        "torch._inductor.config.max_autotune = True; inductor.triton.cudagraphs = not inductor.triton.cudagraphs",
+        "(dynamo.cache_size_limit, dynamo.suppress_errors, inductor.max_autotune, inductor.triton.cudagraphs)",
+    ),
+    "a scripted module": (
+        "scripted = torch.jit.script(Scripted())\n"
+        "traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))",
+        "optimizer = torch.optim.SGD([*scripted.parameters(), *traced.parameters()])\n"
+        "traced(scripted(torch.ones(1, 2))).sum().backward(); optimizer.step(); scripted.eval(); traced.eval()",
+        "(scripted.training, scripted.inner.training, traced.training, scripted.n, scripted.seen,\n"
+        "[[(weight.tolist(), weight.grad) for weight in one.parameters()] for one in (scripted, traced)])",
+    ),
+    "the streams": (
+        "kept = sys.stdout, sys.stderr", "sys.stdout = sys.stderr = io.StringIO()", "(sys.stdout, sys.stderr)",
+    ),
+    "the collector": (
+        "", "gc.disable(); gc.set_threshold(7); gc.callbacks.append(lambda *_: None)",
+        "(gc.isenabled(), gc.get_threshold(), len(gc.callbacks))",
+    ),
+}  # fmt: skip
+
+TOLD = {
+    "a context variable that had no value": (
+        "step = contextvars.ContextVar('step', default=0)", "step.set(1)", "`step` was set for the first time",
+    ),
+    "what lies in a long list": (
+        "rows = [{'n': 0} for _ in range(30_000)]",
+        "for row in rows: row['n'] += 1", "`rows` has more than 20000 items",
+    ),
+    "attributes of what lies in a long list": (
+        "errors = [ValueError(1) for _ in range(30_000)]", "errors[0].args = (2,)", "`errors` has more than 20000",
+    ),
+    "a long list of tensors": (
+        "outputs = [torch.zeros(1)] * 30_000", "outputs[3] = None", "`outputs` has more than 20000 items",
+    ),
+    "a very long dict": (
+        "long = dict.fromkeys(range(300_000))\ndef put(): globals()['lo' + 'ng'].update({-1: 1})", "put()",
+        "`long` has more than",
+    ),
+    "one item of a very large array": (
+        "big = np.zeros((1000, 1000))", "big[3, 4] += 1", "`big` is a large array",
+    ),
+    "one item of its view": (
+        "big = np.zeros((1000, 1000))", "row = big[5:].T\nfor one in row: one[3] = 2", "`big` is a large array",
+    ),
+    "one item of what a function is given": (
+        "big = np.zeros((1000, 1000))\ndef fix(a): a[3, 4] = 1", "fix(big)", "`big` is a large array",
+    ),
+    "an array that is shuffled": (
+        "big = np.arange(1_000_000)", "np.random.shuffle(big[:9_000])", "`big` is a large array",
+    ),
+    "an array that a tensor shares": (
+        "big = np.zeros((1000, 1000))", "shared = torch.from_numpy(big)\nshared[3, 4] = 1", "`big` is a large array",
+    ),
+    "one letter of an array of texts": (
+        "words = np.full(50_000, 'abc')", "words[12345] = 'b'", "`words` is a large array",
+    ),
+    "memory of ctypes with pointers": (
+        "texts = (ctypes.c_char_p * 2)(b'a', b'b')", "texts[0] = b'c'", "`texts` is",
+    ),
+    "much memory of ctypes": ("many = (ctypes.c_int * 100_000)()", "many[12345] = 1", "`many` is a large array"),
+    "a default that is let go of": (
+        "def make():\n    def f(a=torch.zeros(1 << 16)): return a\n    return f\nf = make()",
+        "f.__defaults__ = (1,)",
+        "`f.__defaults__[0]` was replaced by the cell, and the old one is gone",
+    ),
+    "a mode that was left": (
+        "mode = TorchFunctionMode(); mode.__enter__()", "mode.__exit__(None, None, None)", "a mode of torch's",
+    ),
+    "a function of one's own for interrupts": (
+        "",
+        "signal.signal(signal.SIGINT, lambda *_: None)",
+        "the handler of SIGINT",
+    ),
+    "the handler of interrupts": ("", "signal.signal(signal.SIGINT, signal.SIG_IGN)", "the handler of SIGINT"),
+}  # fmt: skip
+
+
+class Scripted(torch.nn.Module):
+    """Scripting asks for the text of a class, which one of a cell of a test does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.inner = 1, torch.nn.Linear(2, 2)
+        self.seen = [1, 2]
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """Count, and go on."""
+        self.n += 1
+        self.seen.append(self.n)
+        return self.inner(x)
+
+
+@contextmanager
+def begun(setup: str) -> Iterator[dict[str, Any]]:
+    """Run a setup; what it or a cell changes of the process is put back by hand."""
+    streams, threshold, callbacks = (sys.stdout, sys.stderr), gc.get_threshold(), gc.callbacks[:]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    namespace: dict[str, Any] = {"__name__": "__main__", "Scripted": Scripted}
+    exec(IMPORTS + setup, namespace)
+    try:
+        yield namespace
+    finally:
+        sys.stdout, sys.stderr = streams
+        gc.enable()
+        gc.set_threshold(*threshold)
+        gc.callbacks[:] = callbacks
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_default_device(None)
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack():
+            torch.utils._python_dispatch.TorchDispatchMode.__exit__(
+                torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1), None, None, None
+            )
+
+
+def failed(cell: str, namespace: dict[str, Any]) -> Transaction:
+    transaction = Transaction(namespace, cell, lambda: 1 << 30)
+    with transaction.armed(), suppress(MemoryError):
+        exec(cell + "\nraise MemoryError", namespace)
+    return transaction
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_it_is_put_back(name: str) -> None:
+    setup, cell, shown = PUT_BACK[name]
+    with begun(setup) as namespace:
+        before = eval(shown, namespace)
+        kept = repr(before)
+        transaction = failed(cell, namespace)
+        assert repr(eval(shown, namespace)) != kept, "the cell changed it"
+        assert transaction.losses() == ()
+        transaction.restore()
+        assert repr(eval(shown, namespace)) == kept
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_it_is_told(name: str) -> None:
+    setup, cell, told = TOLD[name]
+    with begun(setup) as namespace:
+        transaction = failed(cell, namespace)
+        assert any(told in sentence for sentence in transaction.losses()), transaction.losses()
+    with begun(setup) as namespace:
+        assert failed("n = 1 + 1", namespace).losses() == (), "a cell that leaves it alone is not refused for it"
+
+
+def own_module(folder: Path, text: str) -> ModuleType:
+    """A module of the user's own, whose functions' texts can be read."""
+    module = ModuleType("own_rows")
+    module.__file__ = str(folder / "own_rows.py")
+    (folder / "own_rows.py").write_text(text)
+    exec(compile(text, module.__file__, "exec"), vars(module))
+    return module
+
+
+ROWS = """
+class Rows:
+    def __init__(self, count):
+        self.texts, self.labels = ["a"] * count, [0] * count
+    def __getitem__(self, at):
+        item = {"text": self.texts[at]}
+        item["labels"] = self.labels[at]
+        return item
+    def relabel(self, at):
+        labels = self.labels
+        labels[at] = 1
+"""
+
+
+def test_what_is_too_long_to_copy_is_told_where_a_function_writes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = own_module(tmp_path, ROWS)
+    monkeypatch.setitem(sys.modules, "own_rows", module)
+    namespace: dict[str, Any] = {"__name__": "__main__", "rows": module.Rows(300_000)}
+    reading = failed("batch = [rows[at] for at in range(3)]", namespace)
+    assert [one for one in reading.losses() if "texts" in one] == []
+    told = failed("rows.relabel(3)", namespace).losses()
+    assert told == ("`rows.labels` has more than 20000 items, and the cell may have changed them",)
+
+
+def test_a_loop_of_training_over_much_data_is_no_reason() -> None:
+    setup = (
+        "texts, labels = ['a'] * 400_000, [0] * 400_000\nimages = np.zeros((9_000, 800), 'f4')\n"
+        "class Rows(torch.utils.data.Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, at):\n"
+        "        item = {'x': images[at]}\n        item['y'] = labels[at]\n        return item\n"
+        "model = nn.Linear(800, 1); optimizer = torch.optim.SGD(model.parameters()); history = []\n"
+        "loader = torch.utils.data.DataLoader(Rows(), 4)"
+    )
+    cell = (
+        "for batch in loader:\n    batch['x'] = batch['x'] * 2\n    loss = model(batch['x']).sum()\n"
+        "    loss.backward(); optimizer.step(); optimizer.zero_grad(); history.append(loss.item())"
+    )
+    with begun(setup) as namespace:
+        assert failed(cell, namespace).losses() == ()
+
+
+def test_what_a_cell_replaces_in_a_long_list_of_tensors_is_freed() -> None:
+    import weakref
+
+    outputs = [torch.zeros(1) for _ in range(30_000)]
+    gone = weakref.ref(outputs[3])
+    transaction = Transaction({"outputs": outputs}, "outputs[3] = None", lambda: 1 << 30)
+    outputs[3] = None
+    assert gone() is None
+    assert transaction.losses() != ()
+
+
+def test_a_stream_that_another_cell_exchanged_is_left_alone() -> None:
+    with begun("") as namespace:
+        transaction = failed("n = 1", namespace)
+        sys.stdout = later = StringIO()
+        transaction.restore()
+        assert sys.stdout is later
+
+
+def test_signals_are_told_where_they_cannot_be_put_back() -> None:
+    with begun("") as namespace:
+        transaction = failed("signal.signal(signal.SIGUSR1, lambda *_: None)", namespace)
+        told: list[str] = []
+        thread = Thread(target=lambda: told.extend(transaction.losses()))
+        thread.start()
+        thread.join()
+        assert told == ["handlers of signals were changed, and the main thread alone can put them back"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("x[0] = 1; y.z[3][4] += 1; del a.b[0]", {"x", "z", "b"}),
+        ("x += 1; y.sort(); np.copyto(a.b, c); t.add_(1); nn.init.zeros_(w)", {"x", "y", "b", "c", "t", "w", "init"}),
+        ("v = x[3:].T\nfor at, row in enumerate(v): row[at] = 1", {"row", "v", "x"}),
+        ("np.add(a, b, out=c); z = torch.from_numpy(a); z.data = b", {"np", "c", "z", "a", "b", "torch"}),
+        ("def f(): self.rows.append(1); return x[0], y.sum()", set()),
+        ("not a text of Python", set()),
+    ],
+)
+def test_the_names_that_a_text_writes_into(text: str, names: set[str]) -> None:
+    assert writes.written_names(text) == names
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("rows", "rows"), ("data.rows[3]['a.b']", "rows"), ("f → rows", "rows"), ("a['b']", "a")]
+)
+def test_the_last_name_of_a_path(path: str, name: str) -> None:
+    assert writes.last_name(path) == name
