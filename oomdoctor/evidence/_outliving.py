@@ -47,10 +47,13 @@ def outliving(
 
 
 def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
-    """Tell whether the failing cell, or a function that it calls, calls a model."""
+    """Tell whether the failing cell calls a model, or a function that it calls, or hands on to be called."""
     search = _Search(program, kinds)
     for scope in program.running:
         search.meet_models(scope, scope.body)
+        for node in own_nodes(scope.body):
+            if isinstance(node, ast.Name) and (named := program.function(node.id)) is not None:
+                search.meet_models(named, named.body)
     return bool(search.models)
 
 

@@ -33,9 +33,15 @@ def _integers(func: Any, args: Any, kwargs: Any) -> Any:
     return _aten.lift_fresh.default(drawn)
 
 
-def draws(func: Any) -> bool:
-    """Return whether an operation draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation draws random numbers: none where nothing is dropped, as attention may be told."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p" or (argument.name == "p" and "dropout" in func.__name__):
+            given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given is None or float(given) > 0
+    return True
 
 
 def move_generator(generator: Any) -> None:

@@ -185,7 +185,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = self.handlers.get(func)
-        if handler is None and draws(func):
+        if handler is None and draws(func, args, kwargs):
             move_generator(kwargs.get("generator"))
         try:
             return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)

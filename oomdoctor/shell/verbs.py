@@ -260,7 +260,7 @@ def _why_not_retried(extension: Extension) -> str:
         return f"{extension.passed}: run it again"
     if not extension.config.snapshot:
         return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
-    return f"{outcome.why or 'of the state before it nothing is kept in this shell'}: run it again"
+    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
 
 
 VERBS: Final[dict[str, Verb]] = {

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ def test_the_peak_is_that_of_the_real_run(name):
     source = BEGIN + USES[name]
     namespace = {"torch": torch, "nn": nn, "F": nn.functional}
     found = rise(dict(namespace), source)
-    assert found == pytest.approx(measured_rise(dict(namespace), source), rel=0.01)
+    ns: dict[str, Any] = dict(namespace)
+    assert found == pytest.approx(measured_rise(ns, source), rel=0.01)
+    ns["data"].grad = None  # a gradient with a graph leads to what it is of, by a way that no collector sees
 
 
 def test_it_is_known_what_a_gradient_that_nobody_else_holds_looks_like():

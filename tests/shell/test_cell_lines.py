@@ -134,7 +134,8 @@ def test_a_failure_of_the_cell_that_loads_oomdoctor_is_told_to_be_its(
     assert (outcome.kind, outcome.attempts) == (OutcomeKind.REFUSED, 0)
     assert outcome.why.startswith("oomdoctor was loaded by this very cell")
     told = run(shell, "%oomdoctor retry")[1].stderr
-    assert "oomdoctor was loaded after it began" in told
+    assert "oomdoctor was loaded by this very cell" in told
+    assert told.count("run it again") == 1
     run(shell, "%config OomDoctor.forecast_time_s = 0\nlosses = []")
     assert not run(shell, TRAIN)[0].success or auto == "exact"
     run(shell, "%oomdoctor retry")

@@ -49,13 +49,21 @@ def _masked(reply: Reply) -> str:
 
 
 def _joined(reply: Reply) -> list[tuple[str, Any]]:
-    """Return the messages, with the text of a stream in one: where a kernel cuts it is a matter of time."""
+    """Return the messages, with the text of a stream in one: where a kernel cuts it is a matter of time.
+
+    So is which of two streams is sent first.
+    """
     joined: list[tuple[str, Any]] = []
-    for message in reply.messages:
-        kind, content = message["header"]["msg_type"], message["content"]
-        if kind == "stream" and joined and joined[-1][0] == kind and joined[-1][1]["name"] == content["name"]:
-            content = {**content, "text": joined.pop()[1]["text"] + content["text"]}
-        joined.append((kind, content))
+    texts: dict[str, str] = {}
+    for message in [*reply.messages, None]:
+        kind, content = (message["header"]["msg_type"], message["content"]) if message else ("", {})
+        if kind == "stream":
+            texts[content["name"]] = texts.get(content["name"], "") + content["text"]
+            continue
+        joined += [("stream", {"name": name, "text": text}) for name, text in sorted(texts.items())]
+        texts.clear()
+        if message:
+            joined.append((kind, content))
     return joined
 
 

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -32,6 +33,22 @@ SMALL: Final = (
 BUDGET: Final = "12MiB"
 """In two parts a batch of SMALL fits into it, and not beside 2 MiB more: then it takes four."""
 FUNCTION: Final = "def train():\n" + "".join(f"    {line}\n" for line in TRAIN.splitlines())
+
+
+CASE: Final = "__import__('oomdoctor').last_case()"
+ENDED: Final = (
+    "(lambda case: [str(case.outcome.kind), list(case.outcome.fixes), case.outcome.attempts,"
+    f" case.plan.candidates[0].forecast.basis])({CASE})"
+)
+
+
+@pytest.fixture
+def dosing(start_kernel: Callable[..., Kernel]) -> Kernel:
+    """A kernel that heals by one fix alone, in the dose that forecasts find: all of its memory is the cells'."""
+    kernel = start_kernel(PYTHONPATH=str(Path(__file__).parent))
+    kernel.run("%load_ext oomdoctor\n%oomdoctor auto exact\n%config OomDoctor.forecast_time_s = 60", ok=True)
+    kernel.value("__import__('state_held').know_only('micro_batch')")
+    return kernel
 
 
 @pytest.fixture(scope="module")
@@ -333,20 +350,16 @@ def test_another_text_is_searched_anew(shell: InteractiveShell, searches: list[i
     assert searches == [1, 2]
 
 
-def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered(
-    shell: InteractiveShell, searches: list[int]
-) -> None:
-    run(shell, "%config OomDoctor.forecast_time_s = 60")
-    trains(shell, "13MiB")
-    run(shell, TRAIN)
-    assert known().outcome.fixes == ("micro_batch(parts=2)",)
-    assert run(shell, "held = [torch.ones(1 << 17) for _ in range(6)]")[0].success
-    run(shell, TRAIN)
-    case = known()
-    assert searches == [1]
-    assert (case.outcome.kind, case.outcome.attempts) == (OutcomeKind.HEALED, 2)
-    assert case.outcome.fixes == ("micro_batch(parts=4)",)
-    told = said(shell, "%oomdoctor status")
+def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered(dosing: Kernel) -> None:
+    for cell in (*SMALL, "%oomdoctor simulate 13MiB", TRAIN):
+        dosing.run(cell, ok=True)
+    assert dosing.value(ENDED)[:3] == ["healed", ["micro_batch(parts=2)"], 1]
+    dosing.run("held = [torch.ones(1 << 17) for _ in range(6)]", ok=True)
+    dosing.run(TRAIN, ok=True)
+    *ended, basis = dosing.value(ENDED)
+    assert ended == ["healed", ["micro_batch(parts=4)"], 2]
+    assert "shadow run" not in basis, "no search was made"
+    told = dosing.run("%oomdoctor status", ok=True).text
     assert "micro_batch(parts=4)" in told
     assert "micro_batch(parts=2)" not in told
 
@@ -401,19 +414,15 @@ def test_what_ran_out_of_memory_is_not_tried_again_unless_it_is_named(shell: Int
     assert tried[2] in tried[:2]
 
 
-def test_the_mildest_dose_that_fits_with_its_margin_is_taken(shell: InteractiveShell) -> None:
-    trains(shell, "11MiB")
-    run(shell, "%config OomDoctor.forecast_time_s = 30")
-    assert run(shell, TRAIN)[0].success
-    case = known()
-    made = case.plan.candidates[0]
-    assert (case.outcome.fixes, case.outcome.attempts) == (("micro_batch(parts=4)",), 1)
-    assert (made.forecast.basis, made.forecast.fits) == ("shadow run", True)
-    assert isinstance(made.patch, Patch)
-    milder = made.patch.edits[-1].after.replace("4", "2")
-    said(shell, "%oomdoctor undo")
-    run(shell, "%oomdoctor auto off")
-    assert not run(shell, milder)[0].success, "the next milder dose does not fit"
+def test_the_mildest_dose_that_fits_with_its_margin_is_taken(dosing: Kernel) -> None:
+    for cell in (*SMALL, "%oomdoctor simulate 11MiB", TRAIN):
+        dosing.run(cell, ok=True)
+    assert dosing.value(ENDED) == ["healed", ["micro_batch(parts=4)"], 1, "shadow run"]
+    assert dosing.value(f"{CASE}.plan.candidates[0].forecast.fits") is True
+    milder = dosing.value(f"{CASE}.plan.candidates[0].patch.edits[-1].after").replace("4", "2")
+    dosing.run("%oomdoctor undo", ok=True)
+    dosing.run("%oomdoctor auto off", ok=True)
+    dosing.run(milder, ok=False)  # the next milder dose does not fit
 
 
 def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(shell: InteractiveShell) -> None:
