@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 # The constraint is in every call of pip: without it, torch may come with gigabytes of CUDA libraries.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
-# Shadow runs see all that is alive in their process, so their tests share none with others.
+# Shadow runs see all that is alive in their process, so their tests share none with others; nor do those of plans,
+# in which some MiB decide.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 COLAB := .venv-colab
@@ -24,7 +25,8 @@ demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves 
 
 test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
 	$(PYTEST) --ignore=tests/forecast $(PYTEST_ARGS)
-	$(PYTEST) tests/forecast $(PYTEST_ARGS) || [ $$? -eq 5 ]  # where none of these was chosen
+	$(PYTEST) tests/forecast --ignore-glob='*/test_plan*.py' $(PYTEST_ARGS) || [ $$? -eq 5 ]  # none of these was chosen
+	$(PYTEST) tests/forecast/test_plan*.py $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
