@@ -71,7 +71,7 @@ def retries() -> list[dict[str, str]]:
         program = line if line in PROGRAMS else program
         if found := _ROW.match(line):
             rows.append(found.groupdict() | {"program": program})
-    assert len(rows) == 7 * len(PROGRAMS)
+    assert len(rows) == 8 * len(PROGRAMS)
     return rows
 
 
