@@ -16,7 +16,7 @@ from oomdoctor.evidence._flow import Flow
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
 from oomdoctor.evidence._passage import Passage
-from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes
+from oomdoctor.evidence._program import Program, Scope, own_nodes, with_gradients
 
 __all__ = ["outliving", "runs_model"]
 
@@ -142,7 +142,7 @@ class _Search:
         within: Sequence[ast.stmt] | None = None,
     ) -> set[str]:
         """Return ``names`` and those that ``body`` makes from them, or from what a model gives ``within`` it."""
-        inside = set(map(id, _with_gradients(body if within is None else within)))
+        inside = set(map(id, with_gradients(body if within is None else within)))
         nodes = list(own_nodes(body))
         made, passed, found = self._flow(scope), self._flow(None), set(names)
         while True:
@@ -188,16 +188,6 @@ class _Search:
         is_shown = node is scope.body[-1] and scope.cell == self._program.failing
         if is_shown and isinstance(node, ast.Expr) and self._flow(scope).carries(node.value, names):
             yield "Out"
-
-
-def _with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of ``body`` that do not stand under ``no_grad``, functions that it defines left out."""
-    for node in body:
-        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
-            continue
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _with_gradients(ast.iter_child_nodes(node))
 
 
 def _statement(node: ast.AST) -> ast.stmt:

@@ -28,6 +28,7 @@ __all__ = [
     "short",
     "statements",
     "target_names",
+    "with_gradients",
 ]
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -148,6 +149,16 @@ def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless:
 def is_gradless(item: ast.withitem) -> bool:
     """Whether a ``with`` of this runs without autograd."""
     return call_name(item.context_expr).rpartition(".")[2] in {"no_grad", "inference_mode"}
+
+
+def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of ``body`` that do not stand under ``no_grad``, nested functions left out."""
+    for node in body:
+        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
+            continue
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from with_gradients(ast.iter_child_nodes(node))
 
 
 def place(scope: Scope, node: ast.stmt | ast.expr) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._outflow import Outflow
-from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes, short
+from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes, short, with_gradients
 from oomdoctor.model.names import call_name
 
 __all__ = ["undifferentiated"]
@@ -171,7 +171,7 @@ class _Search:
 
     def _calls_model(self, scope: Scope, body: Iterable[ast.AST]) -> bool:
         stands_for = dict(self._program.arguments.get(scope.function.name, ())) if scope.function else {}
-        for node in _with_gradients(body):
+        for node in with_gradients(body):
             if isinstance(node, ast.Call):
                 text = call_name(node).removesuffix(".forward")
                 kind = self._kinds.get(stands_for.get(text, text))
@@ -181,7 +181,7 @@ class _Search:
 
     def _called(self, body: Iterable[ast.AST]) -> Iterator[Scope]:
         """Yield the functions of the cells that ``body`` calls by name."""
-        for node in _with_gradients(body):
+        for node in with_gradients(body):
             if isinstance(node, ast.Call) and (found := self._program.function(_last(node))) is not None:
                 yield found
 
@@ -211,16 +211,6 @@ def _is_marked(node: ast.AST) -> bool:
 def _wants_gradient(keyword: ast.keyword) -> bool:
     off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
     return keyword.arg in {"requires_grad", "create_graph", "retain_graph"} and not off
-
-
-def _with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of ``body`` that do not stand under ``no_grad``, nested functions left out."""
-    for node in body:
-        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
-            continue
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _with_gradients(ast.iter_child_nodes(node))
 
 
 def _suspends(node: ast.stmt) -> bool:

@@ -12,15 +12,15 @@ than its own.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
+from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.functions import Written, restore_function
 from oomdoctor.retry.held import GONE, Recipe, SetCopy, fill, is_same, living, revive, still_holds
@@ -51,7 +51,7 @@ class Snapshot:
         self._namespace = namespace
         self._room = room
         self._vault: TensorVault | None = None
-        with _without_collections() as collects:
+        with uncollected() as collects:
             with _outside_modes():
                 self._rng = RandomState.take()
                 self._shape = Shape(namespace, lambda: self.vault, source)
@@ -382,21 +382,6 @@ def _restore_gradient(parameter: Any, watched: Watched | None) -> None:
         gradient = watched.copy.to(parameter.device, copy=True)
     if gradient is not None and parameter.grad is not gradient:
         parameter.grad = gradient
-
-
-@contextmanager
-def _without_collections() -> Iterator[bool]:
-    """Hold the collector back while so many small objects are made: it would run several times, for nothing.
-
-    Gives whether it was on.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield collects
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _outside_modes() -> AbstractContextManager[None]:

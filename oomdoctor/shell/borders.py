@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Borders", "quietly", "uncollected"]
+__all__ = ["Borders", "quietly"]
 
 
 class Borders:
@@ -48,19 +46,3 @@ def quietly(do: Callable[[], Any]) -> Any:
         return do()
     except Exception:  # noqa: BLE001 - border: what is done so is done twice, and the other time tells the fault
         return None
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Have the garbage collector wait.
-
-    What looks at a failure makes many objects, so the collector would go through all that there are, which takes 0.2 s
-    of a large program, and would run finalizers of the user's in the midst of the look. It has its turn right after.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

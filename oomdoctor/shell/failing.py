@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.incident import CellLine
-from oomdoctor.shell.borders import quietly, uncollected
+from oomdoctor.retry.collector import uncollected
+from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.cell_lines import as_in_the_cell
 from oomdoctor.shell.cells import cells_until, filenames, run_lines, runs_apart
 from oomdoctor.shell.filling import Filling, comes_later

@@ -16,11 +16,12 @@ import tqdm
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from oomdoctor import fixes
+from oomdoctor import fixes, pipeline
+from oomdoctor.model.case import Case
 from oomdoctor.model.sizes import parse_size
 from oomdoctor.testing.healing import held_already
 
-__all__ = ["besides", "differing", "run", "seed", "started"]
+__all__ = ["besides", "cleared", "differing", "known", "run", "said", "seed", "started"]
 
 
 @contextmanager
@@ -45,6 +46,33 @@ def started(*few: str) -> Iterator[InteractiveShell]:
         atexit.unregister(shell.atexit_operations)
         shell.restore_sys_module_state()
         InteractiveShell.clear_instance()
+
+
+@contextmanager
+def cleared(shell: InteractiveShell) -> Iterator[InteractiveShell]:
+    """Give the shell with nothing in it, no automatic retry, no forecasts and nothing remembered."""
+    shell.run_cell("%reload_ext oomdoctor")
+    shell.reset(new_session=True)
+    shell.rl_next_input = None
+    pipeline.history._cases.clear()
+    shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
+    gc.collect()
+    seed()
+    yield shell
+    shell.run_cell("%oomdoctor simulate off")
+
+
+def known() -> Case:
+    """Return the last failure."""
+    case = pipeline.last_case()
+    assert case is not None
+    return case
+
+
+def said(shell: InteractiveShell, line: str) -> str:
+    """Run a line; return what it put out."""
+    shown = run(shell, line)[1]
+    return str(shown.stdout + shown.stderr)
 
 
 def besides(size: str) -> int:

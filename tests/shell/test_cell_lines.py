@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from programs import DATA, MODEL, TRAIN
-from state_shell import besides, differing, run, seed, started
+from state_shell import besides, cleared, differing, known, run, seed, started
 
-from oomdoctor import pipeline
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Patch
 from oomdoctor.retry.digest import state_digests
@@ -37,21 +36,10 @@ def module_shell() -> Iterator[InteractiveShell]:
 
 @pytest.fixture
 def shell(module_shell: InteractiveShell) -> Iterator[InteractiveShell]:
-    module_shell.run_cell("%reload_ext oomdoctor")
-    module_shell.reset(new_session=True)
-    pipeline.history._cases.clear()
-    module_shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
-    seed()
-    for cell in (*SMALL, f"%oomdoctor simulate {besides('12MiB')}"):
-        assert run(module_shell, cell)[0].success
-    yield module_shell
-    module_shell.run_cell("%oomdoctor simulate off")
-
-
-def known() -> Case:
-    case = pipeline.last_case()
-    assert case is not None
-    return case
+    with cleared(module_shell):
+        for cell in (*SMALL, f"%oomdoctor simulate {besides('12MiB')}"):
+            assert run(module_shell, cell)[0].success
+        yield module_shell
 
 
 def place(case: Case) -> tuple[Any, Any, Any]:

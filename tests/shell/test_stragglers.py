@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from programs import DATA, MODEL, TRAIN
-from state_shell import besides, run, seed, started
+from state_shell import besides, known, run, seed, started
 
-from oomdoctor import pipeline
-from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.case import OutcomeKind
 
 SMALL = (
     MODEL.replace("width=128, depth=6", "width=64, depth=3"),
@@ -39,12 +38,6 @@ def program(shell: InteractiveShell) -> Iterator[None]:
     shell.run_cell("%oomdoctor simulate off")
     for child in multiprocessing.active_children():
         child.terminate()
-
-
-def known() -> Case:
-    case = pipeline.last_case()
-    assert case is not None
-    return case
 
 
 def test_a_timer_of_the_failed_cell_does_not_fire_and_that_of_its_retry_does(shell: InteractiveShell) -> None:

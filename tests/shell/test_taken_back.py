@@ -11,12 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from state_shell import besides, differing, run, seed, started
+from state_shell import besides, cleared, differing, known, run, said, started
 
-from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, OutcomeKind, State
+from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.session import Attempt
 from oomdoctor.retry import Transaction
 from oomdoctor.retry.digest import state_digests
@@ -44,26 +43,8 @@ def module_shell() -> Iterator[InteractiveShell]:
 
 @pytest.fixture
 def shell(module_shell: InteractiveShell) -> Iterator[InteractiveShell]:
-    """The shell with nothing in it, no automatic retry and nothing remembered."""
-    module_shell.run_cell("%reload_ext oomdoctor")
-    module_shell.reset(new_session=True)
-    pipeline.history._cases.clear()
-    module_shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
-    gc.collect()
-    seed()
-    yield module_shell
-    module_shell.run_cell("%oomdoctor simulate off")
-
-
-def known() -> Case:
-    case = pipeline.last_case()
-    assert case is not None
-    return case
-
-
-def said(shell: InteractiveShell, line: str) -> str:
-    shown = run(shell, line)[1]
-    return str(shown.stdout + shown.stderr)
+    with cleared(module_shell):
+        yield module_shell
 
 
 def failed(shell: InteractiveShell, room: str, *cells: str) -> dict[str, str]:

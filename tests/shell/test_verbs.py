@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
 from programs import DATA, MODEL, TRAIN
 from state_programs import Planted, cells_of
-from state_shell import besides, differing, run, seed, started
+from state_shell import besides, cleared, differing, known, run, said, seed, started
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.model.absence import Refused
@@ -59,15 +59,8 @@ def module_shell() -> Iterator[InteractiveShell]:
 
 @pytest.fixture
 def shell(module_shell: InteractiveShell) -> Iterator[InteractiveShell]:
-    """The shell with nothing in it, no automatic retry and nothing remembered."""
-    module_shell.run_cell("%reload_ext oomdoctor")
-    module_shell.reset(new_session=True)
-    module_shell.rl_next_input = None
-    pipeline.history._cases.clear()
-    module_shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
-    seed()
-    yield module_shell
-    module_shell.run_cell("%oomdoctor simulate off")
+    with cleared(module_shell):
+        yield module_shell
 
 
 def failed(shell: InteractiveShell, *cells: str, last: str = CELLS[-1]) -> Case:
@@ -77,17 +70,6 @@ def failed(shell: InteractiveShell, *cells: str, last: str = CELLS[-1]) -> Case:
     with Planted("third iteration"):
         assert not run(shell, last)[0].success
     return known()
-
-
-def known() -> Case:
-    case = pipeline.last_case()
-    assert case is not None
-    return case
-
-
-def said(shell: InteractiveShell, line: str) -> str:
-    shown = run(shell, line)[1]
-    return str(shown.stdout + shown.stderr)
 
 
 # What stands in the next cell ---------------------------------------------------------------------------------------
