@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.model.kinds import Kind, items_of, kind_of
-from oomdoctor.retry.held import GONE, LIGHT_TYPES, SetCopy, length_of, living, mapped_by
+from oomdoctor.retry.held import GONE, length_of, living, mapped_by
+from oomdoctor.retry.light import LIGHT_TYPES, SetCopy
 from oomdoctor.retry.writes import given_names, last_name, written_names
 
 __all__ = ["LONG", "Allowance", "Large", "Long", "Writes"]

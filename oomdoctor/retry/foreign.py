@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
-from oomdoctor.retry.held import GONE, LIGHT_TYPES, Weak, is_light, living
+from oomdoctor.retry.held import GONE, Weak, living
+from oomdoctor.retry.light import LIGHT_TYPES, is_light
 
 __all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 

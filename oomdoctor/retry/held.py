@@ -18,25 +18,17 @@ from oomdoctor.model.kinds import Kind, items_of, kind_of
 
 __all__ = [
     "GONE",
-    "LIGHT_TYPES",
     "Gone",
     "Recipe",
-    "SetCopy",
     "Weak",
     "fill",
-    "is_light",
-    "is_same",
     "length_of",
-    "light_copy",
     "living",
     "mapped_by",
     "revive",
     "still_holds",
     "weak",
 ]
-
-LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""Of values that lead to nothing else."""
 
 
 class Gone:
@@ -69,45 +61,6 @@ def weak(value: Any) -> Any:
         return Weak(value)
     except TypeError:
         return value
-
-
-def is_light(container: Any) -> bool:
-    """Return whether a plain container holds nothing but numbers and text."""
-    if isinstance(container, dict) and not LIGHT_TYPES.issuperset(map(type, container.values())):
-        return False
-    return LIGHT_TYPES.issuperset(map(type, container))
-
-
-class SetCopy:
-    """What a set held, in its order, and how large its table was: both tell in which order it goes on."""
-
-    __slots__ = ("items", "size")
-
-    def __init__(self, original: set[Any]) -> None:
-        self.items, self.size = tuple(set.__iter__(original)), set.__sizeof__(original)
-
-    def is_rebuilt_alike(self) -> bool:
-        """Return whether a set that is filled anew has the same order, and goes on in the same."""
-        anew = set(self.items) if not self.items else {*self.items}
-        return tuple(anew) == self.items and set.__sizeof__(anew) == self.size
-
-
-def light_copy(container: Any) -> Any:
-    """Return a copy of a container of numbers and text; see ``is_same``."""
-    if type(container) is set:
-        return SetCopy(container)
-    return container.copy() if type(container) in (dict, list, OrderedDict) else container[:]
-
-
-def is_same(container: Any, copy: Any) -> bool:
-    """Return whether a container holds what it held when it was copied, in the same order."""
-    if type(copy) is SetCopy:
-        return len(container) == len(copy.items) and all(map(operator.is_, container, copy.items))
-    if isinstance(container, dict):
-        return len(container) == len(copy) and all(
-            a is c and b is d for (a, b), (c, d) in zip(container.items(), copy.items(), strict=True)
-        )
-    return len(container) == len(copy) and all(map(operator.is_, container, copy))
 
 
 def living(held: Any) -> Any:

@@ -35,14 +35,18 @@ def is_ours(module: object) -> bool:
 
 _looked_at: Final[set[str]] = {"__main__", "__mp_main__"}
 _own: Final[list[str]] = []
+_newest: tuple[int, str, int] = (0, "", 0)
 
 
 def own_modules() -> list[ModuleType]:
     """Return the modules that are loaded from files of the user's, but for the program itself.
 
-    Each name is looked at once: there are thousands.
+    Each name is looked at once, and none where the newest module is as before: there are thousands.
     """
-    for name in sys.modules.keys() - _looked_at:
+    global _newest
+    last = next(reversed(sys.modules))
+    before, _newest = _newest, (len(sys.modules), last, id(sys.modules[last]))
+    for name in () if _newest == before else sys.modules.keys() - _looked_at:
         _looked_at.add(name)
         home = getattr(sys.modules.get(name), "__file__", None)
         # Parts of a package may be made in it, as ``torch.ops`` is, and have no file.

@@ -24,8 +24,9 @@ from oomdoctor.model.kinds import (
 from oomdoctor.retry.bulk import LONG, Large, Long
 from oomdoctor.retry.foreign import Cached, Foreign, Frame, is_cached, is_frame
 from oomdoctor.retry.functions import Written
-from oomdoctor.retry.held import LIGHT_TYPES, Recipe, is_light, weak
+from oomdoctor.retry.held import Recipe, weak
 from oomdoctor.retry.installed import is_installed, is_ours
+from oomdoctor.retry.light import LIGHT_TYPES, is_light
 from oomdoctor.retry.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
 from oomdoctor.retry.places import REGISTRY, Place, is_memory, places_of
 from oomdoctor.retry.rng import generator_state, is_random, spawned
@@ -228,7 +229,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         shape.hold(value.__wrapped__, path, depth - 1)
     elif cls in (bytearray, array):
         if len(value) <= LIGHT_BYTES:
-            shape.copy_light(value)
+            shape.light.add(value)
         else:
             shape.large.append(Large(value, held, path, shape.allowance))
     elif (cls.__module__, cls.__name__) in _OUTWARD:
@@ -272,7 +273,7 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
         if kind in OBJECTS or kind is Kind.TENSOR:
             shape.hold(item, f"{path}.{name}", DEPTH)
         elif type(item) in PLAIN_CONTAINERS and len(item) <= LONG and is_light(item):
-            shape.copy_light(item)
+            shape.light.add(item)
         elif kind is Kind.OBJECT and id(item) not in shape.known:
             shape.known[id(item)] = item
             _look_into(shape, item, f"{path}.{name}", depth - 1)

@@ -11,7 +11,7 @@ from types import MemberDescriptorType
 from typing import Any, Final
 
 from oomdoctor.model.kinds import PerType, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.retry.held import LIGHT_TYPES
+from oomdoctor.retry.light import LIGHT_TYPES
 
 __all__ = ["REGISTRY", "Place", "is_memory", "places_of"]
 

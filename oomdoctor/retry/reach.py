@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from oomdoctor.model.kinds import members_of, mro_of
 from oomdoctor.model.names import FirstUse, first_uses, read_names
-from oomdoctor.retry.held import LIGHT_TYPES
 from oomdoctor.retry.installed import is_installed
+from oomdoctor.retry.light import LIGHT_TYPES
 from oomdoctor.retry.writes import last_name, names_written_by, written_names
 
 __all__ = ["Reach"]

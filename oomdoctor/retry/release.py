@@ -50,7 +50,18 @@ def _let_go(exc: BaseException) -> dict[int, TracebackType]:
         if (made := _stand_in(traceback)) is not None:
             swapped[id(traceback)] = made
             set_traceback(link, made)
+            _lead_on(traceback, made)
     return swapped
+
+
+def _lead_on(traceback: TracebackType, made: TracebackType) -> None:
+    """Let whoever holds a step of ``traceback``, as the interpreter does around ``__exit__``, hold its frame alone."""
+    old: TracebackType | None = traceback
+    new: TracebackType | None = made
+    while old is not None and new is not None:
+        following, new = old.tb_next, new.tb_next
+        old.tb_next = new
+        old = following
 
 
 def _clear_frames(traceback: TracebackType | None) -> None:

@@ -8,7 +8,7 @@ optimizers and tensors; see ``foreign`` for their own attributes.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -19,8 +19,8 @@ from oomdoctor.model.names import is_users
 from oomdoctor.retry.bulk import LONG, Allowance, Large, Long
 from oomdoctor.retry.foreign import Cached, Foreign, Frame
 from oomdoctor.retry.functions import Written, is_bare
-from oomdoctor.retry.held import LIGHT_TYPES, Recipe, Weak, is_light, length_of, light_copy, mapped_by, weak
-from oomdoctor.retry.installed import own_modules
+from oomdoctor.retry.held import Recipe, Weak, length_of, mapped_by, weak
+from oomdoctor.retry.light import LIGHT_TYPES, Light, is_light
 from oomdoctor.retry.objects import (
     BOUND,
     DEPTH,
@@ -43,8 +43,8 @@ __all__ = ["Shape"]
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET})
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
-_EMPTY: Final[dict[type, Any]] = {cls: cls() for cls in PLAIN_CONTAINERS if cls is not set}
-"""One copy for all that hold nothing: every module has a dozen of them. Never written to."""
+_SHELLS: Final = ("_ih", "_oh", "_dh", "In", "Out")
+"""Names of what IPython keeps itself: inputs, outputs and folders."""
 
 
 class Shape:
@@ -54,15 +54,16 @@ class Shape:
         namespace: the globals.
         vault: returns the vault that tensors are watched by; asked for the first tensor.
         source: the cell's text.
+        own: the modules of the user's own.
 
     Attributes:
         bindings: how each name of the user's is held.
         objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
             own modules with theirs, ``counters`` those of them that no name leads to;
             ``foreign``: objects of other libraries, ``frames`` of pandas.
-        light: containers of numbers and text, and ``copies`` of them in the same order; ``arrays``: small arrays with
-            theirs; ``large``: the others; ``closures``: ``(function, index, held)``.
-        functions: their code and defaults; ``bare``: those that hold nothing, with their code.
+        light: containers of numbers and text; ``arrays``: small arrays with copies of them; ``large``: the others;
+            ``closures``: ``(function, index, held)``.
+        functions: their code and defaults; ``bare``: those that hold nothing, ``codes`` of them in the same order.
         parts: what objects hold elsewhere than in their ``__dict__``. ``classes``: ``(owner, class)`` of objects.
         caches: of functions. ``context``: variables of contexts. ``long``: long containers.
         iterators: path and value of what advances; ``deep`` of what lies too deep to be looked at. ``unknown``:
@@ -72,7 +73,13 @@ class Shape:
         is_whole: whether all was looked at.
     """
 
-    def __init__(self, namespace: dict[str, Any], vault: Callable[[], TensorVault], source: str) -> None:
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        vault: Callable[[], TensorVault],
+        source: str,
+        own: Iterable[ModuleType] = (),
+    ) -> None:
         self.vault = vault
         self.known: dict[int, Any] = {id(namespace): namespace}
         self.modules: list[ModuleType] = []
@@ -81,14 +88,14 @@ class Shape:
         self.counters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.foreign: list[Foreign] = []
         self.frames: list[Frame] = []
-        self.light: list[Any] = []
-        self.copies: list[Any] = []
+        self.light = Light()
         self.random: list[tuple[Any, Any]] = []
         self.spawned: list[tuple[Any, int]] = []
         self.arrays: list[tuple[Any, Any]] = []
         self.large: list[Large] = []
         self.functions: list[Written] = []
-        self.bare: list[tuple[FunctionType, CodeType]] = []
+        self.bare: list[FunctionType] = []
+        self.codes: list[CodeType] = []
         self.closures: list[tuple[Any, int, Any]] = []
         self.parts: list[Parts] = []
         self.classes: list[tuple[Any, type]] = []
@@ -108,33 +115,34 @@ class Shape:
                 self.bindings[name] = self._hold_guarded(value, name)
             else:  # the shell's own names for outputs: to hold them would keep the outputs
                 del self.bindings[name]
-        for module in own_modules():
+        for module in own:
             self._note_own_module(module, source)
         self.is_whole = len(self.known) <= MOST_OBJECTS
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
         del self.known, self.vault, self.allowance
 
     def _take_light(self, namespace: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Copy the lists and dicts of numbers and text; return what of the namespace is left to look into.
+        """Copy the lists of numbers and text; return what of the namespace is left to look into, lists last.
 
-        One tight loop: it sees every name before every cell.
+        One tight loop: it sees every name before every cell, and makes as little as it can for the garbage collector.
         """
-        all_light, light, rest = LIGHT_TYPES.issuperset, self.light, []
+        lists: list[list[Any]] = []
+        rest: list[tuple[str, Any]] = []
         for name, value in namespace.items():
             kind = type(value)
             if kind in LIGHT_TYPES:
                 continue
-            if kind is list and len(value) <= LONG and all_light(map(type, value)):
-                light.append(value)
+            if kind is list and len(value) <= LONG:
+                lists.append(value)
             elif kind is FunctionType and is_bare(value, namespace):
-                self.bare.append((value, value.__code__))
+                self.bare.append(value)
+                self.codes.append(value.__code__)
             else:
                 rest.append((name, value))
-        shells = {id(namespace[name]) for name in ("_ih", "_oh", "_dh", "In", "Out") if name in namespace}
-        if shells:
-            light[:] = [value for value in light if id(value) not in shells]
-            rest = [item for item in rest if id(item[1]) not in shells]
-        self.copies += [value.copy() for value in light]  # lists, all of them
+        shells = {id(namespace[name]) for name in _SHELLS if name in namespace}
+        rest = [item for item in rest if id(item[1]) not in shells]
+        if heavy := set(map(id, self.light.add_lists([one for one in lists if id(one) not in shells]))):
+            rest += [item for item in namespace.items() if id(item[1]) in heavy]
         return rest
 
     def _hold_guarded(self, value: Any, name: str) -> Any:
@@ -159,7 +167,7 @@ class Shape:
                 self.deep.append((path, weak(value)))
             return value
         if type(value) in PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
-            self.copy_light(value)
+            self.light.add(value)
             return value
         if kind is Kind.TENSOR:
             held: Any = self._hold_tensor(value, path)
@@ -198,7 +206,7 @@ class Shape:
                     if len(item) > LONG:
                         self.long.append(Long(item, module.__name__, self.allowance))
                     elif is_light(item):
-                        self.copy_light(item)
+                        self.light.add(item)
         except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
             self.unknown.append(f"the module `{module.__name__}` could not be looked at ({type(exc).__name__})")
 
@@ -211,14 +219,6 @@ class Shape:
                 (name, item if name[:2] == "__" else self.hold(item, f"{path}.{name}", depth - 1))
                 for name, item in names.items()
             ]
-
-    def copy_light(self, container: Any) -> None:
-        """Copy a plain container of numbers and text."""
-        self.light.append(container)
-        if not container and type(container) in _EMPTY:
-            self.copies.append(_EMPTY[type(container)])
-        else:
-            self.copies.append(light_copy(container))
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         self.vault().watch(tensor, path)

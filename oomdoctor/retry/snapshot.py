@@ -23,7 +23,8 @@ from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.functions import Written, restore_function
-from oomdoctor.retry.held import GONE, Recipe, SetCopy, fill, is_same, living, revive, still_holds
+from oomdoctor.retry.held import GONE, Recipe, fill, living, revive, still_holds
+from oomdoctor.retry.installed import own_modules
 from oomdoctor.retry.objects import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
@@ -54,9 +55,10 @@ class Snapshot:
         with uncollected() as collects:
             with _outside_modes():
                 self._rng = RandomState.take()
-                self._shape = Shape(namespace, lambda: self.vault, source)
+                own = own_modules()
+                self._shape = Shape(namespace, lambda: self.vault, source, own)
             self._context = ContextValues()
-            self._surroundings = Surroundings(self._shape.modules, collects=collects)
+            self._surroundings = Surroundings(self._shape.modules, own, collects=collects)
             self._patches = Patches(source, namespace)
         self._left: set[str] = set()
 
@@ -174,9 +176,7 @@ class Snapshot:
                 yield f"`{label}` was written in place and no copy was kept{why}"
             for label in self._vault.unhooked():
                 yield f"a hook of `{label}` was removed by the cell, and cannot be put back"
-        for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
-            if type(copy) is SetCopy and not is_same(container, copy) and not copy.is_rebuilt_alike():
-                yield f"a set of {len(copy.items)} items was changed, and its order cannot be brought back"
+        yield from self._shape.light.lost()
         for path, held in self._shape.deep:
             if (value := living(held)) is not GONE and reach.reaches(value):
                 yield f"`{path}` lies too deep to be looked at, and the cell may have changed it"
@@ -247,14 +247,13 @@ class Snapshot:
             self._context.restore(self._shape.context)
             for frame in self._shape.frames:
                 frame.restore()
-            for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
-                _restore_light(container, copy)
+            self._shape.light.restore()
             for long in self._shape.long:
                 long.restore()
             for array, values in self._shape.arrays:
                 if (alive := living(array)) is not GONE and alive.flags.writeable:
                     alive[...] = values
-            for function, code in self._shape.bare:
+            for function, code in zip(self._shape.bare, self._shape.codes, strict=True):
                 restore_function(Written(function, code, None, None), memo)
                 function.__dict__.clear()
             for written in self._shape.functions:
@@ -320,9 +319,7 @@ class Snapshot:
                 tensor = parameter()
                 if tensor is not None and (watched.ref() if watched is not None else None) is not tensor.grad:
                     yield "written gradients"
-            for container, copy in zip(self._shape.light, self._shape.copies, strict=True):
-                if not is_same(container, copy):
-                    yield f"changed {self._named(container)}"
+            yield from (f"changed {self._named(container)}" for container in self._shape.light.changed())
             yield from (f"changed `{long.path}`" for long in self._shape.long if not long.is_same())
             for owner, recipe in self._shape.objects:
                 alive = living(owner)
@@ -349,16 +346,6 @@ class Snapshot:
             return False
         held, value = self._shape.bindings[name], self._namespace[name]
         return id(value) == held.ident if type(held) is Recipe else revive(held) is value
-
-
-def _restore_light(container: Any, copy: Any) -> None:
-    if is_same(container, copy):
-        return
-    if isinstance(container, (dict, set)):
-        container.clear()
-        container.update(copy.items if type(copy) is SetCopy else copy)
-    else:
-        container[:] = copy
 
 
 def _is_equal(one: Any, other: Any) -> bool:

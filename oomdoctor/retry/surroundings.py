@@ -14,8 +14,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +31,7 @@ _Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
 """How to read a setting, and how to set it."""
 
 
+@cache
 def _torch_settings(torch: Any) -> list[_Setting]:
     """Return torch's settings that a program may change; none of them initialises a device."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -157,21 +158,56 @@ _CUDNN: Final = ("enabled", "benchmark", "deterministic")
 _SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def _where_told() -> AbstractContextManager[None]:
-    """Pass over what torch will not tell: the matmul precision, once it was set by other means for one backend."""
-    return suppress(RuntimeError, OSError)  # OSError: the folder is gone
+_UNTOLD: Final = (RuntimeError, OSError)
+"""torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
+
+
+class _Environment:
+    """The environment, as the system has it: to decode each variable before each cell would take time.
+
+    Args:
+        environ: ``os.environ``.
+    """
+
+    def __init__(self, environ: Any) -> None:
+        self._variables: dict[Any, Any] = getattr(environ, "_data", environ)
+        self._is_systems = self._variables is not environ  # and not what a test has put in its place
+        self._before = self._variables.copy()
+
+    def restore(self) -> None:
+        """Put all variables back."""
+        now, before = self._variables, self._before
+        if now == before:
+            return
+        if self._is_systems:
+            for key in now.keys() - before.keys():
+                os.unsetenv(key)
+            for key, value in before.items():
+                if now.get(key) != value:
+                    os.putenv(key, value)
+        now.clear()
+        now.update(before)
+
+
+def _read(settings: Iterable[_Setting]) -> Iterator[tuple[_Setting, Any]]:
+    """Yield each setting that can be read, with what it is."""
+    for setting in settings:
+        try:
+            yield setting, setting[0]()
+        except _UNTOLD:
+            continue
 
 
 class Surroundings:
     """What was set when it was taken.
 
     Args:
-        modules: those that names of the user's lead to.
+        modules: those that names of the user's lead to. own: those of the user's own.
         collects: whether the garbage collector was on.
     """
 
-    def __init__(self, modules: Iterable[ModuleType], *, collects: bool) -> None:
-        self._environ = os.environ.copy()
+    def __init__(self, modules: Iterable[ModuleType], own: Iterable[ModuleType], *, collects: bool) -> None:
+        self._environ = _Environment(os.environ)
         self._filters = list(warnings.filters)
         self._path = list(sys.path)
         # Only what is put back: whatever else a module holds, as ``sys`` does a traceback, must not live on for this.
@@ -180,11 +216,8 @@ class Surroundings:
             for module in (builtins, *modules)
         ]
         torch = sys.modules.get("torch")
-        self._own = {module.__name__ for module in own_modules()}
-        self._settings: list[tuple[_Setting, Any]] = []
-        for setting in [*_process_settings(), *(_torch_settings(torch) if torch is not None else [])]:
-            with _where_told():
-                self._settings.append((setting, setting[0]()))
+        self._own = {module.__name__ for module in own}
+        self._settings = list(_read([*_process_settings(), *(_torch_settings(torch) if torch is not None else ())]))
         self._modes = None if torch is None else Modes(torch)
         self._handlers, self._on_interrupt = _handlers(), _handler_of(signal.SIGINT)
         self._collects = collects
@@ -210,9 +243,7 @@ class Surroundings:
 
     def restore(self) -> None:
         """Put settings back, and functions and classes of modules that others stand in for now."""
-        if os.environ != self._environ:
-            os.environ.clear()
-            os.environ.update(self._environ)
+        self._environ.restore()
         if warnings.filters != self._filters:
             warnings.resetwarnings()  # tells those who remember what was filtered; the list itself stays
             list.extend(vars(warnings)["filters"], self._filters)
@@ -227,7 +258,7 @@ class Surroundings:
             if module.__name__ not in self._own:
                 _forget(module.__name__)
         for (read, put), value in self._settings:
-            with _where_told():
+            with suppress(*_UNTOLD):
                 if read() != value:
                     put(value)
         (gc.enable if self._collects else gc.disable)()

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -211,11 +212,19 @@ def counters(cell: int) -> Mark:
     )
 
 
+@cache
+def _process(pid: int) -> Any:
+    """Return a process; to open it takes as long as to read it."""
+    import psutil
+
+    return psutil.Process(pid)
+
+
 def _resident() -> Measured:
     import psutil
 
     try:
-        return int(psutil.Process().memory_info().rss)
+        return int(_process(os.getpid()).memory_info().rss)
     except (psutil.Error, OSError, ValueError, LookupError, RuntimeError):
         return Unavailable("the system tells nothing of its processes")
 
