@@ -12,8 +12,8 @@ _kept: dict[int, ref[Any]] = {}
 
 def keep_apart(tensor: Any) -> None:
     """Have ``tensor`` left out of every count of the program's memory, as long as it lives."""
-    key = id(tensor)
-    _kept[key] = ref(tensor, lambda _: _kept.pop(key, None))
+    key, kept = id(tensor), _kept  # a name of this module is None already when tensors die with the interpreter
+    kept[key] = ref(tensor, lambda _: kept.pop(key, None))
 
 
 def is_apart(tensor: Any) -> bool:

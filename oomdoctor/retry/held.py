@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 from weakref import ref
 
@@ -92,13 +93,14 @@ class Recipe:
     Attributes:
         original: the container itself; where it has heavy items a ``Weak``, or None if it can be made anew and is
             known by ``ident`` alone.
-        pairs: ``(key, value)`` of a mapping, ``(index, item)`` of the others, held in their turn.
-        is_long: whether it is too long for ``pairs``; see ``bulk``.
+        keys, values: those of a mapping, indices and items of the others, held in their turn. Two lists: the garbage
+            collector would go through a tuple for each.
+        is_long: whether it is too long for them; see ``bulk``.
         item_path: makes the path of an item from ``path`` and its key.
         factory: of a ``defaultdict``.
     """
 
-    __slots__ = ("cls", "factory", "ident", "is_long", "item_path", "original", "pairs", "path")
+    __slots__ = ("cls", "factory", "ident", "is_long", "item_path", "keys", "original", "path", "values")
 
     def __init__(self, container: Any, path: str, item_path: Callable[[str, Any], str] | None = None) -> None:
         self.item_path = item_path or _item_path
@@ -107,16 +109,21 @@ class Recipe:
         self.ident = id(container)
         self.path = path
         self.original: Any = None
-        self.pairs: list[tuple[Any, Any]] = []
+        self.keys: Sequence[Any] = ()
+        self.values: list[Any] = []
         self.is_long = False
+
+    @property
+    def pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Each key with its value."""
+        return zip(self.keys, self.values, strict=True)
 
     @property
     def is_heavy(self) -> bool:
         """Whether holding the container would keep something heavy alive."""
         return any(
             type(held) is Weak or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
-            for pair in self.pairs
-            for held in pair
+            for held in chain(self.keys, self.values)
         )
 
     def standing(self) -> Any:
@@ -169,7 +176,7 @@ def still_holds(container: Any, recipe: Recipe) -> bool:
         now = list(mapped_by(container).items(container))
     else:
         now = list(enumerate(items_of(container, kind_of(type(container)))))
-    return len(now) == len(recipe.pairs) and all(
+    return len(now) == len(recipe.values) and all(
         _is_what(held, item) and (type(key) is str or _is_what(key, own) or type(own) is int)
         for (own, item), (key, held) in zip(now, recipe.pairs, strict=True)
     )

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
-__all__ = ["LIGHT_TYPES", "Light", "SetCopy", "is_light"]
+__all__ = ["LIGHT_TYPES", "REFILLED", "Light", "SetCopy", "is_light"]
 
 LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
 """Of values that lead to nothing else."""
-_EMPTY: Final[dict[type, Any]] = {cls: cls() for cls in (dict, list, OrderedDict)}
-"""One copy for all that hold nothing: every module has a dozen of them. Never written to."""
+REFILLED: Final = frozenset({dict, list, OrderedDict})
+"""Containers that are as they were when they hold the same again."""
 
 
 def is_light(container: Any) -> bool:
@@ -44,6 +44,7 @@ class Light:
     """Plain containers of numbers and text, and what each of them held when it was added."""
 
     def __init__(self) -> None:
+        self._empty: list[Any] = []
         self._containers: list[Any] = []
         self._copies: list[Any] = []
         self._lists: list[list[Any]] = []
@@ -66,15 +67,17 @@ class Light:
         self._lists, self._items, self._lengths = lists, items, list(map(len, lists))
         return heavy
 
+    def add_empty(self, container: Any) -> None:
+        """Add a container of one of ``REFILLED`` that holds nothing: every module has a dozen of them."""
+        self._empty.append(container)
+
     def add(self, container: Any) -> None:
         """Add a container of which ``is_light`` is true."""
         self._containers.append(container)
-        if not container and type(container) in _EMPTY:
-            self._copies.append(_EMPTY[type(container)])
-        elif type(container) is set:
+        if type(container) is set:
             self._copies.append(SetCopy(container))
         else:
-            self._copies.append(container.copy() if type(container) in _EMPTY else container[:])
+            self._copies.append(container.copy() if type(container) in REFILLED else container[:])
 
     def changed(self) -> Iterator[Any]:
         """Yield each container that holds something else now, or in another order."""
@@ -97,7 +100,8 @@ class Light:
 
     def _changed(self) -> Iterator[tuple[Any, Any]]:
         both = zip(self._containers, self._copies, strict=True)
-        return ((one, copy) for one, copy in chain(self._pairs(), both) if not _is_same(one, copy))
+        yield from ((one, copy) for one, copy in chain(self._pairs(), both) if not _is_same(one, copy))
+        yield from ((one, type(one)()) for one in self._empty if one)
 
     def _pairs(self) -> Iterable[tuple[list[Any], list[Any]]]:
         items = iter(self._items)

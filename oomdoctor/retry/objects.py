@@ -110,7 +110,8 @@ def _note_parts(shape: Shape, value: Any, path: str, held: Any, depth: int, plac
     found = place.read(value)
     if found or place is not SLOTS:
         recipe = Recipe(found, path, "{}.{}".format)
-        recipe.pairs = [(name, shape.hold(item, f"{path}.{name}", depth - 1)) for name, item in found.items()]
+        recipe.keys = list(found)
+        recipe.values = [shape.hold(item, f"{path}.{name}", depth - 1) for name, item in found.items()]
         shape.parts.append(Parts(held, recipe, place))
 
 
@@ -123,7 +124,8 @@ def _note_memory(shape: Shape, value: Any, path: str, held: Any) -> None:
         shape.large.append(Large(value, held, path, shape.allowance))
     else:
         recipe = Recipe({}, path)
-        recipe.pairs = list(places[0].read(value).items())
+        found = places[0].read(value)
+        recipe.keys, recipe.values = list(found), list(found.values())
         shape.parts.append(Parts(held, recipe, places[0]))
 
 
@@ -162,14 +164,17 @@ def _note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
         shape.parts.append(Parts(base, recipe, ATTRIBUTES))
         if "_abc_impl" in members_of(base):
             registry = Recipe({}, where)
-            registry.pairs = list(REGISTRY.read(base).items())
+            found = REGISTRY.read(base)
+            registry.keys, registry.values = list(found), list(found.values())
             shape.parts.append(Parts(base, registry, REGISTRY))
-        for name, item in class_attributes(base).items():
+        attributes = class_attributes(base)
+        recipe.keys = list(attributes)
+        for name, item in attributes.items():
             held = shape.hold(item, f"{where}.{name}", depth - 1)
             for function in functions_in(item):
                 shape.hold(function, f"{where}.{name}", depth - 1)
             # A function is plain, and a cell that replaces it is to find it again.
-            recipe.pairs.append((name, item if kind_of(type(item)) is Kind.CALLABLE else held))
+            recipe.values.append(item if kind_of(type(item)) is Kind.CALLABLE else held)
 
 
 def note_derived(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
@@ -202,7 +207,8 @@ def _note_array(shape: Shape, array: Any, path: str, held: Any, depth: int) -> N
         shape.long.append(Long(array, path, shape.allowance))
     elif array.dtype.kind == "O":
         recipe = Recipe({}, path)
-        recipe.pairs = [(at, shape.hold(item, f"{path}[{at}]", depth - 1)) for at, item in enumerate(array.flat)]
+        recipe.keys = range(array.size)
+        recipe.values = [shape.hold(item, f"{path}[{at}]", depth - 1) for at, item in enumerate(array.flat)]
         shape.parts.append(Parts(held, recipe, ITEMS))
     elif array.dtype.kind in "biufcSUmM" and array.nbytes <= LIGHT_BYTES:
         shape.arrays.append((held, array.copy()))
@@ -282,11 +288,13 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
 def _note_object(shape: Shape, attributes: dict[str, Any], path: str, kind: Kind, held: Any, depth: int) -> None:
     recipe = Recipe(attributes, path, "{}.{}".format)
     shape.objects.append((held, recipe))
-    for name, item in attributes.items():
+    items = list(attributes.items())
+    recipe.keys = [name for name, _ in items]
+    for name, item in items:
         if kind is Kind.MODULE and name in _MODULE_TABLES and kind_of(type(item)) is Kind.MAPPING:
-            recipe.pairs.append((name, _hold_table(shape, item, path, name, depth)))
+            recipe.values.append(_hold_table(shape, item, path, name, depth))
         else:
-            recipe.pairs.append((name, shape.hold(item, f"{path}.{name}", depth - 1)))
+            recipe.values.append(shape.hold(item, f"{path}.{name}", depth - 1))
 
 
 def _hold_scripted(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -300,9 +308,11 @@ def _hold_table(shape: Shape, table: dict[str, Any], path: str, kind: str, depth
     """Hold the parameters, buffers or children of a module by the paths that a user would type."""
     recipe = shape.known[id(table)] = Recipe(table, path, child_path)
     below = depth if kind == "_modules" else depth - 1
-    recipe.pairs = [(name, shape.hold(item, child_path(path, name), below)) for name, item in table.items()]
+    items = list(table.items())
+    recipe.keys = [name for name, _ in items]
+    recipe.values = [shape.hold(item, child_path(path, name), below) for name, item in items]
     if kind == "_buffers":
-        shape.buffers += [weak(item) for item in table.values() if item is not None]
+        shape.buffers += [weak(item) for _, item in items if item is not None]
     return recipe
 
 

@@ -20,7 +20,7 @@ from oomdoctor.retry.bulk import LONG, Allowance, Large, Long
 from oomdoctor.retry.foreign import Cached, Foreign, Frame
 from oomdoctor.retry.functions import Written, is_bare
 from oomdoctor.retry.held import Recipe, Weak, length_of, mapped_by, weak
-from oomdoctor.retry.light import LIGHT_TYPES, Light, is_light
+from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, Light, is_light
 from oomdoctor.retry.objects import (
     BOUND,
     DEPTH,
@@ -155,10 +155,14 @@ class Shape:
 
     def hold(self, value: Any, path: str, depth: int) -> Any:
         """Return how to hold ``value``, noting on the way what lies in it."""
+        if type(value) in LIGHT_TYPES:
+            return value
+        if type(value) in REFILLED and not value:
+            self.light.add_empty(value)
+            return value
         kind = kind_of(type(value))
         if kind is Kind.ATOM or type(value) in BOUND:
-            if type(value) not in LIGHT_TYPES:
-                note_atom(self, value, path, depth)
+            note_atom(self, value, path, depth)
             return value
         if id(value) in self.known:
             return self.known[id(value)]
@@ -215,9 +219,10 @@ class Shape:
         if id(names) not in self.known:
             recipe = self.known[id(names)] = Recipe(names, path, "{}.{}".format)
             self.globals.append((names, recipe))
-            recipe.pairs = [
-                (name, item if name[:2] == "__" else self.hold(item, f"{path}.{name}", depth - 1))
-                for name, item in names.items()
+            items = list(names.items())
+            recipe.keys = [name for name, _ in items]
+            recipe.values = [
+                item if name[:2] == "__" else self.hold(item, f"{path}.{name}", depth - 1) for name, item in items
             ]
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
@@ -243,15 +248,15 @@ class Shape:
             if kind is not Kind.TUPLE:
                 self.long.append(Long(value, path, self.allowance))
         elif kind is Kind.MAPPING:
-            recipe.pairs = [
-                (self.hold(key, path, depth - 1), self.hold(item, recipe.item_path(path, key), depth - 1))
-                for key, item in mapped_by(value).items(value)
-            ]
+            items = list(mapped_by(value).items(value))
+            recipe.keys = [self.hold(key, path, depth - 1) for key, _ in items]
+            recipe.values = [self.hold(item, recipe.item_path(path, key), depth - 1) for key, item in items]
         else:
             item_path = "{}".format if kind is Kind.SET else "{}[{}]".format
-            recipe.pairs = [
-                (at, self.hold(item, item_path(path, at), depth - 1)) for at, item in enumerate(items_of(value, kind))
+            recipe.values = [
+                self.hold(item, item_path(path, at), depth - 1) for at, item in enumerate(items_of(value, kind))
             ]
+            recipe.keys = range(len(recipe.values))
         if type(value) not in _REMADE and type(value) is not deque and not _is_named_tuple(type(value)):
             note_derived(self, value, path, kind, weak(value), depth)
         if not recipe.is_long and not recipe.is_heavy:
