@@ -200,16 +200,17 @@ def _leaves(tree: Iterable[tuple[str, Any]]) -> Iterator[str]:
         if any(type(hook).__name__ in _DERIVING_HOOKS for hook in dict.values(_mapping(module, _HOOKS[0]))):
             continue
         for name, value in dict.items(plain_dict(module) or {}):
-            items: Iterable[Any] = (value,)
-            if type(value) in (list, dict) and not str(name).startswith("_"):
-                items = list(value.values() if type(value) is dict else value)
-            if any(kind_of(type(one)) is Kind.TENSOR and _has_graph(one) for one in items):
+            is_container = type(value) in (list, dict) and value and not str(name).startswith("_")
+            items = list(value.values() if type(value) is dict else value) if is_container else ()
+            if _has_graph(value) or any(map(_has_graph, items)):
                 yield f"{path}.{name}".lstrip(".")
 
 
-def _has_graph(tensor: Any) -> bool:
+def _has_graph(value: Any) -> bool:
+    if kind_of(type(value)) is not Kind.TENSOR:
+        return False
     with torch._C.DisableTorchFunction():
-        return _GRAD_FN.__get__(tensor) is not None
+        return _GRAD_FN.__get__(value) is not None
 
 
 def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:
