@@ -12,8 +12,12 @@ PYTEST_ARGS ?=
 # in which some MiB decide.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Hundreds of tests start Python, which would compile the package anew where PYTHONDONTWRITEBYTECODE is set.
+COMPILED := -m compileall -q oomdoctor
+
 COLAB := .venv-colab
-COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py) tests/views/test_views_panel.py
+COLAB_TESTS := $(addprefix tests/shell/test_,extension.py panel_in_kernel.py transparency.py verbs.py) \
+  tests/views/test_views_panel.py
 
 .PHONY: help demo test test-colab check docs new clean
 
@@ -24,11 +28,13 @@ demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves 
 	$(BIN)/oomdoctor demo
 
 test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
+	@$(BIN)/python $(COMPILED)
 	$(PYTEST) --ignore=tests/forecast $(PYTEST_ARGS)
 	$(PYTEST) tests/forecast --ignore-glob='*/test_plan*.py' $(PYTEST_ARGS) || [ $$? -eq 5 ]  # none of these was chosen
 	$(PYTEST) tests/forecast/test_plan*.py $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
+	@$(COLAB)/bin/python $(COMPILED)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
 	  -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
 
@@ -70,5 +76,5 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 	$(PYTHON) -m venv $(COLAB)
 	@$(COLAB)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-colab.txt \
-	  -e '.[demo]' pytest pytest-timeout pytest-xdist
+	  -e '.[demo]' pytest pytest-timeout pytest-xdist tqdm
 	@touch $@

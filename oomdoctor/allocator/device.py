@@ -16,7 +16,7 @@ from oomdoctor.allocator.ledger import Ledger, storages_alive, storages_of
 from oomdoctor.allocator.message import cuda_out_of_memory
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import UsageError
-from oomdoctor.model.evidence import DeviceMemory
+from oomdoctor.model.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,6 +6,7 @@ A verb's module has ``add_arguments(parser)`` and ``run(args) -> int``, the exit
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verb is None:
         parser.print_help()
         return _USAGE
+    if args.verb != "run":  # whose output is the script's own
+        _take_all_characters()
     try:
         status = int(import_module(f"{__name__}.{args.verb}").run(args))
         sys.stdout.flush()
@@ -58,6 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):
             print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
         return _UNTOLD
+
+
+def _take_all_characters() -> None:
+    """Have the output written in ASCII where its encoding lacks a character, as in a locale without UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        if encoding.lower() not in ("utf-8", "utf8") and isinstance(stream, io.TextIOWrapper):
+            from oomdoctor.views.terminal import SUBSTITUTE
+
+            stream.reconfigure(errors=SUBSTITUTE)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

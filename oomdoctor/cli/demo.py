@@ -175,23 +175,41 @@ def healed_pairs(ends: Iterable[CellEnd]) -> list[tuple[str, CellEnd]]:
 def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNode:
     """Return ``source`` with the changed cells in place and without the cells that only speak to oomdoctor.
 
+    What a fix changes in a cell that an earlier failure has already been through comes as a cell before the one that
+    failed: there the retry made that change, and the earlier failure was healed without it.
+
     Raises:
         OomDoctorError: a fix in place has no patch, so there is no changed cell to run.
     """
     import nbformat
 
     ends = list(ends)
+    code = [cell for cell in source.cells if cell.cell_type == "code"]
+    place = {cell.id: number for number, cell in enumerate(code)}
     id_of = {end.cell.execution_count: end.cell.id for end in ends}
     changed: dict[str, str] = {}
-    for end in ends:
-        if end.reading.healed and not end.reading.edits:
-            raise OomDoctorError(f"the fix of failure {end.reading.number} has no patch, so no fresh run can check it")
-        changed |= {id_of[number]: text for number, text in end.reading.edits if end.reading.healed}
+    beside: dict[str, list[str]] = {}
+    passed = -1
+    for failed, healed in healed_pairs(ends):
+        if not healed.reading.edits:
+            raise OomDoctorError(
+                f"the fix of failure {healed.reading.number} has no patch, so no fresh run can check it"
+            )
+        for edit in healed.reading.edits:
+            if place[id_of[edit.cell]] > passed:
+                changed[id_of[edit.cell]] = edit.after
+            else:
+                beside.setdefault(failed, []).append(edit.replay)
+        passed = max(passed, place[failed])
     notebook: NotebookNode = nbformat.from_dict(source)
-    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not _is_for_oomdoctor(cell)]
-    for cell in notebook.cells:
-        cell.source = changed.get(cell.id, cell.source)
-        cell.metadata = {}
+    notebook.cells = []
+    for cell in nbformat.from_dict(code):
+        if not _is_for_oomdoctor(cell):
+            for number, replay in enumerate(beside.get(cell.id, ()), 1):
+                notebook.cells.append(nbformat.v4.new_code_cell(replay, id=f"{cell.id}-{number}"))
+            cell.source = changed.get(cell.id, cell.source)
+            cell.metadata = {}
+            notebook.cells.append(cell)
     return notebook
 
 

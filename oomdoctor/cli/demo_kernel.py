@@ -26,7 +26,7 @@ from nbformat import NotebookNode
 
 from oomdoctor.errors import OomDoctorError
 
-__all__ = ["CellEnd", "Reading", "run_notebook"]
+__all__ = ["CellEnd", "Edited", "Reading", "run_notebook"]
 
 _CELL_TIMEOUT_S: Final = 600
 _SETTINGS: Final = {
@@ -38,19 +38,28 @@ _SETTINGS: Final = {
 _PROBE: Final = "__import__('oomdoctor.cli.demo_probe', fromlist=['read']).read(globals())"
 
 
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """What the fix in place changes in the cell of an execution count: its new source, and what a retry replays."""
+
+    cell: int
+    after: str
+    replay: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What the kernel told after a cell.
 
     Attributes:
         number: of the last failure, 0 where there was none; ``case``: its JSON form.
-        edits: ``(execution count, new source)`` of the cells that the fix in place changes.
+        edits: of the cells that the fix in place changes.
         digests: of each part of the state, bit for bit.
     """
 
     number: int
     case: dict[str, Any] | None
-    edits: tuple[tuple[int, str], ...]
+    edits: tuple[Edited, ...]
     losses: tuple[float, ...]
     digests: dict[str, str]
 
@@ -158,7 +167,7 @@ async def _read(client: NotebookClient) -> Reading:
     return Reading(
         number=values["number"],
         case=values["case"],
-        edits=tuple((number, source) for number, source in values["edits"]),
+        edits=tuple(Edited(*edit) for edit in values["edits"]),
         losses=tuple(values["losses"]),
         digests=values["digests"],
     )

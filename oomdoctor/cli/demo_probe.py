@@ -23,10 +23,10 @@ def _last_case() -> dict[str, Any]:
     case = pipeline.last_case() if pipeline is not None else None
     if case is None:
         return {"number": 0, "case": None, "edits": []}
-    edits: list[tuple[int, str]] = []
+    edits: list[tuple[int, str, str]] = []
     for candidate in case.plan.candidates:
         if candidate.label in case.outcome.fixes:
-            edits = [(edit.cell, edit.after) for edit in getattr(candidate.patch, "edits", ())]
+            edits = [(edit.cell, edit.after, edit.replay) for edit in getattr(candidate.patch, "edits", ())]
     return {"number": case.number, "case": case.to_dict(), "edits": edits}
 
 

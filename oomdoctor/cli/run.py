@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="PATH", help="write the failure and its outcome there, null if there was none"
     )
     parser.add_argument("script", metavar="SCRIPT.py", help="the script to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
+    rest.required = False  # argparse would name it among what is missing
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codeop
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,8 @@ class _Compiler(CachingCompiler):
     def __init__(self, script: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._script = script
+        # A cell that ends too early may be going on; of a script that does, Python says what it never closed.
+        self.flags &= ~(codeop.PyCF_ALLOW_INCOMPLETE_INPUT | codeop.PyCF_DONT_IMPLY_DEDENT)  # type: ignore[attr-defined]
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """Return the path of the script."""
@@ -60,7 +63,10 @@ class ScriptShell(InteractiveShell):
         """Print a traceback as Python does; nothing for ``SystemExit``, which ends a script in silence."""
         kind, value, frames = exc_tuple or sys.exc_info()
         if kind is not None and not issubclass(kind, SystemExit):
-            self._showtraceback(kind, value, traceback.format_exception(kind, value, self._of_script(frames)))
+            own = self._of_script(frames)
+            if own is None and not issubclass(kind, SyntaxError):  # which is all that its compiler had to say
+                own = frames
+            self._showtraceback(kind, value, traceback.format_exception(kind, value, own))
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
         """Print what is wrong with the script's syntax as Python does."""
@@ -71,8 +77,8 @@ class ScriptShell(InteractiveShell):
         print("".join(stb), end="", file=sys.stderr)
 
     def _of_script(self, frames: TracebackType | None) -> TracebackType | None:
-        """Return the traceback from the script's first line on, without the frames that ran the script."""
+        """Return the traceback from the script's first line on, without what ran the script; None if it has none."""
         first = frames
         while first is not None and first.tb_frame.f_code.co_filename != str(self.script):
             first = first.tb_next
-        return first or frames
+        return first

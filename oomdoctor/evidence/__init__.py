@@ -18,8 +18,10 @@ from oomdoctor.evidence.frames import frames_of, lines_of, running_frames
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.evidence.storages import unobserved
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.kinds import Kind, spelled
+from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.names import bound_names, loop_targets
 from oomdoctor.model.session import Session
 

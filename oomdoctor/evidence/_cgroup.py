@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Measured
+from oomdoctor.model.memory import Measured
 
 __all__ = ["Cgroup", "read"]
 

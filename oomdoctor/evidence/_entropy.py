@@ -14,7 +14,7 @@ from typing import Any
 
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._program import Program, Scope, own_nodes
-from oomdoctor.model.evidence import LossFacts
+from oomdoctor.model.code import LossFacts
 from oomdoctor.model.kinds import plain_dict, submodules
 from oomdoctor.model.names import call_name
 

@@ -12,7 +12,7 @@ import psutil
 
 from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Measured
+from oomdoctor.model.memory import Measured
 
 __all__ = ["data_limit", "data_used", "files_limit", "files_open", "maps", "maps_limit"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from oomdoctor.evidence._looping import looped
 from oomdoctor.evidence._making import Makers, home_of
 from oomdoctor.evidence._program import Program
-from oomdoctor.model.evidence import LoaderFacts
+from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.kinds import mro_of, name_of, plain_dict
 
 __all__ = ["loaders", "sharing_strategy"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from oomdoctor.evidence._program import Loop, Program, Scope, own_nodes, target_names
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.names import call_name
 
 __all__ = ["called_like_a_model", "training_loops"]

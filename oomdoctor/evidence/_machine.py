@@ -21,7 +21,7 @@ import psutil
 
 from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Measured, Pressure
+from oomdoctor.model.memory import Measured, Pressure
 
 __all__ = ["Machine", "pressure", "read"]
 

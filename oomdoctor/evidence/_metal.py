@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceMemory, Measured
+from oomdoctor.model.memory import DeviceMemory, Measured
 
 __all__ = ["MetalAccelerator", "in_use"]
 

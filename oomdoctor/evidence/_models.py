@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from oomdoctor.model.evidence import LossFacts, ModelFacts
+from oomdoctor.model.code import LossFacts, ModelFacts
 from oomdoctor.model.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
 
 __all__ = ["losses", "models", "parameters", "sizes", "typed"]

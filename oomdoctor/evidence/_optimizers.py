@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from oomdoctor.evidence._models import sizes
-from oomdoctor.model.evidence import OptimizerFacts
+from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
 
 __all__ = ["optimizers"]

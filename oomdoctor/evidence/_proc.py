@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Measured
+from oomdoctor.model.memory import Measured
 
 __all__ = ["ROOT", "Table", "less", "may_exist", "number", "table", "text", "total"]
 

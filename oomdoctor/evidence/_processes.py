@@ -17,7 +17,7 @@ import psutil
 
 from oomdoctor.evidence import _process_names
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import HostProcess, Measured
+from oomdoctor.model.memory import HostProcess, Measured
 from oomdoctor.model.sizes import GIB
 
 __all__ = ["LEFT_OUT", "Processes", "read", "resident_only"]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from oomdoctor.evidence._models import parameters
-from oomdoctor.model.evidence import ReplicaFacts
+from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
 
 __all__ = ["replicas", "world_size"]

@@ -8,7 +8,7 @@ from typing import Final
 
 from oomdoctor.evidence.driver import Card, pids_agree
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceProcess, Measured
+from oomdoctor.model.memory import DeviceProcess, Measured
 from oomdoctor.model.sizes import GIB
 
 __all__ = ["Shares", "shares"]

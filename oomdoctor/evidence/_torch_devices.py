@@ -14,7 +14,7 @@ import torch
 from oomdoctor.evidence import _torch_stats, driver
 from oomdoctor.evidence._sharing import shares
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceMemory, Measured
+from oomdoctor.model.memory import DeviceMemory, Measured
 
 __all__ = ["TorchAccelerator", "initialised", "unused"]
 

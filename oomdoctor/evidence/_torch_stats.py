@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Measured, PrivatePool
+from oomdoctor.model.memory import Measured, PrivatePool
 
 __all__ = ["Segments", "counters", "largest_free_block", "private_pools"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from oomdoctor.evidence import _models, _optimizers
-from oomdoctor.model.evidence import ModelFacts
+from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
 
 __all__ = ["Setting", "length", "of_lightning", "of_loader", "of_transformers"]

@@ -18,7 +18,7 @@ from oomdoctor.evidence._program import Program, Scope, own_nodes
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
 from oomdoctor.evidence.frames import home_of, locals_of
 from oomdoctor.model.chain import chained, traceback_of
-from oomdoctor.model.evidence import TrainerFacts, TrainingLoop
+from oomdoctor.model.code import TrainerFacts, TrainingLoop
 from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.model.names import call_name
 

@@ -21,8 +21,8 @@ import torch
 from oomdoctor.evidence.frames import leads_nowhere
 from oomdoctor.evidence.held import elements_of
 from oomdoctor.evidence.storages import PLAIN, begin_of
-from oomdoctor.model.evidence import HostHolding
 from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.model.memory import HostHolding
 from oomdoctor.model.sizes import MIB
 
 __all__ = ["largest"]

@@ -28,8 +28,8 @@ from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by
 from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
 from oomdoctor.evidence.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
-from oomdoctor.model.evidence import Census, Role
 from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered
+from oomdoctor.model.memory import Census, Role
 
 __all__ = ["Program", "take"]
 

@@ -31,7 +31,7 @@ from oomdoctor.evidence._repeating import not_repeatable
 from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.evidence._undifferentiated import undifferentiated
-from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cells

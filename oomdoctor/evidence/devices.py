@@ -11,7 +11,7 @@ from oomdoctor.evidence._metal import MetalAccelerator
 from oomdoctor.evidence._torch_devices import TorchAccelerator, initialised, unused
 from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceMemory
+from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.session import Accelerator
 
 __all__ = ["MetalAccelerator", "TorchAccelerator", "absent", "in_use", "not_in_use", "of_name"]

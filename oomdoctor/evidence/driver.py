@@ -18,7 +18,7 @@ import psutil
 from oomdoctor.errors import NotAvailable
 from oomdoctor.evidence._nvml import ask, opened
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceProcess, Measured
+from oomdoctor.model.memory import DeviceProcess, Measured
 
 __all__ = ["Card", "card", "pids_agree", "visible_cards"]
 

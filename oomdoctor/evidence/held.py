@@ -30,7 +30,6 @@ from oomdoctor.evidence.frames import holds_the_users, leads_nowhere, locals_of
 from oomdoctor.evidence.objects import is_home_of_users
 from oomdoctor.evidence.paths import ARROW, is_attribute, member
 from oomdoctor.model.chain import traceback_of
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.kinds import (
     Kind,
     PerType,
@@ -46,6 +45,7 @@ from oomdoctor.model.kinds import (
     plain_dict,
     registered,
 )
+from oomdoctor.model.memory import Role
 
 __all__ = [
     "CONTAINERS",

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceMemory, HostMemory
+from oomdoctor.model.memory import DeviceMemory, HostMemory
 
 __all__ = ["HostAccelerator", "binding_limit", "read"]
 

@@ -18,7 +18,7 @@ from oomdoctor.evidence.lines import Holder, Ways
 from oomdoctor.evidence.paths import Path
 from oomdoctor.evidence.storages import Bare, is_plain, plain_storages, storages_of
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 
 __all__ = ["Ledger", "Place"]
 

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from keyword import iskeyword
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.kinds import is_plain_key, module_of, mro_of, name_of
+from oomdoctor.model.memory import Role
 
 __all__ = ["ARROW", "Found", "Origin", "Path", "Root", "is_attribute", "member"]
 

@@ -29,8 +29,8 @@ from oomdoctor.evidence.held import (
 )
 from oomdoctor.evidence.lines import Holder, Ways
 from oomdoctor.evidence.paths import ARROW, Found, Path, Root
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.kinds import Kind, mro_of
+from oomdoctor.model.memory import Role
 
 __all__ = ["CACHE_NAMES", "Walk", "tensors_in"]
 

@@ -6,7 +6,8 @@ from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cells
 

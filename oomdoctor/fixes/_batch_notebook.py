@@ -34,7 +34,7 @@ from oomdoctor.fixes._batch_bindings import (
     sets_entry,
 )
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, parsed
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cell, Cells
 

@@ -10,7 +10,7 @@ from typing import Final
 from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, calls, literal
 from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size

@@ -10,7 +10,7 @@ import libcst as cst
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._dataflow import bound, loop_at, own, reads
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 

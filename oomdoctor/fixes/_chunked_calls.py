@@ -19,7 +19,8 @@ from oomdoctor.fixes import _cst, _imports
 from oomdoctor.fixes._called_functions import called_with
 from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 

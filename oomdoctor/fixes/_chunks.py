@@ -6,13 +6,14 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.kinds import child_path
+from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from oomdoctor.model.evidence import Evidence, ModelFacts
+    from oomdoctor.model.code import ModelFacts
+    from oomdoctor.model.evidence import Evidence
 
 __all__ = ["couples", "layer", "no_more_than_samples", "takes_note"]
 

@@ -10,7 +10,7 @@ import libcst as cst
 from oomdoctor.fixes import _ddp_source
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cells
 
 __all__ = ["is_shuffled", "loaders", "shared_out"]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ReplicaFacts
+from oomdoctor.model.code import ReplicaFacts
+from oomdoctor.model.evidence import Evidence
 
 if TYPE_CHECKING:
     from oomdoctor.model.fix import Dose

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import DeviceMemory, Evidence, HostMemory
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
 
 __all__ = ["refuse"]

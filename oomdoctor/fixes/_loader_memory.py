@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.evidence import Evidence, HostProcess, LoaderFacts, Role
+from oomdoctor.model.code import LoaderFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import HostProcess, Role
 
 __all__ = ["batch_bytes", "in_use", "named", "root_of", "uss", "workers"]
 

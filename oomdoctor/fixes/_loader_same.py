@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from oomdoctor.model.evidence import LoaderFacts
+from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.fix import Effect
 
 __all__ = ["effect_of", "why_not"]

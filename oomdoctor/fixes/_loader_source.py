@@ -24,7 +24,8 @@ from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._loader_memory import root_of
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, LoaderFacts
+from oomdoctor.model.code import LoaderFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Edit, Patch
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _imports
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, LossFacts
+from oomdoctor.model.code import CodeFacts, LossFacts
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 

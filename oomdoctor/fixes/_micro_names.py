@@ -13,7 +13,7 @@ from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound
 from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, called, function_form, loss_made_by
 from oomdoctor.fixes._step import Split
-from oomdoctor.model.evidence import CodeFacts, ModelFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.magics import mask
 
 __all__ = ["known_names", "model_facts", "write_constants"]

@@ -15,7 +15,7 @@ from oomdoctor.fixes._micro_names import known_names, model_facts, write_constan
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 

@@ -17,7 +17,7 @@ import libcst as cst
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import OptimizerFacts
+from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 

@@ -9,7 +9,8 @@ from oomdoctor.fixes._batch_bindings import FUNCTIONS, default_of, parameters
 from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._seen import root, tensors
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import Role
 
 __all__ = ["is_floating_tensor"]
 

@@ -12,7 +12,7 @@ from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book, Page, Place, calls
 from oomdoctor.fixes._dataflow import bound, own
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.names import call_name
 
 __all__ = ["Run", "first_lines", "numpy_calls", "preceded", "runs"]

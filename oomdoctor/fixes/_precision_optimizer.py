@@ -17,7 +17,8 @@ from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import reads
 from oomdoctor.fixes._imports import insert_at_top
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts
+from oomdoctor.model.code import CodeFacts, OptimizerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells

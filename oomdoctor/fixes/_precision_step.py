@@ -22,7 +22,7 @@ from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, read
 from oomdoctor.fixes._dataflow import parsed as tree_of
 from oomdoctor.fixes._precision_device import device_text
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
 from oomdoctor.model.kinds import submodules
+from oomdoctor.model.primitives import is_short_of_memory
 
 if TYPE_CHECKING:
     from oomdoctor.fixes._split import Divided
@@ -58,6 +59,8 @@ _CHANGES: Final = "{} is not split: its forward changes {}, which would happen f
 _DRAWS: Final = "{} is not split: its forward draws random numbers, others for each part"
 _END: Final = b"\0"
 """Ends a verdict, as the end of the pipe need not come while another process has inherited it."""
+_RAISED: Final = "\x1f"
+"""Stands between a verdict and what the forward raised: the name of its class, its words."""
 
 
 @contextmanager
@@ -185,7 +188,16 @@ def refuse_coupled(path: str, module: Any, forward: Any, call: Divided, same: Sa
         with _random_numbers_kept(devices(module)):
             verdict = _verdict(path, module, forward, call, same)
     if verdict != _FINE:
-        raise OomDoctorError(verdict)
+        told, *raised = verdict.split(_RAISED, 2)
+        raise OomDoctorError(told) from _made_again(*raised)
+
+
+def _made_again(kind: str = "", words: str = "") -> Exception | None:
+    """Return what a forward raised in the child, as far as it says whether memory ran out."""
+    if not kind:
+        return None
+    known = {"OutOfMemoryError": torch.OutOfMemoryError, "MemoryError": MemoryError}
+    return known.get(kind, RuntimeError)(words)
 
 
 def _verdict(path: str, module: Any, forward: Any, call: Divided, same: Same) -> str:
@@ -304,7 +316,9 @@ def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided,
         except OomDoctorError as error:
             text = str(error)
         except BaseException as error:  # noqa: BLE001  (border to the user's forward, in a process that ends here)
-            text = f"{path} is not split: on a few rows its forward raised {type(error).__name__}: {error}"
+            told = f"{path} is not split: on a few rows its forward raised {type(error).__name__}: {error}"
+            kind = "MemoryError" if is_short_of_memory(error) else type(error).__name__
+            text = f"{told[: _LONGEST // 2]}{_RAISED}{kind}{_RAISED}{error}"
         os.write(writing, text[:_LONGEST].replace("\0", "").encode(errors="replace") + _END)
     finally:
         os._exit(0)

@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from oomdoctor.model.evidence import Evidence, Holding
+    from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.memory import Holding
 
 __all__ = ["containers", "root", "tensors"]
 

@@ -9,7 +9,7 @@ from typing import Final
 from oomdoctor.fixes._batch_notebook import Book, Number, Place, calls
 from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
 

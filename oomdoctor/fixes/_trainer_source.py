@@ -24,7 +24,8 @@ from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._trainer_loader import numbers_in_loader, why_counted
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, TrainerFacts
+from oomdoctor.model.code import CodeFacts, TrainerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells

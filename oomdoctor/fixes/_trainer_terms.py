@@ -20,8 +20,10 @@ from oomdoctor.fixes._micro_source import why_not
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._trainer_source import BATCH, owner, setting
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts, Role, TrainerFacts
+from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _data_places, _host_room, _imports, _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, Uses
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

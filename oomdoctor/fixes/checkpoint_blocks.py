@@ -29,7 +29,8 @@ from oomdoctor.fixes._activations import found_or_asked, why_not_short
 from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, ModelFacts
+from oomdoctor.model.code import CodeFacts, ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
 from oomdoctor.model.sizes import format_size

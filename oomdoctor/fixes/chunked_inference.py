@@ -23,9 +23,11 @@ from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._chunks import couples, no_more_than_samples
 from oomdoctor.fixes._inference_source import moved_inwards
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

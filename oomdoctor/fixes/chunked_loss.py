@@ -21,8 +21,10 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES
 from oomdoctor.fixes._loss_source import rewrite
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

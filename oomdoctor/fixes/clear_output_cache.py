@@ -21,10 +21,11 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
 from oomdoctor.model.magics import mask
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -22,8 +22,10 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _ddp_grads, _ddp_ranks, _ddp_source
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ReplicaFacts, Role
+from oomdoctor.model.code import ReplicaFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

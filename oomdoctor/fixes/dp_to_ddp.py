@@ -20,8 +20,10 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _ddp_loader, _ddp_ranks, _ddp_source, _imports
 from oomdoctor.fixes._cst import New, exchange
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Census, Evidence, Role, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Census, Role
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
 

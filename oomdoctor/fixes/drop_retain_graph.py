@@ -19,8 +19,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _frees_graphs, _frees_source
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._precision_inference import first_lines, preceded, runs
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 

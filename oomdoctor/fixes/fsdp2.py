@@ -19,9 +19,11 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _ddp_ranks, _ddp_source, _imports
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, ModelFacts, Role
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from oomdoctor.fixes._precision_dtype import native
 from oomdoctor.fixes._precision_given import is_floating_tensor
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

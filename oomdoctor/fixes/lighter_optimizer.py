@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._precision_optimizer import Maker, adams, replaced
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

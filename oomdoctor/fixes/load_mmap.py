@@ -26,9 +26,10 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, is_label, names, pages_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -23,8 +23,10 @@ from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.fixes._micro_source import rewrite, why_not
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

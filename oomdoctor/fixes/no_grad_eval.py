@@ -23,8 +23,10 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _frees_source, _imports
 from oomdoctor.fixes._activations import found_or_asked
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

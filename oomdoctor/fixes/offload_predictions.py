@@ -19,8 +19,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _frees_source, _frees_uses, _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ import libcst as cst
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _optimizer_source
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, OptimizerFacts
+from oomdoctor.model.code import OptimizerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 

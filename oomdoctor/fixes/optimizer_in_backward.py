@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._optimizer_between import looks_at_parameters
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import submodules
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _host_only, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, LoaderFacts
+from oomdoctor.model.code import LoaderFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 

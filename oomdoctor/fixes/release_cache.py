@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _cst, _frees_source, _imports
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.evidence import DeviceMemory, Evidence
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -23,8 +23,10 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _host_room, _imports
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -24,9 +24,11 @@ from oomdoctor.fixes import _cst, _told
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
 from oomdoctor.fixes._attention_source import asks_for_eager, fused, place_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ import libcst as cst
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _cst, _optimizer_source, _told
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

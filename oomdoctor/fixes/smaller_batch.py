@@ -20,8 +20,10 @@ from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Role, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

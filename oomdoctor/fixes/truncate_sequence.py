@@ -21,8 +21,10 @@ from oomdoctor.fixes._batch_step import before_model
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

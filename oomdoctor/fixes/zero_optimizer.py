@@ -18,8 +18,10 @@ import libcst as cst
 from oomdoctor.fixes import _cst, _ddp_ranks, _ddp_source, _imports
 from oomdoctor.fixes.optimizer_foreach_off import in_the_step
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts, Role
+from oomdoctor.model.code import CodeFacts, OptimizerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:

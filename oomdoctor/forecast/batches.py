@@ -1,10 +1,9 @@
 """Finds the largest batch that fits, by forecasts alone.
 
-From the batch that the cells set it goes up by doubling, or down to a single sample, until the answer lies between two
-sizes, and then closes in. The peak grows all but evenly with the batch, so the next guess is where the line through the
-two forecasts meets the budget; every other guess is their middle, for peaks that do not. A guess and its successor are
-forecast together: where the one fits and the other does not, the search is over, as it is where the two sizes are
-nearer than forecasts can tell apart.
+From the batch that the cells set it goes up, or down to a single sample, until the answer lies between two sizes, and
+then closes in. The peak grows all but evenly with the batch, so the next guess is where the line through two forecasts
+meets the budget; every other guess leaves a third, for peaks that do not. Two sizes are forecast together. A guess has
+the next one beside it that forecasts can tell from it: where the one fits and the other does not, the search is over.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ _MOST: Final = 1 << 24
 """Larger batches are not asked for."""
 _NEAR: Final = 100
 """Sizes that differ by less than one part in so many are not told apart: a forecast is no better than that."""
+_ON_LINE: Final = 0.5
+"""A batch that was to need the whole budget and needs less than this share of it has not the samples it was to have."""
+_LATE: Final = "the time for forecasts was over"
 
 Price = Callable[[Sequence[int]], Sequence[Forecast]]
 
@@ -59,6 +61,8 @@ class _Search:
     def __init__(self, known: dict[int, Forecast], price: Price, has_time: Callable[[], bool]) -> None:
         self.known = known
         self.end: str | None = None
+        self._budget = next(iter(known.values())).budget or 0
+        self._is_line = True
         self._price, self._has_time = price, has_time
 
     def bracket(self, now: int) -> tuple[int, int | None]:
@@ -69,8 +73,9 @@ class _Search:
             return (1, now) if self._fits(1) else (0, 1)
         low = now
         while low < _MOST:
-            asked = self._ask([low * 2, low * 4])
-            for size in (low * 2, low * 4):
+            sizes = self._upwards(low)
+            asked = self._ask(sizes)
+            for size in sizes:
                 if size not in self.known:
                     break
                 if not self._fits(size):
@@ -80,31 +85,45 @@ class _Search:
                         f"a batch of {size} needs exactly what one of {low} does: there seem to be no more samples"
                     )
                     return low, None
+                if size > 4 * low and self._needs(size) < _ON_LINE * self._budget:
+                    self._is_line = False
+                    break
                 low = size
             if not asked:
                 return low, None
         self.end = f"larger batches than {low} were not asked for"
         return low, None
 
+    def _upwards(self, low: int) -> list[int]:
+        """Return the next larger sizes to forecast: twice as many samples, and as many as the line speaks for."""
+        below = max((size for size in self.known if size < low), default=None)
+        if below is None or not self._is_line or self._needs(low) <= self._needs(below):
+            return [low * 2, low * 4]
+        steepness = (self._needs(low) - self._needs(below)) / (low - below)
+        return [low * 2, max(min(low + int((self._budget - self._needs(low)) / steepness), _MOST), low * 4)]
+
     def close_in(self, low: int, high: int) -> tuple[int, int]:
         """Return the two sizes next to each other, or as near as there was time for."""
         by_line = True
         while low and high - low > max(1, low // _NEAR):
-            guess = self._where_the_line_ends(low, high) if by_line else (low + high) // 2
+            if by_line:
+                guess = self._where_the_line_ends(low, high)
+                sizes = [guess, guess + max(1, guess // _NEAR)]
+            else:
+                sizes = [low + (high - low) // 3, high - (high - low) // 3]
             by_line = not by_line
-            sizes = [size for size in (guess, guess + 1) if size < high]
+            sizes = sorted({size for size in sizes if low < size < high})
             asked = self._ask(sizes)
             for size in sizes:
-                if size in self.known:
-                    low, high = (size, high) if self._fits(size) else (low, min(size, high))
+                if low < size < high and size in self.known:
+                    low, high = (size, high) if self._fits(size) else (low, size)
             if not asked:
                 break
         return low, high
 
     def _where_the_line_ends(self, low: int, high: int) -> int:
-        budget = self.known[low].budget or 0
         least, most = self._needs(low), self._needs(high)
-        share = (budget - least) / (most - least) if most > least else 0.5
+        share = (self._budget - least) / (most - least) if most > least else 0.5
         return min(max(low + int((high - low) * share), low + 1), high - 1)
 
     def _needs(self, size: int) -> float:
@@ -124,11 +143,13 @@ class _Search:
     def _ask(self, sizes: list[int]) -> bool:
         """Forecast ``sizes``; return False where one cannot be, which ends the search."""
         if not self._has_time():
-            self.end = "the time for forecasts was over"
+            self.end = _LATE
             return False
         found = dict(zip(sizes, self._price(sizes), strict=True))
         refused = next(((size, one.refused) for size, one in found.items() if one.refused is not None), None)
         self.known.update({size: replace(one, slowdown=None) for size, one in found.items() if one.refused is None})
-        if refused is not None:
+        if refused is not None and not self._has_time():
+            self.end = _LATE
+        elif refused is not None:
             self.end = f"a batch of {refused[0]} could not be forecast: {refused[1]}"
         return refused is None

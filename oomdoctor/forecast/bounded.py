@@ -68,13 +68,17 @@ def follow_cycles(namespace: dict[str, Any]) -> None:
 
 
 class Bounded:
-    """Fills what is there of such containers."""
+    """Fills what is there of such containers.
+
+    Attributes:
+        stays_open: whether one was left as it is because it does not get full.
+    """
 
     def __init__(self, tracker: Tracker, before: Sequence[weakref.ref[deque[Any]]]) -> None:
         """Begin with the deques that were there before the cell; the garbage collector does not tell of them."""
         self._tracker, self._before = tracker, before
         self._growing: list[tuple[Any, int]] = []
-        self._filled_at = -1
+        self._filled_at, self.stays_open = -1, False
         self._empty: list[Any] = []
 
     def take_back(self) -> None:
@@ -126,7 +130,10 @@ class Bounded:
             added, nbytes = added + 1, max(nbytes, size)
         lacking = container.maxlen - len(items)
         count = lacking if left is None else min(lacking, added * (left - 1))  # one more iteration is followed
-        if not added or not count or (count < lacking and not is_inner):
+        if not added or not count:
+            return False
+        if count < lacking and not is_inner:
+            self.stays_open = True
             return False
         standing = torch.empty(count * nbytes, dtype=torch.uint8)
         weakref.finalize(container, _let_go, standing)

@@ -30,8 +30,8 @@ from typing import Any, Final
 from oomdoctor.model.absence import Unavailable
 
 __all__ = [
-    *("Calibration", "Row", "applied", "cache_folder", "calibration", "hash_of", "keep", "rows", "summary"),
-    "widened",
+    *("Calibration", "Row", "applied", "applied_now", "cache_folder", "calibration", "hash_of", "keep", "rows"),
+    *("summary", "widened"),
 ]
 
 _FILE: Final = "forecasts.jsonl"
@@ -96,6 +96,11 @@ def applied(found: Calibration) -> Iterator[None]:
         yield
     finally:
         _applied.reset(token)
+
+
+def applied_now() -> Calibration:
+    """Return what is applied to forecasts where this is called."""
+    return _applied.get()
 
 
 def widened(margin: float) -> float:

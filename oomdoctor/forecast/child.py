@@ -14,7 +14,7 @@ import gc
 import inspect
 import linecache
 import re
-import signal
+import time
 from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
+from oomdoctor.forecast.alarm import begin_alarm, end_alarm
 from oomdoctor.forecast.bounded import Bounded, follow_cycles
 from oomdoctor.forecast.card import CACHED
 from oomdoctor.forecast.course import course_of
@@ -61,6 +62,9 @@ _EARLIER: Final = "<oomdoctor: shadow of an earlier cell>"
 _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""
 
+_UNLIKE_SHARE: Final = 0.3
+"""Share of the time in which steps that are unlike each other are followed."""
+
 
 def warm_up() -> None:
     """Load what the first fake tensor loads: some eight hundred modules, which no shadow should wait for."""
@@ -74,10 +78,11 @@ class OutOfTime(StopForecast):
 class Start:
     """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers and threads.
 
-    Where a device is in use, ``held`` is what lies there, and ``prepare`` is still to be done, on fakes.
+    Where a device is in use, ``held`` is what lies there, and ``prepare`` is still to be done, on fakes. In a fresh
+    process ``arrive`` makes the namespace, on the fakes of a shadow.
     """
 
-    __slots__ = ("deques", "held", "ledger", "modules", "optimizers", "prepare", "threads")
+    __slots__ = ("arrive", "deques", "held", "ledger", "modules", "optimizers", "prepare", "threads")
 
     def __init__(self, ledger: Ledger, found: Alive, threads: int) -> None:
         self.ledger, self.threads, self.optimizers = ledger, threads, len(found.optimizers)
@@ -85,6 +90,7 @@ class Start:
         self.deques = [ref(one) for one in found.deques if one.maxlen is not None]
         self.held: Held | None = None
         self.prepare: Callable[[], None] | None = None
+        self.arrive: Callable[[Tracker, Pace], None] | None = None
 
 
 def bring_back(prepare: Callable[[], None], namespace: dict[str, Any], card: Card | None = None) -> Start:
@@ -167,7 +173,8 @@ def _run(
         asks_host = card.held is not None and session.accelerator.name == "cpu"
         tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
     pace = Pace(start.optimizers, asker, tracker.ledger)
-    settings, is_left = AllocatorSettings(), True
+    pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
+    settings, is_left, missed, left_early = AllocatorSettings(), True, None, False
     try:
         if cached or card is not None:
             settings = allocator_settings(session.accelerator)
@@ -179,11 +186,11 @@ def _run(
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
     except OutOfTime:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
+        end_alarm()  # it may have come once more while the limit was being left
         if not _is_steady(tracker.ledger, pace):
             return Reading(why="out of time")
     except StopForecast:
-        pass
+        left_early = True
     except SystemExit:
         pass  # the cell ends itself
     except ForecastError as error:
@@ -193,6 +200,7 @@ def _run(
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
         if not _comes_of_cutting(error, pace):
             return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
+        missed = _failure(error)
     note_roles(tracker, start.modules)
     course = course_of(tracker.ledger, tracker.meter, _statements(attempt.source))
     reading = reading_of(
@@ -203,7 +211,13 @@ def _run(
         budget=budget,
         cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
     )
-    return replace(reading, course=course, card=card.type if card is not None and card.held is None else None)
+    return replace(
+        reading,
+        missed=missed or reading.missed,
+        left_early=left_early,
+        course=course,
+        card=card.type if card is not None and card.held is None else None,
+    )
 
 
 def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) -> None:
@@ -218,6 +232,8 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
         emulate(tracker)
         if start.held is not None:
             relabel(tracker, start.held)
+    if start.arrive is not None:
+        start.arrive(tracker, pace)
     forbid()
 
 
@@ -285,14 +301,10 @@ class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
         self._seconds = seconds
 
     def __enter__(self) -> None:
-        def expire(_number: int, _frame: Any) -> None:
-            raise OutOfTime
-
-        signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, max(self._seconds, 0.01), 0.1)
+        begin_alarm(max(self._seconds, 0.01), OutOfTime)
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        end_alarm()
 
 
 def _is_steady(ledger: Ledger, pace: Pace) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from oomdoctor.model.aside import is_apart
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
     from oomdoctor.forecast.tracker import Tracker
-    from oomdoctor.model.evidence import Role
+    from oomdoctor.model.memory import Role
 
 __all__ = ["Held", "bring_back", "fork_flag", "in_use", "mend_autograd", "relabel"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["DRAWS", "draws", "move_generator"]
 
 _aten = torch.ops.aten
-_MOST_DRAWN: Final = 1024
+_MOST_DRAWN: Final = 1 << 17
 
 
 def _integers(func: Any, args: Any, kwargs: Any) -> Any:
@@ -31,6 +31,14 @@ def _integers(func: Any, args: Any, kwargs: Any) -> Any:
     with _disable_current_modes():
         drawn = func(*args, **kwargs)
     return _aten.lift_fresh.default(drawn)
+
+
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    """Make integers and masks for real where they are few: what is written to them is followed then."""
+    dtype = kwargs.get("dtype") or (torch.float32 if len(args) < 2 else torch.tensor(args[1]).dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return func(*args, **kwargs)
+    return _integers(func, [args[0], *args[1:]], kwargs)
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -59,5 +67,5 @@ DRAWS: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
         (_aten.arange, ("default", "start", "start_step")),
     )
     for name in names
-}
+} | {getattr(_aten, name).default: _made for name in ("zeros", "ones", "full")}
 """Operations whose integers a program is likely to ask for, and what makes them: ``(func, args, kwargs)``."""

@@ -7,30 +7,32 @@ the forecast, the cards, the fixes, the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
+from oomdoctor.forecast.ahead import evidence_ahead
 from oomdoctor.forecast.batches import largest
 from oomdoctor.forecast.least import least
 from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.pricing import BASIS, Pricer, is_of_card
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.forecast.pricing import BASIS, Pricer, is_of_card, lacked_card, late
+from oomdoctor.model.absence import Refused
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memory import Role
 from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
 from oomdoctor.model.plan import Forecast, Plan, Verdict
 from oomdoctor.model.session import Accelerator, Attempt, Cells, Session
 
 __all__ = ["Batches", "another_card", "foresee"]
 
-_GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE)
-"""What a first step adds and leaves there."""
+_GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE, Role.ACTIVATION)
+"""What a step adds: what it leaves there, and what is there while it runs."""
 _ENDLESS: Final = 1 << 60
 """Bytes that no program fills; how much there is, the plan says."""
 _LEAST_S: Final = 1.0
@@ -64,7 +66,7 @@ def another_card() -> Iterator[Accelerator]:
 def foresee(
     session: Session,
     here: Place,
-    collect: Callable[[int | None], Evidence],
+    collect: Callable[[Session, int | None, BaseException | None, Mapping[str, int]], Evidence],
     fixes: Sequence[Fix],
     batches: Batches,
     *,
@@ -75,7 +77,8 @@ def foresee(
 
     Args:
         here: the memory that the cell is planned for, that of the session's accelerator.
-        collect: collects the evidence, with the line of the cell at which memory is expected to run out.
+        collect: collects the evidence of a session, with the line of its cell at which memory is expected to run out,
+            a failure there, if there is one, and the numbers of cells by the file names of their code.
         fixes: those to price where it does not fit.
         host: the host's memory, by whose rules the scratch of kernels counts.
         time_s: for each part of the work; 0 makes no shadow run.
@@ -89,7 +92,25 @@ def foresee(
         # It asks for a device that this machine lacks, so the memory of those that are here says nothing.
         here = Place(name="a device that this machine lacks", total=None, budget=None, source=forecast.basis)
         forecast = replace(forecast, budget=None)
-    evidence = collect(forecast.peak_line)
+    if forecast.refused == late(time_s):
+        more = "OomDoctor.forecast_time_s" if session.shell is not None else "time_s"
+        forecast = replace(forecast, refused=f"{forecast.refused}; `{more}` gives it more time")
+    line = forecast.peak_line
+    evidence = collect(session, line, None, {})
+
+    @cache
+    def ahead() -> Evidence:
+        """Return the evidence with what the cell will have made, as far as that can be seen."""
+        level = max((size for size, _ in forecast.course.points), default=0) if forecast.course is not None else 0
+        found = evidence_ahead(
+            session,
+            lambda on, failure, files: collect(on, line, failure, files),
+            level=level,
+            card=lacked_card(forecast),
+            timeout_s=time_s if level else 0.0,
+        )
+        return evidence if found is None else replace(evidence, code=found.code, censuses=found.censuses)
+
     estimate = least(evidence, here.budget, forecast.refused) if forecast.refused is not None else None
     fit = Fit(place=here, forecast=forecast, least=estimate)
     return MemPlan(
@@ -97,8 +118,8 @@ def foresee(
         here=fit,
         least=estimate,
         elsewhere=_on_cards(session, forecast, estimate, host, time_s=time_s),
-        plan=_plan(session, fit, evidence, fixes, time_s=time_s),
-        batch=_largest(session, forecast, evidence, batches, time_s=time_s),
+        plan=_plan(session, fit, ahead, fixes, time_s=time_s),
+        batch=_largest(session, forecast, evidence, ahead, batches, time_s=time_s),
         elapsed_s=time.monotonic() - begun,
     )
 
@@ -147,23 +168,27 @@ def _place(card: Card) -> Place:
     return Place(name=card.name, total=card.total_bytes, budget=budget, source=card.source)
 
 
-def _plan(session: Session, fit: Fit, evidence: Evidence, fixes: Sequence[Fix], *, time_s: float) -> Plan | None:
+def _plan(
+    session: Session, fit: Fit, ahead: Callable[[], Evidence], fixes: Sequence[Fix], *, time_s: float
+) -> Plan | None:
     """Price the fixes where the cell is forecast not to fit, or not for certain."""
     forecast = fit.forecast
     if forecast.peak is None or fit.verdict not in (Verdict.TOO_LARGE, Verdict.BORDERLINE):
         return None
-    incident, expected = _expected(session, forecast, evidence)
+    incident, expected = _expected(session, forecast, ahead())
     return make_plan(session, incident, expected, fixes, budget=forecast.budget, prepare=_nothing, time_budget_s=time_s)
 
 
 def _expected(session: Session, forecast: Forecast, evidence: Evidence) -> tuple[Incident, Evidence]:
     """Return the failure as it would be, and the evidence with what the cell will have made by then."""
     device, census = evidence.device, evidence.census
-    allocated = 0 if isinstance(device.allocated, Unavailable) else device.allocated
     at_peak = dict(forecast.course.at_peak) if forecast.course is not None else {}
-    added = {role: max(at_peak.get(role, 0) - census.bytes_of(role), 0) for role in _GROWING}
+    added: dict[Role, int] = {}
+    for role in _GROWING:
+        room = (forecast.peak or 0) - census.found - sum(added.values())
+        added[role] = max(min(at_peak.get(role, 0) - census.bytes_of(role), room), 0)
     roles = dict(census.roles) | {role: census.bytes_of(role) + size for role, size in added.items() if size}
-    allocated += sum(added.values())
+    allocated = census.found + sum(added.values())
     cell, line = session.cells.failing, forecast.peak_line
     lines = cell.source.splitlines()
     text = lines[line - 1].strip() if line is not None and line <= len(lines) else ""
@@ -187,13 +212,22 @@ def _expected(session: Session, forecast: Forecast, evidence: Evidence) -> tuple
 
 
 def _largest(
-    session: Session, forecast: Forecast, evidence: Evidence, batches: Batches, *, time_s: float
+    session: Session,
+    forecast: Forecast,
+    evidence: Evidence,
+    ahead: Callable[[], Evidence],
+    batches: Batches,
+    *,
+    time_s: float,
 ) -> LargestBatch | Refused:
     if forecast.peak is None:
         return Refused("the cell could not be forecast")
     if forecast.budget is None:
         return Refused("it is not known how much memory there is for it")
     now = batches.now(session.cells, evidence)
+    if isinstance(now, Refused) and any(loop.in_failing_run for loop in evidence.code.loops):
+        evidence = ahead()  # what the cell makes itself may tell
+        now = batches.now(session.cells, evidence)
     if isinstance(now, Refused):
         return now
     changed = batches.at(session.cells, evidence, now * 2)

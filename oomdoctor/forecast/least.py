@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Evidence, OptimizerFacts, Role
+from oomdoctor.model.code import OptimizerFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Forecast
 
 __all__ = ["least"]

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,11 @@ class Ledger:
 
     def has_risen(self, level: int) -> bool:
         """Whether much more is alive than there was at ``level``."""
-        return self.live - level > _MUCH * self.peak
+        return self.is_much(self.live - level)
+
+    def is_much(self, nbytes: int) -> bool:
+        """Whether so many bytes matter, by the peak so far."""
+        return nbytes > _MUCH * self.peak
 
     def twin(self, real: torch.UntypedStorage, fake: torch.UntypedStorage) -> None:
         """Count ``real``, and let ``fake`` stand for the same memory: views of either keep it alive."""

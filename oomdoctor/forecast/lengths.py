@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import sys
 from typing import Any, Final
 
-__all__ = ["follow_lengths", "length_of"]
+__all__ = ["follow_lengths", "length_of", "sources_of"]
 
 _LENGTH: Final = "_oomdoctor_length"
 
@@ -26,6 +27,17 @@ def length_of(iterable: Any) -> int | None:
         return None
 
 
+def sources_of(iterable: Any) -> tuple[Any, ...]:
+    """Return what an iterable takes its items from, side by side; nothing where that is not known."""
+    if getattr(type(iterable), _LENGTH, None) is not None:
+        sources: tuple[Any, ...] = getattr(iterable, "sources", ())
+        return sources
+    shown = sys.modules.get("tqdm.std")  # a progress bar
+    if shown is not None and isinstance(iterable, shown.tqdm):
+        return (iterable.iterable,)
+    return ()
+
+
 def _shortest(iterables: Any) -> int | None:
     """Return the least of the lengths that are known: one without an end, as of ``count()``, says nothing."""
     return min((length for one in iterables if (length := length_of(one)) is not None), default=None)
@@ -38,7 +50,7 @@ class _Zip(zip):  # type: ignore[type-arg]
 
     def __new__(cls, *iterables: Any, **kwargs: Any) -> Any:
         made: Any = super().__new__(cls, *iterables, **kwargs)
-        made.length = _shortest(iterables)
+        made.length, made.sources = _shortest(iterables), iterables
         return made
 
 
@@ -50,6 +62,7 @@ class _Enumerate(enumerate):  # type: ignore[type-arg]
     def __new__(cls, iterable: Any, start: int = 0) -> Any:
         made: Any = super().__new__(cls, iterable, start)
         made.length = length_of(iterable)
+        made.sources = (range(start, start + (made.length or 0)), iterable)
         return made
 
 

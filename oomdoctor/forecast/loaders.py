@@ -1,13 +1,15 @@
-"""The ``DataLoader`` of the shadow: one real batch, fetched in this process, handed out again and again.
+"""The ``DataLoader`` of the shadow: a real batch, fetched in this process, handed out again and again.
 
-Worker processes cannot be started in the shadow and need not be. Limits: batches of varying length are judged by the
-first one, the last of a loader's own sampler excepted; where the samples are fakes, a few that are alike stand for all.
+Worker processes cannot be started in the shadow and need not be. Where samples are of unlike lengths, every other batch
+is the one with the longest (see ``longest``), and what comes from a stream is taken from it. Limits: where the samples
+are fakes, a few that are alike stand for all.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,10 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from oomdoctor.forecast.alike import Together
-from oomdoctor.model.evidence import Role
+from oomdoctor.forecast.longest import longest_batches
+from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
@@ -38,20 +41,58 @@ def orphan_workers() -> None:
 
 
 def replace_loaders(tracker: Tracker, pace: Pace) -> None:
-    """Make every ``DataLoader`` of this process repeat its first batch, for as long as ``pace`` wants more."""
-    first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    """Make every ``DataLoader`` of this process repeat its batches, for as long as ``pace`` wants more."""
+    known: weakref.WeakKeyDictionary[Any, _Batches] = weakref.WeakKeyDictionary()
 
     def iterate(loader: Any) -> Iterator[Any]:
-        if loader not in first_batches:
+        if loader not in known or known[loader].rest is not None:
             with _disable_current_modes():
-                first_batches[loader] = _first_batch(loader, tracker)
-        return _repeat(first_batches[loader], loader, tracker, pace)
+                known[loader] = _batches(loader, tracker)
+        return _repeat(known[loader], loader, tracker, pace)
 
     cls: Any = DataLoader
     cls.__iter__ = iterate
+    _replace_workers(tracker)
 
 
-def _first_batch(loader: Any, tracker: Tracker) -> Any:
+def _replace_workers(tracker: Tracker) -> None:
+    """Let iterators whose workers are those of the parent fetch what is left in this process."""
+    fetchers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def following(iterator: Any) -> Any:
+        with _disable_current_modes():
+            if iterator not in fetchers:
+                create: Any = _DatasetKind.create_fetcher
+                fetchers[iterator] = create(
+                    *(iterator._dataset_kind, iterator._dataset, iterator._auto_collation),
+                    *(iterator._collate_fn, iterator._drop_last),
+                )
+            batch = fetchers[iterator].fetch(next(iterator._sampler_iter))
+        for leaf in tree_iter(batch):
+            if isinstance(leaf, torch.Tensor):
+                tracker.hold_real(leaf, Role.BATCH)
+        return batch
+
+    cls: Any = _MultiProcessingDataLoaderIter
+    cls.__next__ = following
+
+
+@dataclass(slots=True)
+class _Batches:
+    """What a loader gives.
+
+    Attributes:
+        first: its first batch.
+        longest: the one that holds the longest samples, where samples are of unlike lengths.
+        rest: gives those after the first, where they can only be had one after the other.
+    """
+
+    first: Any
+    longest: Any = None
+    rest: Iterator[Any] | None = None
+
+
+def _batches(loader: Any, tracker: Tracker) -> _Batches:
     loader.__dict__.update(
         num_workers=0,
         pin_memory=False,
@@ -63,7 +104,10 @@ def _first_batch(loader: Any, tracker: Tracker) -> Any:
     )
     iterator: Any = _SingleProcessDataLoaderIter(loader)
     fetcher = iterator._dataset_fetcher
-    if isinstance(fetcher, _MapDatasetFetcher) and not hasattr(fetcher.dataset, "__getitems__"):
+    is_map = isinstance(fetcher, _MapDatasetFetcher)
+    if not is_map:
+        return _Batches(next(iterator), rest=iterator)
+    if not hasattr(fetcher.dataset, "__getitems__"):
         fetcher.dataset = _FewSamples(fetcher.dataset)
     fetch = fetcher.fetch
 
@@ -76,7 +120,16 @@ def _first_batch(loader: Any, tracker: Tracker) -> Any:
                 return fetch(indices)
 
     fetcher.fetch = fetched
-    return next(iterator)
+    found = _Batches(next(iterator))
+    for indices in longest_batches(loader):
+        batch = fetched(indices)
+        if _bytes(batch) > _bytes(found.first if found.longest is None else found.longest):
+            found.longest = batch
+    return found
+
+
+def _bytes(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor))
 
 
 class _FewSamples:
@@ -91,6 +144,9 @@ class _FewSamples:
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         samples = [self._dataset[index] for index in indices[:_FEW]]
         if len(indices) > _FEW and _are_fakes_alike(samples):
+            for leaf in tree_iter(samples):
+                if isinstance(leaf, FakeTensor):
+                    leaf.constant = None  # that of one sample, not of those it stands for
             return samples + samples[-1:] * (len(indices) - _FEW)
         return samples + [self._dataset[index] for index in indices[_FEW:]]
 
@@ -104,14 +160,17 @@ def _are_fakes_alike(samples: Sequence[Any]) -> bool:
     return has_fakes and all(kind == kinds[0] for kind in kinds)
 
 
-def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
+def _repeat(batches: _Batches, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
     total = _length(loader)
     loop = pace.begins(total, id(loader))
     try:
         while (total is None or loop.turns < total) and pace.wants_more(loop):
             with _disable_current_modes():
-                is_last = loop.turns == total
-                batch = tree_map_only(torch.Tensor, _rest(loader) if is_last else torch.clone, first)
+                try:
+                    batch = _batch(batches, loader, loop.turns, total)
+                except StopIteration:
+                    loop.turns -= 1
+                    return
             for leaf in tree_iter(batch):
                 if isinstance(leaf, torch.Tensor):
                     tracker.hold_real(leaf, Role.BATCH)
@@ -120,6 +179,19 @@ def _repeat(first: Any, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[A
             del batch
     finally:
         pace.ended(loop)
+
+
+def _batch(batches: _Batches, loader: Any, turn: int, total: int | None) -> Any:
+    """Return the batch of a turn; of two kinds, each in its turn, so that a step after the first one has the longest.
+
+    Raises:
+        StopIteration: there is no more.
+    """
+    if batches.longest is not None:
+        return tree_map_only(torch.Tensor, torch.clone, batches.first if turn % 2 else batches.longest)
+    if turn > 1 and batches.rest is not None:
+        return next(batches.rest)
+    return tree_map_only(torch.Tensor, _rest(loader) if turn == total else torch.clone, batches.first)
 
 
 def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -14,11 +14,13 @@ import builtins
 import dis
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.forecast.branches import BRANCH, asking_branch, counters_of
 from oomdoctor.forecast.lengths import length_of
+from oomdoctor.forecast.measures import ahead, is_known
 from oomdoctor.forecast.pace import Asker
 from oomdoctor.model.homes import is_users_file
 
@@ -43,7 +45,7 @@ _followed: set[str] = set()
 def to_follow(tree: ast.Module, filename: str) -> ast.Module:
     """Return the tree of a cell with loops that ask; lines stay what they are."""
     _followed.add(filename)
-    return _asking(tree)
+    return _asking(tree, filename)
 
 
 def follow_loops(pace: Pace, ledger: Ledger) -> None:
@@ -56,8 +58,12 @@ def follow_loops(pace: Pace, ledger: Ledger) -> None:
     def rounds(is_statement: bool) -> _Rounds:
         return _Rounds(pace, ledger if is_statement else None)
 
+    def branch(outcome: Any, key: str, turns: Any, value: Any, is_target: bool) -> Any:
+        return pace.branches.answer(outcome, key, turns, value, is_target, pace.innermost)
+
     setattr(names, _ITEMS, items)
     setattr(names, _ROUNDS, rounds)
+    setattr(names, BRANCH, branch)
 
 
 def asker() -> Asker:
@@ -85,6 +91,7 @@ def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any
     names: Any = builtins
     setattr(names, _ITEMS, lambda iterable, _is_statement: iterable)
     setattr(names, _ROUNDS, lambda _is_statement: lambda: True)
+    setattr(names, BRANCH, lambda outcome, *_how: outcome)
     homes: dict[str, bool] = {}
     found: dict[str, list[FunctionType]] = {}
     for function in functions:
@@ -102,13 +109,19 @@ def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any
 
 
 class _Items:
-    """An iterator that ends early if told to. It keeps no item: what the loop lets go of is gone."""
+    """An iterator that ends early if told to. It keeps no item: what the loop lets go of is gone.
 
-    __slots__ = ("_items", "_ledger", "_loop", "_pace")
+    Before it ends it gives those of the items left out that may need more than those that were followed.
+    """
+
+    __slots__ = ("_given", "_items", "_ledger", "_loop", "_others", "_pace")
 
     def __init__(self, iterable: Any, pace: Pace, ledger: Ledger | None) -> None:
         self._items, self._pace, self._ledger = iter(iterable), pace, ledger
+        self._given: Any = iterable
+        self._others: list[Any] | None = None
         self._loop = pace.begins(length_of(iterable))
+        self._loop.is_known = is_known(iterable)
 
     def __iter__(self) -> _Items:
         return self
@@ -116,9 +129,25 @@ class _Items:
     def __next__(self) -> Any:
         if self._ledger is not None:
             self._ledger.turn += 1
-        if not self._pace.wants_more(self._loop):
+        if self._others is None:
+            if self._pace.wants_more(self._loop):
+                return self._next()
+            self._others = ahead(self._given, self._loop.turns, varies=self._loop.varies)
+            self._given = None
+        if self._others:
+            self._loop.turns += 1
+            return self._others.pop(0)
+        if not self._pace.forces(self._loop):
             self._items = iter(())
             raise StopIteration
+        self._loop.turns += 1
+        self._pace.insists = True
+        try:
+            return self._next()
+        finally:
+            self._pace.insists = False
+
+    def _next(self) -> Any:
         try:
             return next(self._items)
         except StopIteration:
@@ -136,16 +165,17 @@ _NEXT: Final = _Items.__next__.__code__
 class _Rounds:
     """What a ``while`` asks before it looks at its condition."""
 
-    __slots__ = ("_ledger", "_loop", "_pace")
+    __slots__ = ("_is_cut", "_ledger", "_loop", "_pace")
 
     def __init__(self, pace: Pace, ledger: Ledger | None) -> None:
-        self._pace, self._ledger = pace, ledger
+        self._pace, self._ledger, self._is_cut = pace, ledger, False
         self._loop = pace.begins()
 
     def __call__(self) -> bool:
         if self._ledger is not None:
             self._ledger.turn += 1
-        return self._pace.wants_more(self._loop)
+        self._is_cut = self._is_cut or not self._pace.wants_more(self._loop)
+        return not self._is_cut or self._pace.forces(self._loop)
 
     def __del__(self) -> None:  # when the loop begins anew, or its function ends
         self._pace.ended(self._loop)
@@ -154,7 +184,8 @@ class _Rounds:
 class _Asking(ast.NodeTransformer):
     """Puts the questions into a tree."""
 
-    def __init__(self) -> None:
+    def __init__(self, filename: str, counters: Mapping[str, bool]) -> None:
+        self._filename, self._counters = filename, counters
         self._loops = 0
         self._depth = 0
 
@@ -170,6 +201,13 @@ class _Asking(ast.NodeTransformer):
         self.generic_visit(node)
         node.iter = _call(_ITEMS, node.iter, self._depth == 0)
         return node
+
+    def visit_If(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = asking_branch(node.test, self._counters, self._filename)
+        return node
+
+    visit_IfExp = visit_If  # noqa: N815
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
         self.generic_visit(node)
@@ -188,8 +226,8 @@ class _Asking(ast.NodeTransformer):
         return [ast.copy_location(begun, node), node]
 
 
-def _asking(tree: ast.Module) -> ast.Module:
-    changed: ast.Module = _Asking().visit(tree)
+def _asking(tree: ast.Module, filename: str) -> ast.Module:
+    changed: ast.Module = _Asking(filename, counters_of(tree)).visit(tree)
     return ast.fix_missing_locations(changed)
 
 
@@ -218,7 +256,7 @@ def _codes_of(filename: str) -> dict[tuple[str, int], CodeType | None]:
     """Return the code of every function of a file with loops that ask; none where the file cannot be had."""
     text = "".join(linecache.getlines(filename))
     try:
-        tree = _asking(ast.parse(text))
+        tree = _asking(ast.parse(text), filename)
         code: CodeType = compile(tree, filename, "exec", dont_inherit=True, flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except (SyntaxError, ValueError, RecursionError):
         return {}

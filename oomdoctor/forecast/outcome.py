@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
+from oomdoctor.forecast.answers import bound_bytes
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
 
@@ -67,6 +68,8 @@ def reading_of(
         is_whole=is_whole and not is_left,
         over=events.over,
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
+        is_bound=bound_bytes() > margin * peak,
+        missed="steps go on to change in size" if pace.missed else None,
     )
 
 

@@ -10,12 +10,16 @@ that loop is not over a ``DataLoader``, or goes over one for more than one epoch
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.forecast.branches import Branches
 from oomdoctor.forecast.steady import Cut
+from oomdoctor.forecast.windows import Windows
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.bounded import Bounded
@@ -35,7 +39,13 @@ often puts together what each batch gave."""
 _BACKWARDS: Final = 4
 """Backward passes that are followed where no optimizer exists to step."""
 
-_MOST_MORE: Final = 2
+_MOST_UNLIKE: Final = 64
+_MOST_UNLIKE_KNOWN: Final = 8
+"""Steps that are followed while each makes tensors of sizes that none before it made; fewer where it is known what the
+loop goes over, and so which step is the largest."""
+_UNLIKE: Final = 0.005
+"""Share of the bytes that a step allocates from which on such sizes matter."""
+_FEW_MORE: Final = 2
 """Iterations that tell whether memory that rises goes on to rise: tuples of ``zip`` keep every other batch."""
 
 
@@ -62,15 +72,22 @@ class Loop:
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
         more: iterations that it was given beyond those, because memory was rising; ``filled``: one after what piles up
             only so far was filled.
+        varies: whether the last iteration made much of sizes that none before it had made; ``sizes``: those so far,
+            and how many.
+        is_known: whether it can be told what it would still go over.
     """
 
-    __slots__ = ("at", "backwards", "filled", "level", "loader", "more", "steps", "total", "turns")
+    __slots__ = (
+        *("__weakref__", "at", "backwards", "filled", "is_known", "level", "loader", "more"),
+        *("sizes", "steps", "total", "turns", "varies"),
+    )
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
         self.turns = self.backwards = self.at = self.level = self.more = 0
-        self.filled = False
+        self.filled = self.varies = self.is_known = False
         self.steps: Counter[int] = Counter()
+        self.sizes: Counter[int] = Counter()
 
 
 class Pace:
@@ -82,6 +99,10 @@ class Pace:
         has_trained: whether a training loop was followed to its steady state.
         cuts: the loops that were cut.
         bounded: fills what piles up only so far, None for nothing.
+        until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
+        missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
+        branches: those that loops take only every so many steps.
+        insists: whether a loop that is cut asks its loader for one more batch.
     """
 
     def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger) -> None:
@@ -103,6 +124,9 @@ class Pace:
         self._first: Loop | None = None
         self._depth = 0
         self.bounded: Bounded | None = None
+        self.until, self.missed = math.inf, False
+        self.branches, self.insists = Branches(), False
+        self._windows = Windows(ledger)
 
     @property
     def trains(self) -> bool:
@@ -117,6 +141,12 @@ class Pace:
         # Of epochs one counts, however many were followed.
         whole = (self._first.total or 0) / self._first.turns
         return whole * self._first.steps.total() / self._all_steps
+
+    def most_steps(self) -> float:
+        """Return how often what is running now may run, by the loops around it; infinity where one is not known."""
+        if self._asker() is Asker.LIBRARY:
+            return math.inf
+        return math.prod(math.inf if loop.total is None else loop.total for loop in self._running)
 
     def stepped(self, optimizer: object) -> None:
         """Count a finished optimizer step.
@@ -172,16 +202,30 @@ class Pace:
         self._backwards = 0
         if loop not in self._running:
             self._running.append(loop)
+        loop.varies = self._is_unlike(loop)
         asker = Asker.LOOP if loop.loader is None else self._asker()
-        if asker is not Asker.CODE and self._is_seen(loop):
+        if asker is not Asker.CODE and not self.insists and self._is_seen(loop):
             left = None if loop.total is None else loop.total - loop.turns
-            if not self._is_filled(loop, left):
+            if not self._is_filled(loop, left) and not self._windows.may_close(loop, left):
                 self.ended_early = self.ended_early or loop.loader is not None
+                self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
                 if loop.turns and left != 0:
                     self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
                 return False
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
         return True
+
+    @property
+    def innermost(self) -> Loop | None:
+        """The innermost loop of the user's code that is running."""
+        return next((loop for loop in reversed(self._running) if loop.loader is None), None)
+
+    def forces(self, loop: Loop) -> bool:
+        """Whether a loop that is cut is to have one more iteration, for branches that its later ones take."""
+        if loop.total is not None and loop.turns >= loop.total:
+            return False
+        around = [one for one in self._running if one.loader is None and one is not loop]
+        return self.branches.force([*around, loop])
 
     def _is_filled(self, loop: Loop, left: int | None) -> bool:
         """Fill what the loop piles up only so far, once; return whether there was anything."""
@@ -197,12 +241,15 @@ class Pace:
             return False
         is_inner = any(other.at != loop.at for other in self._running)
         loop.filled = self.bounded.fill(loop.at, left, is_inner=is_inner)
+        if loop.filled or self.bounded.stays_open:
+            self._windows.give_up()
         return loop.filled
 
     def ended(self, loop: Loop) -> None:
         """Note that a loop is over: it has come to its end, was cut or was left."""
         if loop in self._running:
             self._running.remove(loop)
+        self.branches.ended(loop)
         if self._first is None and loop.steps and loop.total and loop.turns:
             self._first = loop
 
@@ -211,6 +258,8 @@ class Pace:
             self.has_trained = True
             if self._rises(loop):
                 loop.more += 1
+                return False
+            if self._goes_on(loop):
                 return False
             if loop.loader is not None:
                 self._trained_on.add(loop.loader)
@@ -221,9 +270,23 @@ class Pace:
         is_short = loop.total is not None and loop.total <= (_IDLE_PILED if piles_up else _IDLE_WHOLE)
         return loop.loader is not None and not loop.backwards and not is_short and loop.turns >= _IDLE_BATCHES
 
+    def _goes_on(self, loop: Loop) -> bool:
+        """Whether steps unlike those before them are still to be followed."""
+        most = _MOST_UNLIKE_KNOWN if loop.is_known else _MOST_UNLIKE
+        return loop.varies and loop.turns < most and time.monotonic() < self.until
+
+    def _is_unlike(self, loop: Loop) -> bool:
+        """Whether the last iteration allocated much in sizes of which no iteration before it had as many."""
+        if not loop.turns or not (loop.steps or loop.backwards):
+            return False
+        sizes = Counter(event[2] for event in self._ledger.events[loop.at :] if event[0] == "alloc")
+        new = sum(size * count for size, count in (sizes - loop.sizes).items())
+        loop.sizes |= sizes
+        return loop.turns > 1 and new > _UNLIKE * sum(size * count for size, count in sizes.items())
+
     def _rises(self, loop: Loop) -> bool:
         """Whether the last iteration left something behind, so that the next may need more; or may let go of it."""
-        if loop.more == _MOST_MORE or loop.turns == loop.total:
+        if loop.more == _FEW_MORE or loop.turns == loop.total:
             return False
         return self._ledger.keeps(loop.at) if loop.turns == 1 else self._ledger.has_risen(loop.level)
 

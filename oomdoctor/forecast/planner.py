@@ -20,9 +20,10 @@ from oomdoctor.forecast.pricing import forecast_of, is_late, late
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.session import Attempt, Session
 

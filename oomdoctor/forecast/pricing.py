@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.shadow import Shadows
     from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "late", "price"]
+__all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "lacked_card", "late", "price"]
 
 BASIS: Final = "shadow run"
 _OUT_OF_TIME: Final = "out of time"
@@ -99,6 +99,7 @@ class Pricer:
             timeout_s=timeout_s,
             workers=self._workers,
             card=self._card,
+            texts=[text for one in attempts for text in (*one.replays, one.source)],
         )
         found: dict[int, Reading] = dict(nursery.wait())
         otherwise = Reading(why=nursery.failed or late(timeout_s))
@@ -131,12 +132,20 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     if reading.reserved and not reading.is_whole:
         error = max(error, round(SMALL_BUFFER / max(reading.peak, reading.reserved), 4))
     bases = [BASIS]
+    if reading.is_fresh:
+        bases.append("in a fresh process")
     if reading.card is not None:
         bases.append(f"{_ON_CARD}{reading.card}")
     if reading.over:
         bases.append(f"extrapolated over {reading.over} steps")
     if reading.endless:
         bases.append(f"grows by {format_size(reading.endless)} per step")
+    if reading.missed is not None:
+        bases.append(reading.missed)
+    if reading.is_bound:
+        bases.append("at the most that values may decide")
+    if reading.left_early:
+        bases.append("what comes after the training of a library is not seen")
     return Forecast(
         basis=", ".join(bases),
         budget=budget,
@@ -146,10 +155,19 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         error_ratio=error,
         peak_line=reading.peak_line,
         course=reading.course,
-        at_least=bool(reading.endless),
+        at_least=bool(reading.endless) or reading.missed is not None,
+        at_most=reading.is_bound,
     )
 
 
 def is_of_card(forecast: Forecast) -> bool:
     """Return whether the forecast is that of a device which this machine has not."""
     return f", {_ON_CARD}" in forecast.basis
+
+
+def lacked_card(forecast: Forecast) -> Card | None:
+    """Return the device which this machine has not and that the forecast was made on, None where there is none."""
+    from oomdoctor.forecast.card import Card
+
+    _, _, named = forecast.basis.partition(f", {_ON_CARD}")
+    return Card(type=named.partition(",")[0]) if named else None

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course
 
 __all__ = ["Reading", "one_sentence"]
@@ -31,11 +31,16 @@ class Reading:
         is_whole: whether every iteration that may change what is reserved is in these numbers.
         over: iterations that were not followed and are reckoned with, because each of them keeps something.
         endless: bytes that each iteration of a loop of unknown length keeps, so that more than this may be needed.
+        missed: what was not seen, so that more than this may be needed.
+        is_bound: whether sizes that values decide were taken for the largest that they may be.
+        left_early: whether a library was left in its training, so that what comes after it was not seen.
         course: how the memory went on the way.
         why: why there are no numbers.
         is_unfit: whether that is because the change found itself unfit for the cell.
         lacks: type of the device that the cell asked for in vain, where that is why.
         card: type of the device that was emulated.
+        is_fresh: whether it comes from a process that was started anew.
+        is_half: whether it went one way at a bool that nobody knows, and the other is still to be gone (see ``ways``).
     """
 
     peak: int = 0
@@ -46,11 +51,16 @@ class Reading:
     is_whole: bool = False
     over: int = 0
     endless: int = 0
+    missed: str | None = None
+    is_bound: bool = False
+    left_early: bool = False
     course: Course | None = None
     why: str | None = None
     is_unfit: bool = False
     lacks: str | None = None
     card: str | None = None
+    is_fresh: bool = False
+    is_half: bool = False
 
     def to_json(self) -> str:
         """Return the reading on one line."""

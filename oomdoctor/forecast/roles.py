@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomdoctor.forecast.survey import alive, state_of, told_roles
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker

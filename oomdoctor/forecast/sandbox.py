@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -29,6 +27,10 @@ class Blocked(PermissionError):
 
 def raise_limits() -> None:
     """Lift the soft limits of memory, which the program to be judged may be running up against."""
+    try:
+        import resource
+    except ImportError:  # Windows: a process has no such limits
+        return
     for limit in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         _soft, hard = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard, hard))
@@ -46,8 +48,9 @@ def wall_off(keep: frozenset[int]) -> None:
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for name in ("SIGTERM", "SIGCHLD"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     if tempfile.tempdir is None:  # modules ask for it when they are loaded, and finding one out would be a write
@@ -58,6 +61,10 @@ def wall_off(keep: frozenset[int]) -> None:
 
 
 def _cut_descriptors(keep: frozenset[int]) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows: the process was started anew, and has inherited none
+        return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/dev/fd").iterdir()):
         number = int(path.name)

@@ -14,22 +14,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.card import Card
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.forking import forked
+from oomdoctor.forecast.reading import Reading, one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["Shadows", "written"]
+__all__ = ["Crashed", "Shadows", "written"]
 
 _REPORT_S: Final = 0.3
 _REPORT_SHARE: Final = 0.1
 """Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
 
 
+class Crashed(Exception):
+    """The first shadow of a forked process was ended by a signal: perhaps this process cannot be forked."""
+
+
 class Shadows:
     """The shadows of a nursery: so many at once, each with a pipe of its own.
 
-    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
+    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer. Where
+    it is doubted that this process can be forked, the crash of a shadow before any has answered ends all (``Crashed``).
     """
 
     def __init__(
@@ -43,14 +49,20 @@ class Shadows:
         workers: int,
         above: int,
         card: Card | None = None,
+        is_doubted: bool = False,
     ) -> None:
         self._session, self._prepare, self._workers, self._above = session, prepare, workers, above
         self._budget, self._cached, self._timeout_s = budget, cached, timeout_s
         self._end: float | None = None
         self._start: Any = None
-        self._card = card
+        self._card, self._is_doubted = card, is_doubted
         self._running: dict[int, tuple[int, Hashable, Attempt, bytearray]] = {}
         self._answered: list[tuple[Hashable, Reading]] = []
+
+    @property
+    def card(self) -> Card | None:
+        """The device that shadows run on, None for the memory of this machine."""
+        return self._card
 
     @property
     def has_room(self) -> bool:
@@ -75,7 +87,7 @@ class Shadows:
             self._answered.append((key, self._start))
             return
         reader, writer = os.pipe()
-        pid = os.fork()
+        pid = forked()
         if pid == 0:
             self._shadow(attempt, writer)
         os.close(writer)
@@ -117,6 +129,9 @@ class Shadows:
                 card=self._card,
                 time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
             )
+        except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
+            reading = Reading(why=f"the shadow process failed with {one_sentence(error)}")
+        try:
             written(writer, reading.to_json().encode())
         finally:
             os._exit(0)
@@ -130,6 +145,10 @@ class Shadows:
         del self._running[reader]
         os.close(reader)
         status = os.waitpid(pid, 0)[1]
+        if not received and self._is_doubted and os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+            self._end_all()
+            raise Crashed(_end_of(status))
+        self._is_doubted = False
         reading = Reading.from_json(received.decode()) if received else Reading(why=_end_of(status))
         if reading.lacks is None:
             self._answered.append((key, reading))
@@ -149,7 +168,10 @@ class Shadows:
 
 def _end_of(status: int) -> str:
     if not os.WIFSIGNALED(status):
-        return "the shadow process ended without an answer"
+        code = os.WEXITSTATUS(status)
+        return (
+            f"the cell ends its process, with status {code}" if code else "the shadow process ended without an answer"
+        )
     name = signal.Signals(os.WTERMSIG(status)).name
     hint = ", perhaps on writing to memory that is shared with other processes" if name == "SIGSEGV" else ""
     return f"the shadow process was ended by {name}{hint}"

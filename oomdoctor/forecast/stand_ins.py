@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -22,8 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from oomdoctor.forecast.files import keep_files
+from oomdoctor.forecast.histories import fill_histories
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.packing import replace_unpacking
+from oomdoctor.forecast.subclasses import make_subclasses
 from oomdoctor.forecast.tracker import raw_data
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ _builtins: Any = builtins
 _io: Any = io
 _time: Any = time
 
+_OWN: Final = __name__.partition(".")[0]
+
 
 def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     """Put every stand-in into place in this process."""
@@ -45,11 +49,14 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     replace_unpacking()
     _follow_training(pace)
     _scale_gradients()
-    _fill_histories()
+    fill_histories(pace)
     _read_values(tracker)
     _repoint_data(tracker)
     _move_modules()
     _copy_deeply()
+    make_subclasses(tracker)
+    keep_files(tracker)
+    _follow_threads(tracker)
     _hide_fakes()
     _leave_threads_alone()
     _write_nothing()
@@ -88,26 +95,6 @@ def _scale_gradients() -> None:
         return optimizer.step(*args, **kwargs)
 
     scaler._maybe_opt_step = step
-
-
-def _fill_histories() -> None:
-    """Let LBFGS make all of its iterations, and have all of its history after its first step: else values decide."""
-    cls: Any = torch.optim.LBFGS
-    step = cls.step
-
-    @wraps(step)
-    def filled(optimizer: Any, closure: Any) -> Any:
-        for group in optimizer.param_groups:
-            group["tolerance_change"] = -1.0
-        loss = step(optimizer, closure)
-        (group,), state = optimizer.param_groups, optimizer.state[optimizer._params[0]]
-        while "d" in state and len(state["old_dirs"]) < group["history_size"]:
-            state["old_dirs"].append(torch.empty_like(state["d"]))
-            state["old_stps"].append(torch.empty_like(state["d"]))
-            state["ro"].append(state["d"].new_empty(()))
-        return loss
-
-    cls.step = filled
 
 
 def _read_values(tracker: Tracker) -> None:
@@ -170,7 +157,8 @@ def _move_modules() -> None:
             if parameter is not None:
                 with torch.no_grad():
                     data = fn(parameter)
-                    if data.device.type == "meta" and isinstance(parameter, FakeTensor):  # of no such data, says torch
+                    is_meta = "meta" in (data.device.type, parameter.device.type)
+                    if is_meta and isinstance(parameter, FakeTensor):  # of no such data, says torch
                         module._parameters[name] = torch.nn.Parameter(data, parameter.requires_grad)
                         continue
                     parameter.data = data
@@ -183,6 +171,22 @@ def _move_modules() -> None:
 
     cls: Any = torch.nn.Module
     cls._apply = apply
+
+
+def _follow_threads(tracker: Tracker) -> None:
+    """Have what the cell does in threads of its own run on fakes too: modes are those of one thread."""
+    run = threading.Thread.run
+
+    def followed(thread: threading.Thread) -> None:
+        target = getattr(thread, "_target", None)
+        if str(getattr(target, "__module__", "")).partition(".")[0] == _OWN:
+            run(thread)
+            return
+        with tracker.fake_mode, tracker:
+            run(thread)
+
+    cls: Any = threading.Thread
+    cls.run = followed
 
 
 def _copy_deeply() -> None:
@@ -250,7 +254,7 @@ def _write_nothing() -> None:
         setattr(os, name, _nothing)
     for name in _TREE_CALLS:
         setattr(shutil, name, _nothing)
-    _torch.save = _time.sleep = _nothing
+    _time.sleep = _nothing
 
 
 def _say_nothing(shell: Any) -> None:

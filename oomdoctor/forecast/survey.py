@@ -13,13 +13,16 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
 from oomdoctor.model.aside import is_apart
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
-__all__ = ["Alive", "alive", "live_storages", "state_of", "told_roles"]
+__all__ = ["Alive", "alive", "live_storages", "saved_by", "state_of", "told_roles"]
 
+_WITHOUT_SHAPE: Final = (UninitializedParameter, UninitializedBuffer)
+"""What a lazy module has before its first forward: no memory, and an error for whoever asks for it."""
 _NONE: Final[list[Any]] = []
 
 
@@ -49,7 +52,7 @@ class Alive:
         if kind is deque:
             return self.deques
         if issubclass(kind, torch.Tensor):
-            return None if issubclass(kind, FakeTensor) else self.tensors
+            return None if issubclass(kind, (FakeTensor, *_WITHOUT_SHAPE)) else self.tensors
         if issubclass(kind, torch.nn.Module):
             return self.modules
         return self.optimizers if issubclass(kind, Optimizer) else None
@@ -87,7 +90,7 @@ def live_storages(found: Alive) -> Iterator[tuple[torch.UntypedStorage, Role | N
         elif tensor.requires_grad and tensor.grad is not None:
             yield from _as(Role.GRADIENT, tensor.grad)
         yield from _as(role, tensor)
-    for storage in _saved(roots):
+    for storage in saved_by(roots):
         yield storage, Role.GRAPH_KEPT_ALIVE
     for tensor, role in told_roles(found):
         if not is_apart(tensor):
@@ -103,10 +106,11 @@ def told_roles(found: Alive) -> Iterator[tuple[torch.Tensor, Role]]:
         if issubclass(type(tensor), torch.nn.Parameter):
             yield tensor, Role.PARAMETER
     for module in found.modules:
-        buffers = module.__dict__.get("_buffers")
-        for buffer in buffers.values() if isinstance(buffers, dict) else ():
-            if isinstance(buffer, torch.Tensor):
-                yield buffer, Role.BUFFER
+        for kept, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
+            registered = module.__dict__.get(kept)
+            for tensor in registered.values() if isinstance(registered, dict) else ():
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, _WITHOUT_SHAPE):
+                    yield tensor, role
     for optimizer in found.optimizers:
         for tensor in state_of(optimizer):
             yield tensor, Role.OPTIMIZER_STATE
@@ -126,7 +130,7 @@ def state_of(optimizer: Any) -> Iterator[torch.Tensor]:
             yield held
 
 
-def _saved(roots: list[Any]) -> Iterator[torch.UntypedStorage]:
+def saved_by(roots: list[Any]) -> Iterator[torch.UntypedStorage]:
     """Yield what the graphs behind ``roots`` saved for backward, without unpacking it.
 
     To unpack is to run the hooks of whoever packed it: on a checkpointed graph, the forward.

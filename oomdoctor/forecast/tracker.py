@@ -24,17 +24,19 @@ from oomdoctor.forecast.alike import ALIKE
 from oomdoctor.forecast.answers import ANSWERS, Scalars
 from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
+from oomdoctor.forecast.in_place import changes_elements
 from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.losses import LOSSES
 from oomdoctor.forecast.packing import PACKING
 from oomdoctor.forecast.workspaces import WORKSPACES
-from oomdoctor.model.evidence import Role
+from oomdoctor.forecast.zeros import ZEROS
+from oomdoctor.model.memory import Role
 
 __all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
-_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **LOSSES, **PACKING, **WORKSPACES}
+_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **LOSSES, **PACKING, **WORKSPACES, **ZEROS}
 _DEVICE = torch.ops.prim.device.default
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
@@ -42,8 +44,10 @@ raw_data: Any = torch._C.TensorBase.data
 """The descriptor behind ``Tensor.data``, which the shadow run replaces (see ``stand_ins``)."""
 
 
-_FOLLOWED_ELEMENTS: Final = 1024
-"""Literals and index tensors of up to so many elements are computed with for real beside their twins."""
+_FOLLOWED_ELEMENTS: Final = 1 << 17
+_FOLLOWED_TWINS: Final = 1 << 22
+"""Literals, integers and masks of up to so many elements are computed with for real beside their twins; of those that
+were there before, and have their values anyway, larger ones: labels of a data set."""
 
 # The limit for what the fake mode computes by itself. It is 1 there: enough for a compiler, not for lists of lengths.
 fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
@@ -184,6 +188,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if changes_elements(func, args):
+            return args[0]
         handler = self.handlers.get(func)
         if handler is None and draws(func, args, kwargs):
             move_generator(kwargs.get("generator"))
@@ -275,7 +281,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_small_index(tensor: torch.Tensor) -> bool:
     """Whether the values of a real tensor may steer the program and are cheap to follow: lengths, labels, counters."""
-    if tensor.dtype.is_floating_point or tensor.numel() > _FOLLOWED_ELEMENTS:
+    if tensor.dtype.is_floating_point or tensor.numel() > _FOLLOWED_TWINS:
         return False
     return not tensor.untyped_storage().is_shared()  # which other processes would see being written
 

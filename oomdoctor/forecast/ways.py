@@ -4,6 +4,9 @@ Which way needs more memory cannot be told beforehand: a generation that ends wi
 loss that is the best so far. So the shadow is forked at the first such question: it goes on as if the answer were yes,
 its copy as if it were no, and the higher of both peaks is the answer. What comes before the question is run once. Of
 later questions each of the two gives the answer of its own; what differs between them is not tried.
+
+Where there is no fork, the reading says that it is but half of the answer, and whoever began the shadow begins another,
+which gives the other answer from the beginning.
 """
 
 from __future__ import annotations
@@ -16,15 +19,38 @@ from dataclasses import replace
 from typing import Final
 
 from oomdoctor.forecast import sandbox
+from oomdoctor.forecast.forking import forked
 from oomdoctor.forecast.reading import Reading
 
-__all__ = ["Ways"]
+__all__ = ["Ways", "answer_otherwise", "higher"]
 
 _REPORT_S: Final = 0.1
 """Time beyond its limit in which the copy may still report."""
 _PATIENCE: Final = 3
 _LEAST_S: Final = 0.5
 """The copy may take so many times as long as this process did, and so long at the least: a loop may never end there."""
+
+
+_first_answer = True
+
+
+def answer_otherwise() -> None:
+    """Have this process, which nobody forks, go the second of both ways."""
+    global _first_answer
+    _first_answer = False
+
+
+def higher(first: Reading, second: Reading | None) -> Reading:
+    """Return the reading of the way that needs more.
+
+    A way that ends in an error is not the one that the cell goes, unless both do.
+    """
+    if second is None or second.why is not None or first.lacks is not None:
+        return first
+    if first.why is not None:
+        return second
+    most = max(first, second, key=lambda one: (max(one.peak, one.reserved or 0), one is first))
+    return replace(most, cost=max(first.cost, second.cost))
 
 
 class Ways:
@@ -35,13 +61,14 @@ class Ways:
     """
 
     def __init__(self) -> None:
-        self.answer = True
+        self.answer, self._is_asked = _first_answer, False
         self._pid = self._reader = self._writer = -1
         self._begun = self._end = 0.0
 
     def choose(self) -> bool:
         """Return the answer of this process; the first call forks the other one."""
-        if self._pid < 0:
+        self._is_asked = True
+        if self._pid < 0 and hasattr(os, "fork"):
             self._split()
         return self.answer
 
@@ -60,27 +87,18 @@ class Ways:
 
     def _fork(self) -> int:
         with sandbox.own_doings():
-            return os.fork()
+            return forked()
 
     def joined(self, reading: Reading) -> Reading:
-        """Return the reading of the way that needs more; in the copy, say what it read and end.
-
-        A way that ends in an error is not the one that the cell goes, unless both do.
-        """
+        """Return the reading of the way that needs more; in the copy, say what it read and end."""
         if self._pid < 0:
-            return reading
+            return replace(reading, is_half=self._is_asked)
         if self._pid == 0:
             try:
                 os.write(self._writer, reading.to_json().encode())
             finally:
                 os._exit(0)
-        other = self._received()
-        if other is None or other.why is not None or reading.lacks is not None:
-            return reading
-        if reading.why is not None:
-            return other
-        higher = max(reading, other, key=lambda one: (max(one.peak, one.reserved or 0), one is reading))
-        return replace(higher, cost=max(reading.cost, other.cost))
+        return higher(reading, self._received())
 
     def _received(self) -> Reading | None:
         received, took = b"", time.monotonic() - self._begun

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, DeviceMemory, Evidence, Holding, Measured, Role
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, Measured, Role
 
 __all__ = ["Change", "DeviceGrowth", "Growth", "Mark", "Switch", "compare", "difference"]
 

@@ -12,9 +12,10 @@ from oomdoctor.model.fix import Dose
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
-    from oomdoctor.model.evidence import Census, Evidence
+    from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.finding import Finding
     from oomdoctor.model.incident import Incident
+    from oomdoctor.model.memory import Census
     from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan
     from oomdoctor.model.plan import Candidate, Forecast
 

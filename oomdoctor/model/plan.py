@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 
 __all__ = ["Candidate", "Course", "Forecast", "Plan", "Verdict"]
 
@@ -53,6 +53,7 @@ class Forecast:
         basis: how it was found out: a shadow run, an analytic estimate.
         error_ratio: how far off such forecasts may be, as a share of the peak.
         at_least: whether more than this may be needed: then it is known what does not fit, and never what does.
+        at_most: whether less than this may be needed: then it is known what fits, and never what does not.
         peak_line: line of the failing cell at which the peak stands, None where it was not seen.
         refused: why there is no number, where there is none.
         course: how the memory goes on the way, None where no shadow run saw it.
@@ -65,6 +66,7 @@ class Forecast:
     slowdown: float | None = None
     error_ratio: float = 0.0
     at_least: bool = False
+    at_most: bool = False
     peak_line: int | None = None
     refused: str | None = None
     course: Course | None = None
@@ -76,7 +78,7 @@ class Forecast:
             return Verdict.UNKNOWN
         need = max(self.peak, self.reserved or 0)
         if need > self.budget:
-            return Verdict.TOO_LARGE
+            return Verdict.BORDERLINE if self.at_most else Verdict.TOO_LARGE
         if self.at_least:
             return Verdict.UNKNOWN
         return Verdict.FITS if need * (1 + self.error_ratio) <= self.budget else Verdict.BORDERLINE

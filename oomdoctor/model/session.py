@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from oomdoctor.model.evidence import DeviceMemory
+    from oomdoctor.model.memory import DeviceMemory
 
 __all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Named", "Session"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
 
 
-__all__ = ["accelerator_of", "diagnose", "observe", "open_session", "uncounted"]
+__all__ = ["accelerator_of", "diagnose", "observe", "open_session", "uncounted", "unpriced"]
 
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
@@ -44,9 +44,18 @@ def observe(
     with uncounted():
         evidence = collect(session, exc, filenames, line=line)
     incident = replace(incident, device=incident.device or evidence.device.name)
-    unpriced = Plan(unchanged=Forecast(basis="not priced yet"))
-    case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced)
+    case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
     return case, session
+
+
+def unpriced(*, pending: bool = False) -> Plan:
+    """Return a plan with nothing in it.
+
+    Args:
+        pending: whether it is still to be priced.
+    """
+    basis = "not priced yet" if pending else "nothing was priced"
+    return Plan(unchanged=Forecast(basis=basis), pending=pending)
 
 
 def diagnose(case: Case, rules: RuleBook) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +74,16 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor.model.memplan import Place
     from oomdoctor.views.words import device_name, known
 
-    def observed(line: int | None = None) -> Evidence:
-        found = collect(session, None, {}, line=line)
+    def observed(
+        session: Session, line: int | None, failure: BaseException | None, filenames: Mapping[str, int]
+    ) -> Evidence:
+        found = collect(session, failure, filenames, line=line)
         if memory is None:
             return found
         held = known(found.device.reserved) or 0
         return replace(found, devices=(replace(found.device, total=memory, free=memory - held), *found.devices[1:]))
 
-    found = observed()
+    found = observed(session, None, None, {})
     device = found.device
     if memory is None:
         total = None if isinstance(device.total, Unavailable) else device.total
@@ -91,7 +94,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     return foresee(
         session,
         here,
-        lambda line: found if line is None else observed(line),
+        lambda on, line, *failed: found if line is None and on is session else observed(on, line, *failed),
         list(fixes.catalogue().values()),
         Batches(now=_batch_at.batch_size, at=_batch_at.at_batch),
         host=devices.in_use()[-1],

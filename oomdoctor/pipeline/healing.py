@@ -42,6 +42,7 @@ async def heal(
         keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
     """
     from oomdoctor.incident import find_oom
+    from oomdoctor.model.primitives import is_short_of_memory
     from oomdoctor.retry import heal as retry
 
     lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
@@ -56,7 +57,7 @@ async def heal(
         [trial for _, trial in trials],
         run,
         accelerator=session.accelerator,
-        is_oom=lambda exc: find_oom(exc) is not None,
+        is_oom=lambda exc: find_oom(exc) is not None or is_short_of_memory(exc),
         most_attempts=1 if case.evidence.code.not_reached else most_attempts,
         time_budget_s=time_budget_s,
         failed=failed,

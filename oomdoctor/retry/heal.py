@@ -84,9 +84,10 @@ async def heal(
             raise
         if (error is None or isinstance(error, SystemExit)) and not transaction.stopped:  # it ended itself
             return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), error
+        ran_out = _ran_out(error, is_oom)  # before its frames let go of what they hold
         if error is not None:
             release(error, shell)
-        if not log.goes_on_after(trial, error, is_oom):
+        if not log.goes_on_after(trial, error, ran_out=ran_out):
             return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
         if transaction.losses():
             break
@@ -123,18 +124,20 @@ class _Log:
         self.unfit[trial.fix] = str(why)
         self.why = f"{trial.label}: {why}"
 
-    def goes_on_after(self, trial: Trial, error: BaseException | None, is_oom: Callable[[BaseException], bool]) -> bool:
+    def goes_on_after(self, trial: Trial, error: BaseException | None, *, ran_out: bool) -> bool:
         """Note how a trial failed; return whether another one may cure that."""
+        is_ours = isinstance(error, OomDoctorError)
         if self.transaction.stopped:
             self.ran_out += 1
             self.why, self.error = f"{trial.label}: {self.transaction.stopped}", None
-        elif isinstance(error, OomDoctorError):
-            self.unfit_for(trial, error)
-            self.error = None
-        elif error is not None and is_oom(error):
+        elif ran_out:
             self.ran_out += 1
             self.failed.add(trial.label)
-            self.why, self.error = f"memory ran out with {trial.label} as well", error
+            self.why = f"memory ran out with {trial.label} as well" + (f": {error}" if is_ours else "")
+            self.error = None if is_ours else error
+        elif is_ours:
+            self.unfit_for(trial, error)
+            self.error = None
         else:
             return False
         return True
@@ -155,6 +158,13 @@ class _Log:
             elapsed_s=self.elapsed_s,
             why=why,
         )
+
+
+def _ran_out(error: BaseException | None, is_oom: Callable[[BaseException], bool]) -> bool:
+    """Return whether memory ran out; of what a change raised, its cause tells: a few rows that it tried out."""
+    if isinstance(error, OomDoctorError):
+        error = error.__cause__
+    return error is not None and is_oom(error)
 
 
 async def _attempt(

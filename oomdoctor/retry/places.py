@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MemberDescriptorType
 from typing import Any, Final
 
@@ -87,6 +88,21 @@ _NUMBERS: Final = frozenset("cbBhHiIlLqQfdg?u")
 """What ctypes calls numbers and characters. Pointers are none: what they point to may be gone."""
 
 
+_keywords: Final[Any] = vars(partial)["keywords"].__get__
+
+
+def _of_partial(function: Any) -> dict[str, Any]:
+    return dict(_keywords(function))
+
+
+def _set_keyword(function: Any, name: str, value: Any) -> None:
+    _keywords(function)[name] = value
+
+
+def _delete_keyword(function: Any, name: str) -> None:
+    del _keywords(function)[name]
+
+
 def _is_memory(cls: type) -> bool:
     names = {name_of(base) for base in mro_of(cls) if module_of(base) == "_ctypes"}
     return "_CData" in names and "CFuncPtr" not in names
@@ -113,6 +129,7 @@ def _places(cls: type) -> tuple[Place, ...]:
         (issubclass(cls, BaseException), Place(_of_exception)),
         (issubclass(cls, threading.local), Place(_of_local, _LOCAL.__setattr__, _LOCAL.__delattr__)),
         (("torch.jit._script", "RecursiveScriptModule") in names, Place(_of_script, _set_in_script)),
+        (issubclass(cls, partial), Place(_of_partial, _set_keyword, _delete_keyword)),
         (is_memory(cls) and _is_flat(cls), Place(_of_memory, _set_memory)),
     )
     return tuple(place for applies, place in table if applies)

@@ -119,6 +119,10 @@ class Snapshot:
             self._left.add(name)
             self._shape.bindings.pop(name, None)
 
+    def leave_streams(self, later: Snapshot) -> None:
+        """Have the streams stay as they are whenever the state is restored that a later cell has exchanged."""
+        self._surroundings.leave(later._surroundings)
+
     def check_left(self, names: frozenset[str]) -> None:
         """Refuse to go on with names that later cells have bound since.
 
@@ -154,6 +158,7 @@ class Snapshot:
     def end(self) -> None:
         """Note what the cell leaves, when it ends."""
         self._surroundings.end()
+        self._patches.end()
 
     def losses(self) -> tuple[str, ...]:
         """Return what cannot be brought back, a sentence each; nothing is touched."""

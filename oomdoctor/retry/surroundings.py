@@ -228,6 +228,11 @@ class Surroundings:
         """Note the streams that the cell leaves. Those of a later cell may be exchanged for reasons of its own."""
         self._left = _streams()
 
+    def leave(self, later: Surroundings) -> None:
+        """Have the streams stay as they are that a later cell has exchanged."""
+        exchanged = {name: now for name, now in later._left.items() if now is not later._streams[name]}
+        self._streams = {**self._streams, **exchanged}
+
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each log file that was written to, and for what cannot be set back."""
         for path, size in _log_sizes():

@@ -178,7 +178,8 @@ class Transaction:
     def moved_on_by(self, later: Transaction) -> str | None:
         """Return what a later cell has done that this one cannot be run again after, or taken back; None for nothing.
 
-        Names that it has bound, and that this cell has no use for, stay as they are from then on.
+        Names that it has bound, and that this cell has no use for, stay as they are from then on, and so do the streams
+        that it has exchanged.
         """
         if self._snapshot is None or later._snapshot is None:
             return "run, and what it has changed is not known"
@@ -190,4 +191,5 @@ class Transaction:
         if (lost := next((told for told in later.losses()), None)) is not None:
             return f"run, and {lost}"
         self._snapshot.leave(names)
+        self._snapshot.leave_streams(later._snapshot)
         return None

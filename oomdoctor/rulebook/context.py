@@ -16,7 +16,8 @@ from typing import Any, Final, TypeAlias
 
 import rule_engine
 
-from oomdoctor.model.evidence import CodeFacts, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.memory import Role
 
 __all__ = ["SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import rule_engine
 from rule_engine import ast as tree
 
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import Role
 from oomdoctor.rulebook.context import engine_context
 
 __all__ = ["compiled"]

@@ -12,8 +12,10 @@ from dataclasses import fields
 from typing import Final, TypeAlias
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import CodeFacts, DeviceMemory, Evidence, HostMemory, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SYMBOLS, Fact, Facts

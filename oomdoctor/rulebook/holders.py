@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, CodeFacts, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.rulebook.context import Fact
 
 __all__ = ["told_by"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.session import Session
 
-__all__ = ["at_dose", "doses", "together", "with_candidate"]
+__all__ = ["at_dose", "doses", "joins", "together", "with_candidate"]
 
 _EFFECTS: Final = tuple(Effect)
 
@@ -79,6 +79,13 @@ def at_dose(case: Case, session: Session, candidate: Candidate, dose: Dose) -> C
         caveat=proposal.caveat or candidate.caveat,
         forecast=dict(doses(case, candidate))[dose],
     )
+
+
+def joins(candidate: Candidate) -> bool:
+    """Return whether a change can be made beside another one at all."""
+    from oomdoctor.forecast.planner import JOINING
+
+    return candidate.fix in JOINING and candidate.refuted is None
 
 
 def together(case: Case, session: Session, chosen: tuple[Candidate, ...]) -> Candidate | Refused:

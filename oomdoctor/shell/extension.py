@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.session import Cell
     from oomdoctor.shell.filling import Filling
-    from oomdoctor.views.panel import Panel
+    from oomdoctor.shell.showing import Shown
 
 __all__ = ["Extension", "OpenCase", "Request"]
 
@@ -54,7 +54,7 @@ class Extension:
         self.shell = shell
         self.config = OomDoctor(parent=shell)
         self.open: OpenCase | None = None
-        self.panel: Panel | None = None
+        self.shown: Shown | None = None
         self._healed: OpenCase | None = None
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
@@ -222,9 +222,9 @@ class Extension:
         call = may_change(transaction.source)
         done = case.transaction.moved_on_by(transaction)
         if call is not None or done is not None:
-            self.open = self.healed = None
             cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
             self.passed = f"{cell} has {done or f'run `{call}`, which may have changed the state'}"
+            self.open = self.healed = None
 
     # What passes by -------------------------------------------------------------------------------------------
 
@@ -272,14 +272,14 @@ class Extension:
 
     @property
     def healed(self) -> OpenCase | None:
-        """The case that was healed and can be taken back; the panel shows that it can."""
+        """The case that was healed and can be taken back; the panel shows whether it can, and what can be retried."""
         return self._healed
 
     @healed.setter
     def healed(self, case: OpenCase | None) -> None:
-        is_new, self._healed = case is not self._healed, case
-        if self.panel is not None and is_new:
-            self.borders.guarded("display", self.panel.refresh)
+        self._healed = case
+        if self.shown is not None:
+            self.borders.guarded("display", self.shown.refresh)
 
     @property
     def names(self) -> dict[int, str] | None:

@@ -112,9 +112,11 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
 
 def _fill_in(extension: Extension, failure: BaseException, found: Case, shown: Shown) -> None:
     """Let go of what the failure holds, and begin with the forecasts for what is ``shown`` already."""
+    from oomdoctor import pipeline
+
     guarded = extension.borders.guarded
     _let_go(extension, failure)
-    unpriced = replace(found, plan=replace(found.plan, pending=False))
+    unpriced = replace(found, plan=pipeline.unpriced())
     case: Case = guarded("forecast", lambda: _plan(extension, unpriced, later=True)) or unpriced
     if extension.filling is not None:
         extension.filling.begin(shown.update)
@@ -131,6 +133,8 @@ def _looked_at(
         later: whether the rest may come after the display. Then the plan of what is returned is pending, and the
             failure not let go of yet, unless the memory that it holds is what the display needs itself.
     """
+    from oomdoctor import pipeline
+
     guarded = extension.borders.guarded
     # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
     # census is without what it held.
@@ -142,7 +146,7 @@ def _looked_at(
     if case is None:
         return None
     diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, case)) or case
-    return replace(diagnosed, plan=replace(diagnosed.plan, pending=True)) if later else diagnosed
+    return replace(diagnosed, plan=pipeline.unpriced(pending=True)) if later else diagnosed
 
 
 def _let_go(extension: Extension, failure: BaseException) -> None:

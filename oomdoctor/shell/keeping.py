@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["insert", "undo", "why_not_undone"]
+__all__ = ["insert", "undo", "why_not_retried", "why_not_undone"]
 
 
 def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
@@ -54,12 +54,31 @@ def undo(extension: Extension) -> str:
     calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached))
     lost = tuple(dict.fromkeys((*opened.transaction.losses(), *opened.transaction.settle(), *calls)))
     fixes = ", ".join(case.outcome.fixes)
-    extension.open, extension.healed = opened, None
     extension.remedies.drop(case, opened.session.cells.failing.source)
     why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
     state = State.UNVERIFIED if lost else State.RESTORED
-    pipeline.record(replace(case, outcome=Outcome(state=state, why=why)))
+    taken_back = replace(case, outcome=Outcome(state=state, why=why))
+    pipeline.record(taken_back)
+    extension.open, extension.healed = opened, None
+    if extension.shown is not None:
+        extension.shown.tell_end(taken_back)
     return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+
+
+def why_not_retried(extension: Extension, outcome: Outcome) -> str:
+    """Return why the failed cell cannot be run again by a command or a button.
+
+    Args:
+        outcome: how it ended.
+    """
+    if outcome.kind is OutcomeKind.HEALED:
+        back = "`%oomdoctor undo` takes it back" if extension.healed is not None else "run it again"
+        return f"{', '.join(outcome.fixes)} healed it: {back}"
+    if extension.passed:
+        return f"{extension.passed}: run it again"
+    if not extension.config.snapshot:
+        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
+    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
 
 
 def why_not_undone(case: Case | None, passed: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "unregister"]
 
-_NAMES: Final = {"line": ("oomdoctor", "memreport"), "cell": ("memplan",)}
+_NAMES: Final = {"line": ("oomdoctor", "memreport", "memplan"), "cell": ("memplan",)}
 
 
 def register(extension: Extension) -> None:
@@ -34,11 +34,15 @@ def register(extension: Extension) -> None:
         time_s, keeps = config.forecast_time_s, config.keep_forecasts
         _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s, keep_forecasts=keeps))
 
-    memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
+    def memplan_line(line: str) -> None:
+        _answered(lambda: planning.line_answer(_split(line)))
+
+    memreport.__doc__, memplan.__doc__, memplan_line.__doc__ = USAGE, planning.USAGE, planning.USAGE
 
     for magic in (oomdoctor, memreport):
         extension.shell.register_magic_function(magic, magic_kind="line", magic_name=magic.__name__)
     extension.shell.register_magic_function(memplan, magic_kind="cell", magic_name="memplan")
+    extension.shell.register_magic_function(memplan_line, magic_kind="line", magic_name="memplan")
 
 
 def unregister(extension: Extension) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, p
 from oomdoctor.shell.verbs import shown
 
 if TYPE_CHECKING:
-    from oomdoctor.model.plan import Forecast
+    from oomdoctor.model.plan import Forecast, Verdict
     from oomdoctor.model.session import Cells
     from oomdoctor.views.planned import Planned
 
-__all__ = ["USAGE", "MemPlanner", "Options"]
+__all__ = ["USAGE", "MemPlanner", "Options", "check_source", "line_answer"]
 
 USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
 
@@ -35,7 +34,7 @@ USAGE: Final = """Forecast the cell below without running it: what it needs, whe
     --device-memory SIZE    plan for a device of that size, all of it for tensors: 16GiB, 512MiB
     --device D              plan for a device that is in use: cuda, cuda:1, cpu
     --json [PATH]           the plan as JSON, printed where no path is given, and for -
-    --help                  this text
+    --help                  this text, with `%memplan --help` where there is no cell
 """
 
 _TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
@@ -109,7 +108,10 @@ class MemPlanner:
             print(USAGE, end="")
             return
         options = Options.read(words)
-        _check(cell)
+        if not cell.strip():
+            raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
+        cell = _not_indented(cell)
+        check_source(cell, "the cell below %%memplan")
         planned = self._planned(cells_until(self._shell, number, cell), options, time_s, keep_forecasts)
         if options.json is not None:
             put(json.dumps(planned.to_dict(), indent=1), options.json)
@@ -142,9 +144,9 @@ class MemPlanner:
         from IPython.display import display
 
         if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
-            from oomdoctor.views.displayed import width
+            from oomdoctor.views.terminal import fitted, looks
 
-            print(planned.to_text(width=width(), colour="NO_COLOR" not in os.environ), end="")
+            print(fitted(planned.to_text(**looks(sys.stdout)), sys.stdout), end="")
         else:
             display(planned)
 
@@ -154,42 +156,67 @@ class MemPlanner:
         Raises:
             UsageError: the cell is not run, for this reason.
         """
-        if planned.fits is not True:
-            raise UsageError(f"not run: {_why_not(planned.forecast, planned.plan.here.verdict.value)}")
+        why = _why_not(planned.forecast, planned.plan.here.verdict)
+        if why is not None:
+            raise UsageError(f"not run: {why}")
         self.to_run = cell
 
 
-def _why_not(forecast: Forecast, verdict: str) -> str:
+def _not_indented(cell: str) -> str:
+    """Return the cell without the indentation of its first line, which IPython takes away before it runs one."""
+    from IPython.core.inputtransformer2 import leading_indent
+
+    return "".join(leading_indent(cell.splitlines(keepends=True)))
+
+
+def line_answer(words: list[str]) -> None:
+    """Answer ``%memplan``, with one sign.
+
+    Raises:
+        UsageError: it was no help that was asked for.
+    """
+    if not _HELP.intersection(words):
+        raise UsageError("%memplan has no cell below it: write %%memplan above the cell; `%memplan --help` tells more")
+    print(USAGE, end="")
+
+
+def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
+    """Return why the cell is not to be run, None where it is."""
+    from oomdoctor.forecast.pricing import is_of_card
+    from oomdoctor.model.plan import Verdict
+    from oomdoctor.model.sizes import format_size
     from oomdoctor.views.words import about, clean
 
     if forecast.peak is None:
         return f"it has no forecast: {clean(forecast.refused or '')}"
+    if is_of_card(forecast):
+        return "it asks for a device that this machine lacks"
     if forecast.budget is None:
         return "it is not known how much memory there is for it"
-    from oomdoctor.model.sizes import format_size
-
+    if verdict is Verdict.FITS:
+        return None
     need = max(forecast.peak, forecast.reserved or 0)
-    told = {"borderline": "too close to say"}.get(verdict, verdict)
+    told = {Verdict.BORDERLINE: "too close to say"}.get(verdict, verdict.value)
     return f"it needs {about(need)} of {format_size(forecast.budget)}, {told}"
 
 
-def _check(cell: str) -> None:
-    """Refuse what is no cell.
+def check_source(text: str, what: str) -> None:
+    """Refuse what is not Python, magics aside.
+
+    Args:
+        what: what it is called.
 
     Raises:
         UsageError: the line to show.
     """
     from oomdoctor.model.magics import mask
 
-    if not cell.strip():
-        raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
-    text = mask(cell).text
     try:
-        compile(text, "<cell>", "exec", flags=_AWAITS, dont_inherit=True)
+        compile(mask(text).text, "<cell>", "exec", flags=_AWAITS, dont_inherit=True)
     except (SyntaxError, ValueError) as exc:
-        line = f" (line {exc.lineno} below %%memplan)" if isinstance(exc, SyntaxError) and exc.lineno else ""
+        line = f" (line {exc.lineno} of it)" if isinstance(exc, SyntaxError) and exc.lineno else ""
         told = exc.msg if isinstance(exc, SyntaxError) else str(exc)
-        raise UsageError(f"the cell is not Python: {one_line(told)}{line}") from None
+        raise UsageError(f"{what} is not Python: {one_line(told)}{line}") from None
 
 
 def _pairs(words: list[str]) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from oomdoctor.shell.cells import cells_until, filenames, is_own
 from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
 
 if TYPE_CHECKING:
-    from oomdoctor.model.evidence import Measured
+    from oomdoctor.model.memory import Measured
     from oomdoctor.views.displayed import Report
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.survey import Survey
@@ -164,10 +164,10 @@ class MemReport:
         from IPython.display import display
 
         from oomdoctor.views import report_bundle, text
-        from oomdoctor.views.displayed import width
+        from oomdoctor.views.terminal import fitted, looks
 
         if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
-            print(text.report(survey, width=width(), colour="NO_COLOR" not in os.environ), end="")
+            print(fitted(text.report(survey, **looks(sys.stdout)), sys.stdout), end="")
         else:
             display(report_bundle(survey), raw=True)
 

@@ -12,8 +12,8 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.shell.running import Run
 from oomdoctor.shell.script_watch import left_alone
-from oomdoctor.shell.showing import Shown, retry_of
-from oomdoctor.shell.stragglers import Beside, beside, end_since, processes_since, threads_at_work
+from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.stragglers import Beside, beside, end_since, pools_since, processes_since, threads_at_work
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -60,12 +60,14 @@ class _Attempts:
 
     Attributes:
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
+        anyway: whether another attempt may follow what cannot be taken back.
         last: the shell's result of the one that ran last.
     """
 
     extension: Extension
     kwargs: dict[str, Any]
     waits: bool
+    anyway: bool = False
     last: Any = None
 
     async def run(self, attempt: Attempt) -> BaseException | None:
@@ -83,9 +85,11 @@ class _Attempts:
             self.last = await run_source(attempt.source, self.kwargs)
         # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
         error = _error_of(self.last) or run.take_failure()
-        why = await end_since(before, waits=self.waits) if error is not None else None
-        if why is not None:
-            raise RuntimeError(why)
+        if error is not None:
+            left = () if self.anyway else (*processes_since(before), *pools_since(before))
+            why = await end_since(before, waits=self.waits) or "; ".join(left)
+            if why:
+                raise RuntimeError(why)
         return error
 
 
@@ -98,7 +102,7 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
-    attempts = _Attempts(extension, cell.kwargs, extension.is_awaited(cell))
+    attempts = _Attempts(extension, cell.kwargs, extension.is_awaited(cell), request.anyway)
     try:
         case, error = await _heal(extension, request, attempts)
     except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
@@ -120,9 +124,9 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         if tells:
             extension.borders.guarded("display", lambda: Shown(extension).show(case))
     extension.borders.guarded("notice", lambda: extension.notice(case))
-    panel = extension.panel
-    if panel is not None and any(one.refuted for one in case.plan.candidates):
-        extension.borders.guarded("display", lambda: panel.update(case, retry_of(case)))
+    shown = extension.shown
+    if shown is not None and any(one.refuted for one in case.plan.candidates):
+        extension.borders.guarded("display", lambda: shown.offer(case))
     return True
 
 
@@ -132,7 +136,8 @@ async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> 
     opened, config = extension.open, extension.config
     if opened is None:
         raise UsageError("the case can no longer be retried: run its cell again")
-    still = "; ".join((*threads_at_work(), *processes_since(opened.beside))) if not request.anyway else ""
+    meanwhile = (*threads_at_work(), *processes_since(opened.beside), *pools_since(opened.beside))
+    still = "; ".join(meanwhile) if not request.anyway else ""
     if extension.in_flight > 1:
         still = "another cell is running meanwhile"
     still = still or await end_since(opened.beside, waits=attempts.waits) or ""

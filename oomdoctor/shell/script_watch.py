@@ -32,6 +32,7 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.shell.script_call import RESULT
 from oomdoctor.shell.script_source import begun, indented
+from oomdoctor.shell.stragglers import beside, end_since, pools_since, processes_since
 
 __all__ = [
     "Part",
@@ -128,6 +129,7 @@ class Watch:
     def __init__(self, part: Part, settings: Settings) -> None:
         self._part, self._settings = part, settings
         self._refused = part.refused or _at_work(part)
+        self._beside = beside()
         self._transaction: Any = None
         self._made: tuple[str, ...] = ()
         if self._refused is None:
@@ -151,9 +153,13 @@ class Watch:
         """
         _mark(failure)
         self._part = replace(self._part, text=begun(self._part.text, self._part.filename))
-        self._refused = self._refused or _at_work(self._part)
+        self._refused = self._refused or _at_work(self._part) or self._left_behind()
         with left_alone(), self._part.spelled():
             return await self._answer(failure)
+
+    def _left_behind(self) -> str | None:
+        """Return what the part has set going that cannot be taken back, None if there is nothing."""
+        return "; ".join((*processes_since(self._beside), *pools_since(self._beside))) or None
 
     async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
         # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
@@ -232,6 +238,7 @@ class Watch:
             kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
             why = pipeline.beyond_cure(case) or f"{kind} is likely to fit"
             return replace(case, outcome=_refusal(why)), None
+        await end_since(self._beside, waits=False)
         before = _healers(self._part.namespace)
         case, error = await pipeline.heal(
             case,
@@ -249,7 +256,7 @@ class Watch:
 
     async def _run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the part; return what the user's code raised."""
-        part, handled = self._part, sys.exc_info()[1]
+        part, handled, before = self._part, sys.exc_info()[1], beside()
         self._made = tuple(sorted(name for replay in attempt.replays for name in bound_names(replay)))
         texts = [(replay, f"<oomdoctor: {part.module} changed, {next(_numbers)}>") for replay in attempt.replays]
         for source, filename in [*texts, (attempt.source, part.own_filename)]:
@@ -268,6 +275,7 @@ class Watch:
                 failed = exc
             else:
                 continue
+            await end_since(before, waits=False)
             # A block is run again within the handling of its failure, which is no reason of what it raises now.
             for one in chained(failed):
                 if handled is not None and one.__context__ is handled:

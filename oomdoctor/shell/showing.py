@@ -28,41 +28,61 @@ _EVERY_S: Final = 0.25
 
 
 class Shown:
-    """One failure on the screen."""
+    """One failure on the screen: the last one, until there is another."""
 
     def __init__(self, extension: Extension) -> None:
         self._extension = extension
+        self._number = 0
         self._diagnosis: Any = None
+        self._told: dict[str, str] = {}
         self._panel: Any = None
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""
-        from IPython.display import DisplayHandle, display
+        from IPython.display import DisplayHandle
 
         from oomdoctor.views import bundle, panel
 
         extension, retry = self._extension, retry_of(case)
-        if case.plan.pending:
-            self._diagnosis = DisplayHandle()
-            self._diagnosis.display(bundle(case, extension.names, retry), raw=True)
-        else:
-            display(bundle(case, extension.names, retry), raw=True)
+        before, extension.shown, self._number = extension.shown, self, case.number
+        if before is not None:
+            extension.borders.guarded("display", before.refresh)
+        self._diagnosis, self._told = DisplayHandle(), bundle(case, extension.names, retry)
+        self._diagnosis.display(self._told, raw=True)
         if extension.config.panel and hasattr(extension.shell, "kernel"):
             typed = extension.open is not None and extension.is_source_awaited(extension.open.session.cells.failing)
-            self._panel = panel.build(case, _Doctor(extension, case.number), retry=retry, typed=typed)
+            self._panel = panel.build(case, _Doctor(self, extension, case.number), retry=retry, typed=typed)
             if self._panel is not None:
-                display(self._panel.box)
-                extension.panel = self._panel
+                self._panel.display()
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
+        self._retell(case)
+        if self._panel is not None:
+            self._panel.update(case, retry_of(case))
+
+    def refresh(self) -> None:
+        """Turn on in the panel what can be done now, and off what cannot."""
+        if self._panel is not None:
+            self._panel.refresh()
+
+    def offer(self, case: Case) -> None:
+        """Show in the panel what can be done after a retry that has shown a change to be wrong."""
+        if self._panel is not None and case.number == self._number:
+            self._panel.update(case, retry_of(case))
+
+    def tell_end(self, case: Case) -> None:
+        """Say in the diagnosis how a retry ended: what a button puts out is not in the notebook's file."""
+        if case.number == self._number:
+            self._retell(case)
+
+    def _retell(self, case: Case) -> None:
         from oomdoctor.views import bundle
 
-        retry = retry_of(case)
-        if self._diagnosis is not None:
-            self._diagnosis.update(bundle(case, self._extension.names, retry), raw=True)
-        if self._panel is not None:
-            self._panel.update(case, retry)
+        told = bundle(case, self._extension.names, retry_of(case))
+        if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
+            self._diagnosis.update(told, raw=True)
+            self._told = told
 
 
 def retry_of(case: Case) -> Retry:
@@ -76,8 +96,8 @@ def retry_of(case: Case) -> Retry:
 class _Doctor:
     """What the panel of one failure does: see ``views.panel.Doctor``."""
 
-    def __init__(self, extension: Extension, number: int) -> None:
-        self._extension, self._number = extension, number
+    def __init__(self, shown: Shown, extension: Extension, number: int) -> None:
+        self._shown, self._extension, self._number = shown, extension, number
 
     @property
     def auto(self) -> str:
@@ -93,6 +113,17 @@ class _Doctor:
         if case is None or self._extension.healed is None:
             return ()
         return tuple(one for one in case.plan.candidates if one.label in case.outcome.fixes)
+
+    @property
+    def gone(self) -> str:
+        from oomdoctor.shell.keeping import why_not_retried
+
+        case = self._case()
+        if case is None:
+            return "another cell has failed since, so run this one again"
+        if self._extension.open is not None or self._extension.healed is not None:
+            return ""
+        return why_not_retried(self._extension, case.outcome)
 
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         """Do what a button asks for, as if the user had typed it."""
@@ -117,7 +148,14 @@ class _Doctor:
             print(f"oomdoctor: {exc}", file=sys.stderr)
         finally:
             ended = None if watch is None else watch.end()
+        if ended is not None and ended.outcome is not None:
+            extension.borders.guarded("display", self._tell_end)
         return ended
+
+    def _tell_end(self) -> None:
+        case = self._case()
+        if case is not None:
+            self._shown.tell_end(case)
 
     def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
         from oomdoctor.shell import choosing
@@ -137,6 +175,11 @@ class _Doctor:
         if case is None or opened is None:
             return Refused(_PASSED)
         return choosing.at_dose(case, opened.session, candidate, dose)
+
+    def joins(self, candidate: Candidate) -> bool:
+        from oomdoctor.shell import choosing
+
+        return choosing.joins(candidate)
 
     def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
         from oomdoctor.shell import choosing
@@ -180,14 +223,17 @@ class _Watch:
             self._tell(self._live(None if isinstance(allocated, Unavailable) else allocated))
 
     def _live(self, allocated: int | None) -> Live:
+        from oomdoctor import pipeline
         from oomdoctor.views.live import Live
 
+        case = pipeline.last_case()
         return Live(
             attempt=self._opened.attempts,
             most=self._most,
             elapsed_s=time.monotonic() - self._began,
             allocated=allocated,
             budget=self._budget,
+            waits=case is not None and case.plan.pending,
         )
 
     def _of_budget(self) -> int | None:

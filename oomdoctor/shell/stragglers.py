@@ -1,25 +1,32 @@
-"""What of the user's code goes on beside a cell that has failed: tasks and timers that it made, threads, processes.
+"""What of the user's code goes on beside a cell that has failed: tasks, timers and calls to come, threads, processes.
 
-A retry goes back in time, and whatever goes on meanwhile would write into the state that it goes back to. Tasks and
-timers that the cell made are cancelled, as they would not be there had the changed cell run first. A thread cannot be
-ended from outside, and a process has done what it has done: they are named, and the retry refused.
+A retry goes back in time, and whatever goes on meanwhile would write into the state that it goes back to. Tasks, timers
+and calls to come that the cell made are cancelled, as they would not be there had the changed cell run first. A thread
+cannot be ended from outside, and a process or a pool has done what it has done: they are named, and the retry refused.
+
+Limits: calls are those of the loop that is running, as far as it shows them; asyncio's own loops do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from inspect import getattr_static
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Final
 from weakref import WeakSet
 
-__all__ = ["Beside", "beside", "end_since", "processes_since", "threads_at_work"]
+from oomdoctor.shell.pools import unfinished
+
+__all__ = ["Beside", "beside", "end_since", "pools_since", "processes_since", "threads_at_work"]
 
 _LIBRARIES: Final = tuple(
     {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
@@ -36,22 +43,34 @@ class Beside:
     Attributes:
         tasks: those of the loop that is running, none where there is no loop.
         timers: ``threading.Timer`` that wait for their time.
+        calls: those that the loop is to make.
         processes: numbers of the processes that ``multiprocessing`` has started.
+        work: what tells the work of pools.
     """
 
     tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
     timers: WeakSet[threading.Timer] = field(default_factory=WeakSet)
+    calls: WeakSet[asyncio.Handle] = field(default_factory=WeakSet)
     processes: frozenset[int | None] = frozenset()
+    work: frozenset[Hashable] = frozenset()
 
 
 def beside() -> Beside:
     """Return what goes on now."""
-    try:
-        tasks = WeakSet(asyncio.all_tasks())
-    except RuntimeError:
-        tasks = WeakSet()
-    timers = WeakSet(one for one in threading.enumerate() if isinstance(one, threading.Timer))
-    return Beside(tasks=tasks, timers=timers, processes=frozenset(one.pid for one in _children()))
+    tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+    calls: WeakSet[asyncio.Handle] = WeakSet()
+    with suppress(RuntimeError):  # no loop is running
+        loop: Any = asyncio.get_running_loop()
+        tasks.update(asyncio.all_tasks(loop))
+        for waiting in (getattr(loop, "_ready", ()), getattr(loop, "_scheduled", ())):
+            calls.update(tuple(waiting))
+    return Beside(
+        tasks=tasks,
+        timers=WeakSet(one for one in threading.enumerate() if isinstance(one, threading.Timer)),
+        calls=calls,
+        processes=frozenset(one.pid for one in _children()),
+        work=frozenset(unfinished()),
+    )
 
 
 def _children() -> list[Any]:
@@ -60,7 +79,7 @@ def _children() -> list[Any]:
 
 
 async def end_since(before: Beside, *, waits: bool) -> str | None:
-    """Cancel the timers and the user's tasks that were made since ``before``.
+    """Cancel the timers and the user's tasks and calls that were made since ``before``.
 
     Args:
         waits: whether the caller is awaited by the loop, so that the tasks can be awaited in their turn. Otherwise they
@@ -73,6 +92,9 @@ async def end_since(before: Beside, *, waits: bool) -> str | None:
     for timer in now.timers:
         if timer not in before.timers:
             timer.cancel()
+    for call in now.calls:
+        if call not in before.calls and _calls_users(call):
+            call.cancel()
     tasks = [task for task in now.tasks if task not in before.tasks and _is_users(_code_of(task))]
     for task in tasks:
         task.cancel()
@@ -99,6 +121,13 @@ def processes_since(before: Beside) -> Iterator[str]:
         yield f"the cell started the process `{child.name}`, which goes on and cannot be taken back"
 
 
+def pools_since(before: Beside) -> Iterator[str]:
+    """Yield a sentence for each pool that has not finished what it was given since ``before``."""
+    since = {words for work, words in unfinished().items() if work not in before.work}
+    for words in sorted(since):
+        yield f"{words} goes on with what the cell gave it, and that cannot be taken back"
+
+
 def threads_at_work() -> Iterator[str]:
     """Yield a sentence for each other thread that runs code of the user's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -113,6 +142,24 @@ def threads_at_work() -> Iterator[str]:
 def _code_of(task: Any) -> CodeType | None:
     coroutine = task.get_coro()
     return getattr(coroutine, "cr_code", None) or getattr(coroutine, "gi_code", None)
+
+
+def _calls_users(call: Any) -> bool:
+    """Whether the loop is to call something of the user's, itself or by way of a library's function."""
+    function = _under(call._callback)
+    if isinstance(function, BuiltinFunctionType):
+        # Of a future it is how asyncio itself goes on with a task, unless it cancels it.
+        return not isinstance(function.__self__, asyncio.Future) or function.__name__ == "cancel"
+    functions = [function, *map(_under, call._args or ())]
+    return any(_is_users(one.__code__) for one in functions if isinstance(one, FunctionType))
+
+
+def _under(function: Any) -> Any:
+    """Return what is called in the end: the function of a method, of a partial, of an object that can be called."""
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    called = getattr_static(type(function), "__call__", None)
+    return called if isinstance(called, FunctionType) else function
 
 
 def _is_users(code: CodeType | None) -> bool:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import OutcomeKind
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Effect
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.shell import keeping
 
@@ -248,19 +247,8 @@ def _choose(words: list[str]) -> tuple[Case, Candidate]:
 
 def _retryable(extension: Extension) -> Any:
     if extension.open is None:
-        raise UsageError(f"the failed cell can no longer be retried: {_why_not_retried(extension)}")
-
-
-def _why_not_retried(extension: Extension) -> str:
-    outcome = _case().outcome
-    if outcome.kind is OutcomeKind.HEALED:
-        back = "`%oomdoctor undo` takes it back" if extension.healed is not None else "run it again"
-        return f"{', '.join(outcome.fixes)} healed it: {back}"
-    if extension.passed:
-        return f"{extension.passed}: run it again"
-    if not extension.config.snapshot:
-        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
-    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
+        why = keeping.why_not_retried(extension, _case().outcome)
+        raise UsageError(f"the failed cell can no longer be retried: {why}")
 
 
 VERBS: Final[dict[str, Verb]] = {

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import DeviceMemory, Evidence, HostMemory
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.views import words
 
 __all__ = ["absences"]

@@ -6,7 +6,7 @@ A healed cell answers ``ok``, so this notice is the only sign that something els
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import OutcomeKind
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["COMMANDS", "Aftermath", "aftermath"]
+__all__ = ["CHANGED", "COMMANDS", "Aftermath", "aftermath"]
 
 _KEEP, _BACK, _OFFERED, _ANYWAY = COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
+
+CHANGED: Final = "Changed"
+"""Name of the facts that say what a healed cell ran with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ def _used(case: Case, label: str) -> _Used:
 def _facts(case: Case) -> list[tuple[str, str]]:
     outcome = case.outcome
     used = [_used(case, label) for label in outcome.fixes]
-    did = "Changed" if outcome.kind is OutcomeKind.HEALED else "Tried"
+    did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
     priced = used[0].as_priced if len(used) == 1 else None
     forecast = priced.forecast if priced is not None else None
     facts = [("Why", words.clean(outcome.why, 600))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oomdoctor.model.evidence import Census, DeviceMemory, HostMemory, Role
+from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 

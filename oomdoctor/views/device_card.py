@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.model.evidence import Census, DeviceMemory, ModelFacts, Role
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.memory import Census, DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.bar import device_bar

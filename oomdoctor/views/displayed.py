@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from copy import copy
@@ -21,6 +20,7 @@ from oomdoctor.views.device_card import in_use
 from oomdoctor.views.growth import GrowthRows, growth_rows
 from oomdoctor.views.holders import TOP
 from oomdoctor.views.survey import focus, survey
+from oomdoctor.views.terminal import fitted, width
 
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Unavailable
@@ -28,18 +28,11 @@ if TYPE_CHECKING:
     from oomdoctor.model.growth import Growth, Mark
     from oomdoctor.views.survey import Survey
 
-__all__ = ["Grown", "Report", "width"]
+__all__ = ["Grown", "Report"]
 
-_NARROWEST, _WIDEST, _LOG = 20, 120, 100
+_LOG: Final = 100
 _TITLE: Final = "Memory report"
 _numbers: Final = count()
-
-
-def width() -> int:
-    """Return the width for text: that of the terminal; a fixed one for logs and files."""
-    if not sys.stdout.isatty():
-        return _LOG
-    return min(max(shutil.get_terminal_size((_LOG, 24)).columns, _NARROWEST), _WIDEST)
 
 
 def _filled(name: str, whole: tuple[int, int | None] | None) -> str:
@@ -117,7 +110,7 @@ class Report:
         return text.report(self.survey(top=top), width=width, colour=colour)
 
     def __str__(self) -> str:
-        return self.to_text(width=width())
+        return fitted(self.to_text(width=width()), sys.stdout)
 
     def __repr__(self) -> str:
         facts = [(words.device_name(one), in_use(one)) for one in self.evidence.devices if one.name != "cpu"]
@@ -149,7 +142,7 @@ class Grown:
         return found
 
     def __str__(self) -> str:
-        return text.growth(self._rows(), width=width())
+        return fitted(text.growth(self._rows(), width=width()), sys.stdout)
 
     def __repr__(self) -> str:
         return f"<Grown: {self._rows().sentence}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -9,8 +10,8 @@ from typing import Any, Final
 
 from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.incident import Incident
-from oomdoctor.views.displayed import width
 from oomdoctor.views.mime import explanation_bundle
+from oomdoctor.views.terminal import fitted, width
 from oomdoctor.views.text import explanation
 from oomdoctor.views.words import clean
 
@@ -32,7 +33,7 @@ class Explained(Explanation):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return explanation(self, self.meanings, width=width()) + self._noted()
+        return fitted(explanation(self, self.meanings, width=width()) + self._noted(), sys.stdout)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON shape, with ``notes`` where there are some."""

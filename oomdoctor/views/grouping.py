@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from oomdoctor.model.evidence import Census, Holding, ModelFacts, Role
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.memory import Census, Holding, Role
 
 __all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group"]
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from oomdoctor.model.evidence import DeviceMemory, Evidence, ModelFacts, Role
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, difference
+from oomdoctor.model.memory import DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, one_per_group

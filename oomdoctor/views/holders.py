@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.model.evidence import Census, Holding, ModelFacts
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.memory import Census, Holding
 from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, grouped

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, DeviceMemory, HostHolding, HostMemory, HostProcess, Measured, ModelFacts
+from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, HostProcess, Measured
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.bar import ceiling, host_bar, process_bar

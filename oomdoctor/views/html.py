@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["case", "explanation", "growth", "memplan", "notice", "page", "plan", "report"]
+__all__ = ["BAD", "GOOD", "case", "explanation", "growth", "memplan", "notice", "page", "plan", "prose", "report"]
 
 _CODE: Final = re.compile(r"`([^`]+)`")
 
@@ -132,17 +132,17 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(prose=_prose, fill=_fill, share=_share)
+    environment.filters.update(prose=prose, fill=_fill, share=_share)
     environment.globals.update(css=_CSS)
     return environment
 
 
-def _prose(sentence: str) -> Markup:
+def prose(sentence: str) -> Markup:
     """Return a sentence with what stands between backticks as code, all of it escaped."""
     parts = _CODE.split(sentence)
     style = _CSS["code"]
     return Markup("").join(
-        Markup('<code style="{}">{}</code>').format(style, part) if index % 2 else escape(part)
+        Markup('<code dir="ltr" style="{}">{}</code>').format(style, part) if index % 2 else escape(part)
         for index, part in enumerate(parts)
     )
 
@@ -177,14 +177,16 @@ def _signal(lab: str, vscode: str) -> str:
     return f"color:color-mix(in srgb, {_themed(lab, vscode, 'currentcolor')} 70%, currentcolor)"
 
 
+BAD: Final = _signal("error-color1", "errorForeground")
+GOOD: Final = _signal("success-color1", "testing-iconPassed")
 _MONO: Final = f"font-family:{_themed('code-font-family', 'editor-font-family', 'monospace')}"
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,0.3)"
 
 _CSS: Final = {
     "root": f"max-width:62em;line-height:1.45;color:{_themed('ui-font-color1', 'foreground')};"
     f"font-family:{_themed('ui-font-family', 'font-family')};font-size:{_themed('ui-font-size1', 'font-size', '14px')}",
-    "bad": _signal("error-color1", "errorForeground"),
-    "good": _signal("success-color1", "testing-iconPassed"),
+    "bad": BAD,
+    "good": GOOD,
     "warn": _signal("warn-color1", "editorWarning-foreground"),
     "muted": "opacity:0.75",
     "code": f"{_MONO};font-size:0.95em;background:none;color:inherit;padding:0;word-break:break-word",
@@ -198,6 +200,9 @@ _CSS: Final = {
     "line-height:1.45;color:inherit",
     "th": f"text-align:left;padding:0.25em 1em 0.25em 0;font-weight:normal;opacity:0.75;white-space:nowrap;{_RULE}",
     "td": f"text-align:left;vertical-align:top;padding:0.35em 1em 0.35em 0;{_RULE}",
+    "row": f"display:flex;flex-wrap:wrap;gap:0.3em 0.8em;padding:0.35em 0;{_RULE}",
+    "title": "text-align:left;font-weight:normal;opacity:0.75;white-space:nowrap;padding:0;border:none",
+    "cell": "text-align:left;vertical-align:top;padding:0;border:none;overflow-wrap:anywhere",
     "num": f"text-align:right;vertical-align:top;padding:0.35em 1em 0.35em 0;white-space:nowrap;{_RULE}",
     "pre": f"{_MONO};font-size:0.95em;margin:0.6em 0;padding:0.5em 0.8em;overflow-x:auto;color:inherit;"
     "background:rgba(128,128,128,0.12);border-left:3px solid #c62828",

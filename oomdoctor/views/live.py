@@ -25,6 +25,7 @@ class Live:
     Attributes:
         attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
         allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
+        waits: whether it begins only when the forecasts are there.
         outcome: how it ended; None while it runs, and where it came to no result, as one that was interrupted.
     """
 
@@ -33,12 +34,14 @@ class Live:
     elapsed_s: float
     allocated: int | None = None
     budget: int | None = None
+    waits: bool = False
     outcome: OutcomeKind | None = None
 
     @property
     def sentence(self) -> str:
         """All of it in words."""
-        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else "Going back to the cell's start"
+        before = "Waiting for the forecasts" if self.waits else "Going back to the cell's start"
+        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else before
         return f"{what}, {self.elapsed_s:.1f} s{self._memory()}; the kernel's interrupt button ends it."
 
     @property

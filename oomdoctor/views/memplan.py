@@ -80,9 +80,11 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Foresigh
         names: what the cells are called in a program that is no notebook.
     """
     forecast, course = plan.forecast, plan.forecast.course or Course()
-    line = forecast.peak_line if "\n" in plan.cell.source.strip() else None
+    line = forecast.peak_line
+    if "\n" not in plan.cell.source.strip():  # there is but one line to tell
+        line, course = None, replace(course, points=tuple((size, None) for size, _ in course.points))
     changes, change = _change(plan)
-    title = f"Forecast of In[{plan.cell.number}], which was not run"
+    title = f"Forecast of In[{plan.cell.number}], made without running it"
     for number, name in (names or {}).items():
         title, change = (text.replace(f"In[{number}]", name) for text in (title, change))
     return Foresight(

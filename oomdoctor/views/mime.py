@@ -6,9 +6,11 @@ shows nothing at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, TextIO
 
 from oomdoctor.views import html, text
+from oomdoctor.views.terminal import fitted, looks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,29 +29,36 @@ def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | No
     """Return the diagnosis of ``case`` by MIME type.
 
     Args:
-        names: what the cells are called in a program that is no notebook, which has text alone.
+        names: what the cells are called in a program that is no notebook, which has text alone, on its standard error.
         retry: what a retry would do; by the plan alone where nothing else is known.
     """
-    shown = {"text/plain": text.case(case, names=names, retry=retry)}
+    stream = _stream(names)
+    shown = {"text/plain": fitted(text.case(case, names=names, retry=retry, **looks(stream)), stream)}
     return shown if names is not None else {**shown, "text/html": html.case(case, retry)}
 
 
 def report_bundle(survey: Survey, *, width: int = 100) -> dict[str, str]:
     """Return what holds memory now by MIME type."""
-    return {"text/plain": text.report(survey, width=width), "text/html": html.report(survey)}
+    return {"text/plain": fitted(text.report(survey, width=width), sys.stdout), "text/html": html.report(survey)}
 
 
 def explanation_bundle(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> dict[str, str]:
     """Return what a message alone tells by MIME type."""
-    return {"text/plain": text.explanation(explanation, meanings), "text/html": html.explanation(explanation, meanings)}
+    shown = fitted(text.explanation(explanation, meanings), sys.stdout)
+    return {"text/plain": shown, "text/html": html.explanation(explanation, meanings)}
 
 
 def plan_bundle(plan: Plan) -> dict[str, str]:
     """Return what a cell was forecast to need by MIME type."""
-    return {"text/plain": text.plan(plan), "text/html": html.plan(plan)}
+    return {"text/plain": fitted(text.plan(plan), sys.stdout), "text/html": html.plan(plan)}
 
 
 def notice_bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[str, str]:
     """Return how ``case`` ended by MIME type. For ``names`` see ``bundle``."""
-    shown = {"text/plain": text.notice(case, names=names)}
+    stream = _stream(names)
+    shown = {"text/plain": fitted(text.notice(case, names=names, **looks(stream)), stream)}
     return shown if names is not None else {**shown, "text/html": html.notice(case)}
+
+
+def _stream(names: Mapping[int, str] | None) -> TextIO | None:
+    return sys.stdout if names is None else sys.stderr

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.model.evidence import HostMemory
+from oomdoctor.model.memory import HostMemory
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 

@@ -13,6 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.views.html import prose
 from oomdoctor.views.panel_parts import Buttons, Progress, code, wrapping
 from oomdoctor.views.panel_row import Row, label
 from oomdoctor.views.prices import fix_row, fix_rows
@@ -32,6 +33,7 @@ _AUTO: Final = (
     ("retry by itself, any change", "any"),
 )
 _UNDO: Final = "Take back what the last retry changed"
+_SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
 _COMBINE: Final = "Choose two changes to combine them."
 
 
@@ -48,6 +50,10 @@ class Doctor(Protocol):
     def in_place(self) -> tuple[Candidate, ...]:
         """What the cell was healed with and can be taken back, in the dose that it had."""
 
+    @property
+    def gone(self) -> str:
+        """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
+
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
         """Do ``fix`` with a candidate, ``retry`` with the best, ``undo``; return how a retry ended.
 
@@ -60,6 +66,9 @@ class Doctor(Protocol):
 
     def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
         """Return a fix in one of its doses."""
+
+    def joins(self, candidate: Candidate) -> bool:
+        """Return whether a fix can be combined with another."""
 
     def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
         """Return two fixes as one, or why they cannot be."""
@@ -96,6 +105,7 @@ class Panel:
         self._rows: list[Row] = []
         self._both: Candidate | None = None
         self._has_best = False
+        self._waits = ""
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo", None))
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
@@ -108,28 +118,40 @@ class Panel:
         self._combined = widgets.HTML(_COMBINE)
         self.box = widgets.VBox(self._above())
 
+    def display(self) -> None:
+        """Show it; where no kernel runs, a sentence stands in its place."""
+        from IPython.display import display
+
+        made = getattr(self.box, "_repr_mimebundle_", None)  # ipywidgets 7 has none, and displays itself
+        if made is None:
+            display(self.box)
+        else:
+            display({**made(), "text/plain": _SAVED}, raw=True)
+
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now. For ``retry`` see ``build``."""
         plan, retry = case.plan, retry or Retry.of(case.plan)
         self._best.tooltip = "Wait for the forecasts, then run the cell again" if plan.pending else _best(case, retry)
         self._has_best = plan.pending or bool(retry.chosen)
-        self._note.value = "Forecasts are being made." if plan.pending else ""
+        self._waits = "Forecasts are being made." if plan.pending else ""
         if not plan.pending:
             self._fill(plan)
         self.refresh()
 
     def refresh(self) -> None:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
-        in_place = self._doctor.in_place
+        in_place, gone = self._doctor.in_place, self._doctor.gone
+        can_retry = not in_place and not gone
+        self._note.value = str(prose(f"Retries are off: {gone}.")) if gone else self._waits
         self._undo.tooltip = (
             "Take back what the last retry changed" if in_place else "There is nothing that can be taken back"
         )
-        self._best.button_style = "" if in_place else "primary"
+        self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, bool(in_place))
-        self._buttons.enable(self._best, self._has_best and not in_place)
-        self._buttons.enable(self._combine, self._both is not None and not in_place)
+        self._buttons.enable(self._best, self._has_best and can_retry)
+        self._buttons.enable(self._combine, self._both is not None and can_retry)
         for row in self._rows:
-            row.refresh(in_place)
+            row.refresh(in_place, can_retry=can_retry)
 
     def _fill(self, plan: Plan) -> None:
         """Show a row for each fix."""
@@ -179,7 +201,8 @@ class Panel:
         else:
             row = fix_row(len(self._rows) + 1, both, self._unchanged)
             self._both, self._combined.value = both, label(row)
-        self._buttons.enable(self._combine, self._both is not None and not self._doctor.in_place)
+        can_retry = not self._doctor.in_place and not self._doctor.gone
+        self._buttons.enable(self._combine, self._both is not None and can_retry)
 
     def _press_both(self) -> None:
         if self._both is not None:

@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.views.html import BAD, GOOD
 
 if TYPE_CHECKING:
     from oomdoctor.model.fix import Patch
@@ -25,7 +26,7 @@ def wrapping(widgets: Any) -> Any:
 
 def code(text: str) -> str:
     """Return code as HTML within a sentence."""
-    return f'<code style="font-family:{_MONO};background:none;color:inherit">{escape(text)}</code>'
+    return f'<code dir="ltr" style="font-family:{_MONO};background:none;color:inherit">{escape(text)}</code>'
 
 
 class Buttons:
@@ -98,8 +99,15 @@ def diff(widgets: Any, patch: Patch | Refused) -> list[Any]:
     """Return the change of the source as a diff."""
     if isinstance(patch, Refused):
         return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
-    style = f"font-family:{_MONO};overflow-x:auto;line-height:1.3;color:inherit;background:none"
-    return [widgets.HTML(f'<pre style="{style}">{escape(patch.diff())}</pre>')]
+    style = f"font-family:{_MONO};overflow-x:auto;white-space:pre;line-height:1.3;color:inherit;background:none"
+    lines = "\n".join(_line(line) for line in patch.diff().split("\n"))
+    return [widgets.HTML(f'<pre dir="ltr" style="{style}">{lines}</pre>')]
+
+
+def _line(line: str) -> str:
+    """Return a line of a diff; those that come and go are coloured, besides the signs that they have."""
+    colour = {"+": GOOD, "-": BAD}.get(line[:1]) if not line.startswith(("+++ ", "--- ")) else None
+    return escape(line) if colour is None else f'<span style="{colour}">{escape(line)}</span>'
 
 
 def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any]:
@@ -116,8 +124,10 @@ def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any
     parts = [widgets.HTML(f"Copy it into a cell, or run {code(insert)} in one, which puts it into the next.")]
     for edit in patch.edits:
         rows = min(edit.after.count("\n") + 2, _MOST_ROWS)
-        parts.append(widgets.HTML(f"In[{int(edit.cell)}] with the change:"))
-        parts.append(widgets.Textarea(edit.after, rows=rows, layout=widgets.Layout(width="100%")))
+        # Above the text, as there is little room beside it on a narrow screen.
+        layout = widgets.Layout(width="auto", height="auto", flex_flow="column", align_items="stretch")
+        name, style = f"In[{int(edit.cell)}] with the change", {"description_width": "max-content"}
+        parts.append(widgets.Textarea(edit.after, description=name, rows=rows, style=style, layout=layout))
     return parts
 
 
@@ -135,11 +145,11 @@ class Progress:
         if live.allocated is not None and live.budget:
             self._bar.value = min(live.allocated / live.budget, 1.0)
         self._text.value = escape(live.sentence)
-        self.box.layout.display = ""
+        self.box.layout.display = self._bar.layout.display = ""
 
     def end(self, live: Live) -> None:
         """Show that it has ended."""
-        self._bar.value = 0.0
+        self._bar.layout.display = "none"
         self._text.value = escape(live.end)
 
     def hide(self) -> None:

@@ -90,7 +90,7 @@ class Row:
                 parts.append(part)
                 self._openers.append(button)
                 self._refills.append(refill)
-        if row.apply and retry is not None and not candidate.parts:
+        if row.apply and retry is not None and doctor.joins(candidate):
             self._choice = widgets.Checkbox(
                 value=False,
                 description=f"Combine {number}",
@@ -100,8 +100,7 @@ class Row:
             self._choice.observe(lambda _: changed(), "value")
             controls.append(self._choice)
         if len(self._doses) > 1 and row.apply and retry is not None:
-            self._doser = self._slider()
-            controls.append(self._doser)
+            controls += self._dosing()
         lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
         self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
 
@@ -115,8 +114,12 @@ class Row:
         """Whether it is chosen to be combined with another."""
         return self._choice is not None and bool(self._choice.value)
 
-    def refresh(self, in_place: Sequence[Candidate]) -> None:
-        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had."""
+    def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
+        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had.
+
+        Args:
+            can_retry: whether the cell can be run again now.
+        """
         own = next((one for one in in_place if one.fix == self._candidate.fix), None)
         self._in_place = own is not None
         if own is not None and own.dose != self._dose:
@@ -125,7 +128,7 @@ class Row:
         for button in self._openers:
             button.button_style = "primary" if self._in_place else ""
         if self._run is not None:
-            self._buttons.enable(self._run, not in_place)
+            self._buttons.enable(self._run, can_retry)
 
     def _choose(self, dose: Dose) -> None:
         """Have a dose chosen by what was done: the slider is set where it has that one."""
@@ -141,23 +144,32 @@ class Row:
         """Return the fix in the dose that is chosen, or why it cannot be had in that one."""
         return self._doctor.at_dose(self._candidate, self._dose)
 
-    def _slider(self) -> Any:
-        """Return the choice of a dose, which shows its forecast as it moves."""
+    def _dosing(self) -> list[Any]:
+        """Return the choice of a dose, which shows its forecast as it moves, and for numbers a slider that moves it.
+
+        The slider of ipywidgets tells a screen reader neither what it is of nor its value, so the list has both.
+        """
         names = {name for dose, _ in self._doses for name, _ in dose.values}
         values = [dict(dose.values) for dose, _ in self._doses]
         moving = sorted(name for name in names if len({value.get(name) for value in values}) > 1)
         numeric = all(isinstance(value.get(name), (int, float)) for value in values for name in moving)
         shown = [", ".join(words.clean(str(value.get(name, "")), 40) for name in moving) for value in values]
         place = next(at for at, (dose, _) in enumerate(self._doses) if dose == self._dose)
-        kind = self._widgets.SelectionSlider if numeric else self._widgets.Dropdown
-        slider = kind(
-            options=[(text, at) for at, text in enumerate(shown)],
+        options = [(text, at) for at, text in enumerate(shown)]
+        self._doser = self._widgets.Dropdown(
+            options=options,
             value=place,
             description=escape(words.clean(", ".join(moving), 60)),
             style={"description_width": "initial"},
+            layout=self._widgets.Layout(width="auto"),
         )
-        slider.observe(self._moved, "value")
-        return slider
+        self._doser.observe(self._moved, "value")
+        if not numeric:
+            return [self._doser]
+        width = self._widgets.Layout(width="12em")
+        slider = self._widgets.SelectionSlider(options=options, value=place, readout=False, layout=width)
+        self._widgets.link((self._doser, "index"), (slider, "index"))
+        return [self._doser, slider]
 
     def _moved(self, change: Any) -> None:
         self._dose = self._doses[change["new"]][0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.views import html, text, words
-from oomdoctor.views.displayed import width
+from oomdoctor.views.terminal import fitted, width
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,7 @@ class Planned:
         return text.memplan(self.plan, width=width, colour=colour, names=self._names)
 
     def __str__(self) -> str:
-        return self.to_text(width=width())
+        return fitted(self.to_text(width=width()), sys.stdout)
 
     def __repr__(self) -> str:
         peak = "no forecast" if self.forecast.peak is None else words.about(self.forecast.peak)

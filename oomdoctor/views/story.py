@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.model.evidence import Census, DeviceMemory, Evidence
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Finding
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memory import Census, DeviceMemory
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.aftermath import CHANGED, aftermath
 from oomdoctor.views.bar import Bar, device_bar
 from oomdoctor.views.holders import Holders, holders
 from oomdoctor.views.prices import Prices, prices
@@ -229,7 +230,7 @@ def _next(case: Case, retry: Retry) -> tuple[str, ...]:
     """Return what happened, or what to type next: what is said to be run is what would be."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)
-        return (f"{end.mark} {end.title}",)
+        return (f"{end.mark} {end.title}", *(f"{name}: {text}." for name, text in end.facts if name == CHANGED))
     if case.plan.pending:
         return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
     rows = [row for row in prices(case.plan).fixes if row.apply]

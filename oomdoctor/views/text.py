@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -26,6 +27,7 @@ from oomdoctor.views.story import FailingLine, FindingRow, of_script, tell
 from oomdoctor.views.textmemplan import memplan_parts, memplan_tail
 from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose, timeline_parts
 from oomdoctor.views.textreport import growth_parts, survey_parts
+from oomdoctor.views.words import clean
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
@@ -51,6 +53,7 @@ _MOST_REFUSALS: Final = 6
 """Refused fixes that are told; those that the findings suggest come first, and the page folds the rest away."""
 
 P = ParamSpec("P")
+F = TypeVar("F")
 
 
 def _without_draws(render: Callable[P, str]) -> Callable[P, str]:
@@ -82,7 +85,8 @@ def case(
         retry: what a retry would do; by the plan alone where nothing else is known.
         names: what the cells are called in a program that is no notebook, where nobody can type commands.
     """
-    story = tell(case, retry) if names is None else of_script(tell(case, retry), names[max(names)])
+    story = tell(case, retry) if names is None else of_script(tell(case, retry), clean(names[max(names)]))
+    story = _named(story, names)
     parts: list[RenderableType] = [Text(story.title, "bold red"), prose(story.headline)]
     if story.lines:
         parts += ["", *map(_line, story.lines)]
@@ -99,7 +103,7 @@ def case(
         parts += ["", *(Text(sentence, "dim") for sentence in story.missing)]
     if story.next:
         parts += ["", *(prose(sentence) for sentence in story.next)]
-    return _named(_print(parts, width=width, colour=colour), names)
+    return _print(parts, width=width, colour=colour)
 
 
 @_without_draws
@@ -117,7 +121,7 @@ def growth(rows: GrowthRows, *, width: int = 100, colour: bool = False) -> str:
 @_without_draws
 def notice(case: Case, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None) -> str:
     """Return how ``case`` ended: what was changed, at what price, and how to keep it. For ``names`` see ``case``."""
-    facts = aftermath(case)
+    facts = _named(aftermath(case), names)
     table = grid()
     table.add_column(style="dim")
     table.add_column(ratio=1)
@@ -125,7 +129,7 @@ def notice(case: Case, *, width: int = 100, colour: bool = False, names: Mapping
         if names is None or name not in COMMANDS:
             table.add_row(name, prose(text))
     title = Text(f"{facts.mark} {facts.title}", "bold green" if facts.mark == "✓" else "bold yellow")
-    return _named(_print([title, indented(table)], width=width, colour=colour), names)
+    return _print([title, indented(table)], width=width, colour=colour)
 
 
 @_without_draws
@@ -141,7 +145,14 @@ def memplan(plan: MemPlan, *, width: int = 100, colour: bool = False, names: Map
     parts = memplan_parts(facts, width)
     if facts.prices is not None:
         parts += ["", heading("What to change"), *_prices(facts.prices, width)]
-    return _print([*parts, *memplan_tail(facts)], width=width, colour=colour)
+    change = facts.change.rstrip("\n")
+    if change:
+        parts += ["", heading("The change", facts.changes)]
+    shown = _print(parts, width=width, colour=colour)
+    if change:  # no line of it is broken, so that ``patch`` can read it
+        wide = max(map(len, change.split("\n"))) + width
+        shown += _print([indented(Text(change))], width=wide, colour=colour)
+    return shown + _print(memplan_tail(facts), width=width, colour=colour)
 
 
 @_without_draws
@@ -160,10 +171,24 @@ def explanation(
     return _print(parts, width=width, colour=colour)
 
 
-def _named(text: str, names: Mapping[int, str] | None) -> str:
-    for number, name in (names or {}).items():
-        text = text.replace(f"In[{number}]", name)
-    return text
+def _named(facts: F, names: Mapping[int, str] | None) -> F:
+    """Return ``facts`` with the cells called by their names, before lines are broken."""
+    if not names:
+        return facts
+    renamed: F = _renamed(facts, {f"In[{number}]": clean(name) for number, name in names.items()})
+    return renamed
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if type(value) is str:
+        for cell, name in names.items():
+            value = value.replace(cell, name)
+    elif type(value) is tuple:
+        return tuple(_renamed(one, names) for one in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        held = {one.name: _renamed(getattr(value, one.name), names) for one in fields(value) if one.init}
+        return replace(value, **held)
+    return value
 
 
 def _print(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 from rich.cells import cell_len
 from rich.text import Text
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.views.bar import Bar, Segment
 
 __all__ = ["draw", "flow"]

@@ -41,11 +41,8 @@ def memplan_parts(facts: Foresight, width: int) -> list[RenderableType]:
 
 
 def memplan_tail(facts: Foresight) -> list[RenderableType]:
-    """Return what stands below the fixes."""
-    parts: list[RenderableType] = []
-    if facts.change:
-        parts += ["", heading("The change", facts.changes), indented(Text(facts.change.rstrip("\n")))]
-    return [*parts, "", Text(facts.took, "dim")]
+    """Return what stands below the diff."""
+    return ["", Text(facts.took, "dim")]
 
 
 def _places(rows: tuple[PlaceRow, ...], width: int) -> list[RenderableType]:

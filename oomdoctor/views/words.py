@@ -12,9 +12,9 @@ from typing import Final
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import State
-from oomdoctor.model.evidence import DeviceMemory, Measured, Role
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine
+from oomdoctor.model.memory import DeviceMemory, Measured, Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import format_size
 

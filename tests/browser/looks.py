@@ -68,6 +68,13 @@ _STICKING_OUT = """root => {
   return found;
 }"""
 
+# Text that is cut off by design ends in dots.
+_SCROLLED = """root => [...root.querySelectorAll('*')].filter(element => {
+  const style = getComputedStyle(element);
+  const is_cut = style.overflowX !== 'visible' && style.textOverflow !== 'ellipsis';
+  return is_cut && element.checkVisibility() && element.scrollWidth > element.clientWidth + 1;
+}).map(element => `${element.tagName} ${element.textContent.trim().slice(0, 40)}`)"""
+
 
 def contrasts(part: Locator) -> list[tuple[str, float]]:
     """Return each text that is shown in ``part`` with its contrast to what is behind it, as WCAG reckons it."""
@@ -78,4 +85,10 @@ def contrasts(part: Locator) -> list[tuple[str, float]]:
 def sticking_out(part: Locator) -> list[str]:
     """Return what of ``part`` is beyond its left or right edge and not in a box that scrolls."""
     found: list[str] = part.evaluate(_STICKING_OUT)
+    return found
+
+
+def scrolled(part: Locator) -> list[str]:
+    """Return what of ``part`` is wider than there is room for, so that the rest of it is scrolled to."""
+    found: list[str] = part.evaluate(_SCROLLED)
     return found

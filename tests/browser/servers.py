@@ -62,7 +62,10 @@ class Server:
         folder = self._base / "data" / "kernels" / "python3"
         folder.mkdir(parents=True)
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Python", "language": "python"}))
+        # As a server sets it for the kernel of a notebook: this one is begun before there is one.
+        env = {"JPY_SESSION_NAME": "notebook.ipynb"}
+        spec = {"argv": argv, "display_name": "Python", "language": "python", "env": env}
+        (folder / "kernel.json").write_text(json.dumps(spec))
 
     def _environment(self) -> dict[str, str]:
         folders = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "runtime"}

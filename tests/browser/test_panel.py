@@ -35,6 +35,7 @@ def test_a_cell_is_healed_by_its_button(open_notebook, interface):
     retry.click()
     page.expect_says(1, "scored 5")
     page.expect_says(1, "Healed: In[2]")
+    expect(page.told(1).first).to_contain_text("Changed: ")
     page.shot(f"healed-{interface}")
     page.wait_until_idle()
     page.run(2)

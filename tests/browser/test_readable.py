@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 from failing_cells import TRAIN, TRAINING
-from looks import contrasts, sticking_out
+from looks import contrasts, scrolled, sticking_out
 from nbconvert import HTMLExporter
 from pages import SHOTS, Page
 from PIL import Image
@@ -29,7 +29,7 @@ def diagnosed(open_for_all) -> Page:
     setup = f"{TRAINING}\n%config OomDoctor.forecast_time_s = 60"
     page: Page = open_for_all("diagnosed", setup, PLANNED, TRAIN)
     page.run_all()
-    page.expect_says(2, "OutOfMemoryError", timeout_s=90)
+    page.expect_says(2, "OutOfMemoryError", timeout_s=150)
     expect(page.button(2, "Retry with 2")).to_be_visible(timeout=120_000)  # the dose that forecasts found
     page.wait_until_idle()
     page.save()
@@ -65,6 +65,7 @@ def test_nothing_sticks_out_of_a_narrow_window(diagnosed):
     for part in (page.told(1).first, page.told(2).first, page.panel(2)):
         part.scroll_into_view_if_needed()
         assert not sticking_out(part)
+    assert not scrolled(page.told(2).first)
     page.shot("narrow")
     page.page.set_viewport_size({"width": 1200, "height": 1000})
     page.command("application:set-mode", mode="multiple-document")
@@ -74,6 +75,7 @@ def test_the_picture_of_the_panel_is_there(diagnosed):
     """Taken here: ``OOMDOCTOR_REGENERATE=1`` puts it among the documents."""
     made = SHOTS / PICTURE.name
     diagnosed.page.set_viewport_size({"width": 1000, "height": 4000})
+    diagnosed.page.wait_for_timeout(500)  # all of it finds its place
     around = 1000 - diagnosed.told(2).first.locator("..").bounding_box()["width"]
     diagnosed.page.set_viewport_size({"width": 1000 + round(around), "height": 4000})
     diagnosed.told(2).first.evaluate("story => story.scrollIntoView({block: 'start'})")

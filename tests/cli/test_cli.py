@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,13 @@ def test_without_room_for_the_answer_one_line_says_so(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == "oomdoctor explain: [Errno 28] No space left on device\n"
+
+
+def test_what_the_locale_cannot_write_is_written_in_ascii() -> None:
+    """As in a container without a locale: a rule with an arrow in its text."""
+    settings = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    show = [sys.executable, "-m", "oomdoctor", "rules", "show", "closure_holds_tensors"]
+    whole = command("rules", "show", "closure_holds_tensors").stdout
+    assert not whole.isascii()
+    done = subprocess.run(show, capture_output=True, encoding="ascii", env=settings, check=True)
+    assert done.stdout == whole.replace("→", "->")

@@ -12,10 +12,11 @@ from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
 
 from oomdoctor.cli import demo, demo_story, main
-from oomdoctor.cli.demo_kernel import CellEnd, Reading, run_notebook
+from oomdoctor.cli.demo_kernel import CellEnd, Edited, Reading, run_notebook
 from oomdoctor.errors import OomDoctorError
 
 MIB = 1 << 20
+PATCHED = (Edited(4, "patched = True", "patched = True"),)
 
 
 def a_case(*, kind="healed", fixes=("micro_batch(micro_batch=64)",), why=""):
@@ -79,8 +80,8 @@ def a_healed_run():
     return [
         an_end("data", count=3),
         an_end("train", count=4, case=offered, number=1, error="OutOfMemoryError: CUDA"),
-        an_end("fix", count=5, case=healed, number=1, edits=((4, "patched = True"),)),
-        an_end("learned", count=6, case=healed, number=1, edits=((4, "patched = True"),), digests={"model": "2"}),
+        an_end("fix", count=5, case=healed, number=1, edits=PATCHED),
+        an_end("learned", count=6, case=healed, number=1, edits=PATCHED, digests={"model": "2"}),
     ]
 
 
@@ -199,6 +200,27 @@ class TestTheCheck:
         assert {"imports", "data", "model", "train", "train-more", "sample"} <= text.keys()
         assert all("raises-exception" not in cell.metadata.get("tags", ()) for cell in fresh.cells)
         assert source == before
+
+    def test_a_cell_that_both_fixes_change_is_changed_when_each_failure_comes(self):
+        """The first failure was healed without what the second one's fix changes in the cells before it."""
+        source = new_notebook(
+            cells=[new_code_cell(f"{name} = 0", id=name) for name in ("data", "model", "train", "between", "more")]
+        )
+        first = (Edited(2, "blocks = 2", "blocks[:] = 2"), Edited(3, "train = 1", "train = 1"))
+        second = tuple(Edited(at, f"all = {at}", f"redo = {at}") for at in (1, 2, 3, 4, 5))
+        ends = [
+            an_end("data", count=1),
+            an_end("model", count=2),
+            an_end("train", count=3, number=1, case=a_case(), edits=first),
+            an_end("between", count=4, number=1, case=a_case(), edits=first),
+            an_end("more", count=5, number=2, case=a_case(), edits=second),
+        ]
+        fresh = demo.fresh_notebook(source, ends)
+        assert [cell.source for cell in fresh.cells] == [
+            *("data = 0", "blocks = 2", "train = 1", "all = 4"),
+            *("redo = 1", "redo = 2", "redo = 3", "all = 5"),
+        ]
+        nbformat.validate(fresh)
 
     def test_a_fix_without_a_patch_cannot_be_checked(self):
         ends = [*a_healed_run()[:2], an_end("fix", count=5, case=a_case(), number=1)]

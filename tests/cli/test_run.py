@@ -97,6 +97,8 @@ def test_without_a_retry_the_traceback_is_that_of_python(tmp_path: Path) -> None
         "1 + 1\n'a value that nobody shows'",
         "def f():\n    return 1 / 0\nf()",
         "raise KeyError('x') from ValueError('y')",
+        "x = (1,\n",
+        "return 3\n",
         "print('\u00e9\u4e16')",
         "# coding: latin-1\nprint('plain')",
         "x = 3\ndef f():\n    global x\n    x += 1\nf()\nprint(x)",

@@ -26,7 +26,7 @@ from oomdoctor.evidence.ledger import Ledger
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.aside import keep_apart
-from oomdoctor.model.evidence import Census, DeviceMemory, Holding, Role
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 
 _UNKNOWN = Unavailable("not asked in this test")
 HOST = DeviceMemory(

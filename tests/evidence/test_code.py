@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import CodeFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 
 

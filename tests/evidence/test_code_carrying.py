@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
 

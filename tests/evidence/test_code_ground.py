@@ -10,7 +10,7 @@ import pytest
 from oomdoctor.evidence._ground import ground
 from oomdoctor.evidence._program import read
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import LoaderFacts
+from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.session import Cell, Cells
 
 DATA = TensorDataset(torch.zeros(8, 2))

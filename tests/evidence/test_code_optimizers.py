@@ -7,7 +7,7 @@ import torch
 
 from oomdoctor.evidence import _optimizers
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import OptimizerFacts
+from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.session import Cell, Cells
 
 CELLS = Cells(history=(Cell(number=1, source="optimizer.step()"),))

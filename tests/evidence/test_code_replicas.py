@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oomdoctor.evidence._replicas import replicas, world_size
-from oomdoctor.model.evidence import ReplicaFacts
+from oomdoctor.model.code import ReplicaFacts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.evidence._precision import native_bfloat16
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import ModelFacts
+from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.session import Cell, Cells
 
 

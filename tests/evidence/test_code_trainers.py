@@ -22,7 +22,7 @@ from transformers import (
 from oomdoctor.evidence._trainer_objects import length
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import TrainerFacts
+from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.session import Cell, Cells
 
 LIBRARY = """

@@ -19,7 +19,7 @@ from oomdoctor.evidence import census, walk
 from oomdoctor.evidence.frames import frames_of
 from oomdoctor.evidence.lines import are_all_known
 from oomdoctor.evidence.objects import class_attributes, user_names
-from oomdoctor.model.evidence import Census, Holding
+from oomdoctor.model.memory import Census, Holding
 from oomdoctor.model.names import loop_targets
 
 SETUP: Final = """\

@@ -20,7 +20,7 @@ from trees import GIB, MEMINFO, MIB, PRESSURE, mount, of, plant, v1_group, v2_gr
 
 from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes, host
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import HostMemory, Pressure
+from oomdoctor.model.memory import HostMemory, Pressure
 from oomdoctor.model.sizes import format_size
 
 MACHINE = {

@@ -18,7 +18,7 @@ from trees import GIB, MIB
 
 from oomdoctor.evidence import _processes
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import HostProcess
+from oomdoctor.model.memory import HostProcess
 
 LOADERS = """\
 import json, sys, torch

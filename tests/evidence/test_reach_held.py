@@ -14,7 +14,7 @@ import torch
 from test_census import big, holding, taken
 from torch import nn
 
-from oomdoctor.model.evidence import Census, Role
+from oomdoctor.model.memory import Census, Role
 
 BYTES = 4 * 4096
 

@@ -20,7 +20,7 @@ from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER, Program
 
 import oomdoctor
 from oomdoctor.evidence.graph import Graphs
-from oomdoctor.model.evidence import Census, Holding, Role
+from oomdoctor.model.memory import Census, Holding, Role
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from truth_reach import reach
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
 ANY: Final = frozenset(Role)
 LEFT_OVER: Final = frozenset({Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.USER_TENSOR})

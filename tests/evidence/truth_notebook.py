@@ -22,7 +22,7 @@ from truth_verdict import Verdict, verdict
 
 import oomdoctor
 from oomdoctor import pipeline
-from oomdoctor.model.evidence import Census
+from oomdoctor.model.memory import Census
 from oomdoctor.model.session import Cell, Cells
 
 STEP: Final = 1

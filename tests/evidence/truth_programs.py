@@ -7,7 +7,7 @@ from typing import Final
 
 from truth import LEFT_OVER
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

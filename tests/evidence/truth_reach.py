@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from oomdoctor.model.evidence import Holding
+from oomdoctor.model.memory import Holding
 
 GRAPH: Final = " → graph"
 LOCAL: Final = re.compile(r"local `.+` of (?P<function>\S+) at (?P<file>.+) line (?P<line>\d+)")

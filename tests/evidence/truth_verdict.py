@@ -14,7 +14,7 @@ from typing import Any
 from truth import Truth
 from truth_reach import Frame, evaluated, reach
 
-from oomdoctor.model.evidence import Census, Holding
+from oomdoctor.model.memory import Census, Holding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

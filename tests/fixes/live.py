@@ -14,20 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import (
-    Census,
-    CodeFacts,
-    DeviceMemory,
-    Evidence,
-    Holding,
-    HostMemory,
-    ModelFacts,
-    Role,
-    TrainingLoop,
-)
+from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.kinds import Kind
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
 from oomdoctor.model.session import Cell, Cells, Named, Session
 
 NONE = Unavailable("not read in this test")

@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.model.evidence import Census, Evidence, HostProcess, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import Census, HostProcess, Role
 from oomdoctor.model.session import Cells, Session
 
 HOST = Incident(is_oom=True, family=Family.HOST, device="cpu", requested=1 << 20)

@@ -26,7 +26,7 @@ from traces import Traces, moved, other_form, root_of
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.session import Cells

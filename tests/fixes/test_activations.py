@@ -20,9 +20,10 @@ from oomdoctor.fixes import (
 )
 from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Role
 
 IN_STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:178 _init_group")
 

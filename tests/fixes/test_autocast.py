@@ -14,8 +14,10 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.autocast import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, LossFacts, Role
+from oomdoctor.model.code import CodeFacts, LossFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 
 BF16, FP16 = Dose.of(dtype="bfloat16"), Dose.of(dtype="float16")

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.batch_to_device import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 
 NONE = Dose()

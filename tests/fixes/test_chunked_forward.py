@@ -18,8 +18,9 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _rowwise, _split
 from oomdoctor.fixes.chunked_forward import FIX, TOLERANCE, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Holding, Role, TrainerFacts
+from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 
 FOUR = Dose.of(chunks=4)
 

@@ -20,8 +20,9 @@ from oomdoctor.fixes import chunked_inference
 from oomdoctor.fixes._inference_source import moved_inwards
 from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 
 FOUR = Dose.of(chunks=4)
 

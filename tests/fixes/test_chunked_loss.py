@@ -16,8 +16,10 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _loss_live
 from oomdoctor.fixes.chunked_loss import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 
 FOUR = Dose.of(chunks=4)
 WORDS = 50

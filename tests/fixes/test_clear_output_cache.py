@@ -10,8 +10,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from oomdoctor.fixes import clear_output_cache
 from oomdoctor.fixes.clear_output_cache import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Holding, Role
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells, Session
 
 

@@ -13,8 +13,10 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _ddp_ranks
 from oomdoctor.fixes.ddp_settings import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, ReplicaFacts, Role
+from oomdoctor.model.code import CodeFacts, ReplicaFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 
 DDP = "DistributedDataParallel"
 VIEW = Dose.of(gradient_as_bucket_view=True)

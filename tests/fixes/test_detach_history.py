@@ -14,8 +14,9 @@ from torch import nn
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.detach_history import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 
 NONE = Dose()

@@ -13,8 +13,9 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _ddp_ranks
 from oomdoctor.fixes.dp_to_ddp import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Census, Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Census, Role
 
 NONE = Dose()
 

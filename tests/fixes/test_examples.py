@@ -26,7 +26,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
 
 GOLDEN: Final = Path(__file__).parent / "golden"

@@ -8,7 +8,7 @@ import pytest
 from models import FAMILIES, Family
 from running import budget_of, fail, finish, plain
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -17,8 +17,10 @@ from oomdoctor.fixes.fsdp2 import FIX, patch, propose
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
-from oomdoctor.model.evidence import CodeFacts, Evidence, ReplicaFacts, Role
+from oomdoctor.model.code import CodeFacts, ReplicaFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.retry import Transaction
 from oomdoctor.views.prices import fix_rows
 

@@ -16,8 +16,9 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _precision_guard
 from oomdoctor.fixes.half_weights import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.retry import Transaction
 

@@ -15,9 +15,10 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.load_mmap import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 
 TENSORS = ((Role.USER_TENSOR, 5 << 20), (Role.PARAMETER, 5 << 20))

@@ -17,8 +17,10 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _micro_live, _micro_writer
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells, Session
 
 PARTS = Dose.of(parts=4)

@@ -13,8 +13,9 @@ from torch import nn
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.no_grad_eval import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.testing import assert_heals
 

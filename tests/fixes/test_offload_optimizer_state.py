@@ -17,8 +17,9 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import offload_optimizer_state
 from oomdoctor.fixes.offload_optimizer_state import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
 from oomdoctor.retry.transaction import Transaction
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.offload_predictions import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 
 NOTEBOOK = """

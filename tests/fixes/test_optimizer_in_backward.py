@@ -22,8 +22,9 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import optimizer_in_backward
 from oomdoctor.fixes.optimizer_in_backward import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
 from oomdoctor.retry.transaction import Transaction
 

@@ -10,9 +10,9 @@ from loading import HOST, LOOP, MIB
 
 from oomdoctor.fixes.pin_memory_off import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import Role
 
 PINNED = Incident(is_oom=True, family=Family.PINNED, device="cpu", requested=8 * MIB)
 DOSE = Dose.of(loaders="train_loader")

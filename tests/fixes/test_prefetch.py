@@ -10,8 +10,8 @@ from loading import HOST, LOADERS, LOOP, MIB
 
 from oomdoctor.fixes.prefetch import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+from oomdoctor.model.memory import Role
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

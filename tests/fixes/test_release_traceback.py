@@ -10,8 +10,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from oomdoctor.fixes import release_traceback
 from oomdoctor.fixes.release_traceback import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.fix import Dose, Effect
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cell, Cells, Session
 
 EARLIER = """\

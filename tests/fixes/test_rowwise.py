@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _rowwise, _split
+from oomdoctor.incident import find_oom
 
 TRACE: list[int] = []
 
@@ -166,8 +168,54 @@ def test_a_forward_that_fails_on_a_few_rows_is_a_refusal() -> None:
     def fails(self: Net, x: torch.Tensor) -> torch.Tensor:
         raise ValueError("a full batch is wanted")
 
-    with pytest.raises(OomDoctorError, match="raised ValueError: a full batch is wanted"):
+    with pytest.raises(OomDoctorError, match="raised ValueError: a full batch is wanted") as caught:
         try_out(Net(fails))
+    assert find_oom(caught.value) is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), torch.OutOfMemoryError),
+        (MemoryError(), MemoryError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), RuntimeError),
+    ],
+)
+def test_a_forward_that_runs_out_of_memory_on_a_few_rows_tells_what_it_raised(raised, kind) -> None:
+    def fails(self: Net, x: torch.Tensor) -> torch.Tensor:
+        raise raised
+
+    with pytest.raises(OomDoctorError, match="on a few rows its forward raised") as caught:
+        try_out(Net(fails))
+    cause = caught.value.__cause__
+    assert (type(cause), str(cause)) == (kind, str(raised))
+    assert find_oom(caught.value) is cause
+
+
+LIMITED = """
+import numpy.random, resource, sys, torch
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _rowwise, _split
+from oomdoctor.incident import find_oom
+torch.set_num_threads(1)
+model, x = torch.nn.Conv2d(8, 16, 3), torch.randn(4, 8, 16, 16)
+call = _split.divide("model", (x,), {})
+flat = torch.nn.Linear(16, 2)
+_rowwise.refuse_coupled("flat", flat, flat.forward, call)  # has all imported
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + (int(sys.argv[1]) << 10), resource.RLIM_INFINITY))
+try:
+    _rowwise.refuse_coupled("model", model, model.forward, call)
+except OomDoctorError as error:
+    print(error, type(find_oom(error)).__name__, sep="; ")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps on Linux alone")
+def test_a_kernel_that_there_is_no_memory_for_on_a_few_rows_is_memory_that_ran_out() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED, "64"], check=True, capture_output=True, text=True)
+    told = "model is not split: on a few rows its forward raised RuntimeError: could not create a primitive"
+    assert done.stdout.strip() == f"{told}; MemoryError"
 
 
 def test_the_trial_leaves_no_trace(capfd) -> None:

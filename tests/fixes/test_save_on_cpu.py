@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.save_on_cpu import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 
 PLAIN = Dose.of(pin_memory=False)

@@ -21,9 +21,11 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _attention_live, _attention_terms
 from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, Holding, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine
+from oomdoctor.model.memory import Holding, Role
 
 HEAD = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 

@@ -14,8 +14,9 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.set_to_none import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
 
 NONE = Dose()

@@ -14,8 +14,9 @@ from oomdoctor.fixes import catalogue, get
 from oomdoctor.fixes.smaller_batch import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, State
-from oomdoctor.model.evidence import Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Cells
 from oomdoctor.pipeline import admitted

@@ -20,8 +20,10 @@ from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast.planning import attempt_with
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import Evidence, Holding, OptimizerFacts, Role, TrainerFacts
+from oomdoctor.model.code import OptimizerFacts, TrainerFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.testing import assert_heals
 
 MODEL = live.model_facts("model", type_name="GPT2LMHeadModel", blocks=("transformer.h",))

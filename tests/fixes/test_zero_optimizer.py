@@ -12,9 +12,11 @@ import torch
 from oomdoctor.fixes import _ddp_ranks
 from oomdoctor.fixes.zero_optimizer import FIX, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.evidence import CodeFacts, Evidence, OptimizerFacts, ReplicaFacts, Role
+from oomdoctor.model.code import CodeFacts, OptimizerFacts, ReplicaFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Role
 
 NONE = Dose()
 STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:700 _multi_tensor_adam")

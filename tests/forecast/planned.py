@@ -11,9 +11,11 @@ import torch
 from forecast_lab import session
 
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.evidence import Census, CodeFacts, DeviceMemory, Evidence, HostMemory, Role
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
 from oomdoctor.model.session import Session
 from oomdoctor.testing.healing import held_already
 

@@ -103,10 +103,35 @@ def test_a_size_that_cannot_be_forecast_ends_it_with_the_reason() -> None:
 
 
 def test_the_end_of_the_time_ends_it_with_what_is_known() -> None:
-    found = Prices(_line).search(16, rounds=2)
+    found = Prices(lambda size: 1000 + 2000 * (size // 20)).search(16, rounds=2)
     assert found.end == "the time for forecasts was over"
     assert found.above is not None
-    assert found.size <= 90 < found.above
+    assert found.size <= 99 < found.above
+
+
+def test_a_batch_that_is_late_is_no_batch_that_cannot_be_forecast() -> None:
+    prices = Prices(_line, refused=range(200, 1 << 30))
+    found = largest(64, prices.one(64), prices, has_time=lambda: not prices.rounds)
+    assert found.end == "the time for forecasts was over"
+
+
+@pytest.mark.parametrize("needs", [1, 3, 7])
+def test_a_small_batch_with_much_room_takes_few_rounds(needs: int) -> None:
+    prices = Prices(lambda size: 100 + needs * size // 10)
+    found = prices.search(8)
+    assert found.above is not None
+    assert prices.one(found.size).fits is True
+    assert prices.one(found.above).fits is False
+    assert found.above - found.size <= max(1, found.size // 100)
+    assert len(prices.rounds) <= 5
+
+
+def test_samples_that_run_out_before_the_line_does_are_seen() -> None:
+    found = Prices(lambda size: 1000 + size, samples=300).search(16)
+    assert found.above is None
+    assert found.end is not None
+    assert "no more samples" in found.end
+    assert found.size < 600
 
 
 def test_times_of_batches_are_not_told() -> None:

@@ -37,6 +37,13 @@ def test_the_peak_is_that_of_the_real_run(make, optimizer, source):
     assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=TOLERANCE)
 
 
+CLOSURE = """
+def closure():
+    optimizer.zero_grad()
+    loss = (model(data) - 1).pow(2).mean()
+    loss.backward()
+    return loss
+"""
 CELLS = {
     "inference": "with torch.no_grad():\n    out = [model(x) for x, y in loader]\n    out = None",
     "kept_graphs": "kept = [model(x) for x, y in list(loader)[:3]]",
@@ -54,14 +61,41 @@ CELLS = {
         "    call = lambda p, b: torch.func.functional_call(base, (p, b), (data,))\n"
         "    out = torch.vmap(call)(params, buffers)"
     ),
+    "forward_derivatives": "torch.func.jvp(lambda x: model(x).pow(2).mean(), (data,), (torch.ones_like(data),))",
+    "forward_derivatives_of_parameters": (
+        "params = dict(model.named_parameters())\n"
+        "call = lambda p: F.mse_loss(torch.func.functional_call(model, p, (data,)), torch.ones(512, 10))\n"
+        "torch.func.jvp(call, (params,), ({name: torch.ones_like(p) for name, p in params.items()},))"
+    ),
+    "hessian": "model.eval()\ntorch.func.hessian(lambda x: model(x).pow(2).sum())(data[0, :].clone())",
+    "one_step_of_lbfgs": (
+        "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)\n{closure}\noptimizer.step(closure)"
+    ),
     "range_loop": "for step in range(20):\n    model(data).sum().backward()\n    optimizer.step()",
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp loads what was scripted
 @pytest.mark.parametrize("name", CELLS)
 def test_the_peak_of_other_cells_is_that_of_the_real_run(name):
     ns = namespace(mlp, "adamw") | {"data": torch.randn(512, 256)}
-    assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=TOLERANCE, abs=4096)
+    source = CELLS[name].replace("{closure}", CLOSURE)
+    assert rise(ns, source) == pytest.approx(measured_rise(ns, source), rel=TOLERANCE, abs=4096)
+
+
+SEARCHES = """
+optimizer = torch.optim.LBFGS(model.parameters(), history_size=6, line_search_fn="strong_wolfe")
+for step in range(4):
+    optimizer.step(closure)
+"""
+
+
+def test_the_line_searches_of_lbfgs_are_known_but_for_two_gradients():
+    """Values decide whether a search is right at once, or narrows its bracket from both sides."""
+    ns = namespace(mlp) | {"data": torch.randn(512, 256)}
+    ns["model"].eval()
+    nbytes = sum(parameter.nbytes for parameter in ns["model"].parameters())
+    assert rise(ns, CLOSURE + SEARCHES) == pytest.approx(measured_rise(ns, CLOSURE + SEARCHES), abs=2.02 * nbytes)
 
 
 def test_allocated_and_reserved_are_those_of_the_virtual_accelerator():

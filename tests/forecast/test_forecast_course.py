@@ -14,7 +14,7 @@ from oomdoctor.allocator.virtual import simulate
 from oomdoctor.evidence import collect
 from oomdoctor.forecast import price
 from oomdoctor.forecast.reading import Reading
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course
 from oomdoctor.model.session import Attempt, Cell, Cells
 

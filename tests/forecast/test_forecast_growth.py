@@ -60,8 +60,25 @@ CELLS = {
     + STEP.format(indent="    ")
     + "    kept.append(out.detach())",
     "copies_of_the_model": EPOCHS.format(begin="last.append(copy.deepcopy(model))"),
+    "graphs_up_to_a_length": "kept = collections.deque(maxlen=5)\nfor step in range(20):\n    x, y = batch"
+    + STEP.format(indent="    ")
+    + "    kept.append(functional.mse_loss(model(torch.randn_like(x)), y))",
+    "the_last_of_a_list": "kept = []\nfor step in range(20):\n    x, y = batch"
+    + STEP.format(indent="    ")
+    + "    kept = [*kept, out.detach()][-6:]",
+    "a_window_of_objects": "kept = []\nfor step in range(20):\n    x, y = batch"
+    + STEP.format(indent="    ")
+    + "    kept.append(Item(out.detach()))\n    if len(kept) > 6:\n        kept.pop(0)",
+    "put_together_and_cleared": "kept = []\nfor step in range(25):\n    x, y = batch"
+    + STEP.format(indent="    ")
+    + "    kept.append(out.detach())\n    if len(kept) == 8:\n        whole = torch.stack(kept)\n        kept.clear()",
     "evaluation_in_a_loop": "kept = []\nfor x, y in loader:\n    kept.append(model(x))\nout = torch.cat(kept)",
 }
+
+
+class Item:
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 def program():
@@ -73,6 +90,8 @@ def program():
         "collections": collections,
         "copy": copy,
         "itertools": itertools,
+        "Item": Item,
+        "batch": (torch.randn(128, 64), torch.randn(128, 64)),
         "last": collections.deque(maxlen=9),
         "functional": functional,
         "model": model,

@@ -59,6 +59,10 @@ def test_a_notebook_runs_with_a_graphics_card_as_it_is(name: str) -> None:
     (simulated,) = re.findall(r"else:\n    %oomdoctor simulate (\d+)MiB", limit)
     (capped,) = re.findall(r"set_per_process_memory_fraction\(\((\d+) << 20\)", limit)
     assert simulated == capped
+    # cuBLAS allocates its workspaces in PyTorch's memory at the first product: 32 MiB on Hopper, most of such a limit.
+    (before,) = [number for number, cell in enumerate(cells) if "CUBLAS_WORKSPACE_CONFIG" in cell]
+    assert before <= cells.index(limit)
+    assert before < next(number for number, cell in enumerate(cells) if ".to(device)" in cell)
     assert {int(told) for told in re.findall(r"(\d+) MiB", cells[0])} == {int(simulated)}
 
 

@@ -31,6 +31,7 @@ def outcome_of(
     more: dict[str, Any] | None = None,
     room: int = 1 << 20,
     failed: set[str] | None = None,
+    is_oom: Any = lambda exc: isinstance(exc, Doomed),
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
     log = [] if log is None else log
@@ -55,7 +56,7 @@ def outcome_of(
     result, error = asyncio.run(
         heal(
             transaction, trials, run,
-            accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
+            accelerator=HostAccelerator(), is_oom=is_oom,
             most_attempts=most, time_budget_s=60, failed=failed,
         )
     )  # fmt: skip
@@ -75,6 +76,36 @@ def test_when_none_does_the_state_is_that_of_the_start() -> None:
     assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.ROLLED_BACK, State.RESTORED, 2)
     assert isinstance(error, Doomed)
     assert namespace["log"] == [0]
+
+
+def test_a_change_whose_trial_ran_out_of_memory_counts_as_one_that_did_and_its_next_dose_is_tried() -> None:
+    failed: set[str] = set()
+    short = "log.append(1); raise OomDoctorError('no memory for the trial') from Doomed() #one"
+    outcome, error, namespace = outcome_of([short, short, "log.append(2) #one"], most=3, failed=failed)
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.HEALED, State.CLEAN, 3)
+    assert failed == {"trial 0", "trial 1"}
+    assert namespace["log"] == [0, 2]
+    outcome, error, namespace = outcome_of([short] * 3, most=2)
+    assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.REFUSED, State.RESTORED, 2)
+    assert outcome.why == "memory ran out with trial 1 as well: no memory for the trial"
+    assert error is None
+    assert namespace["log"] == [0]
+
+
+def test_whether_memory_ran_out_is_asked_while_the_failure_holds_what_it_held() -> None:
+    held: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    class Thing:
+        pass
+
+    def is_oom(exc: BaseException) -> bool:
+        alive.append(held[-1]() is not None)
+        return True
+
+    source = "def f():\n    kept = Thing()\n    note(kept)\n    raise Doomed\nf()"
+    outcome_of([source], is_oom=is_oom, more={"Thing": Thing, "note": lambda thing: held.append(weakref.ref(thing))})
+    assert alive == [True]
 
 
 def test_an_error_of_the_program_ends_it_and_the_state_is_that_of_the_start() -> None:

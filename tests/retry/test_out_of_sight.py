@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from oomdoctor.retry import Transaction, writes
 
 IMPORTS = """
-import abc, array, collections, contextvars, ctypes, gc, io, random, signal, sys, threading
+import abc, array, collections, contextvars, ctypes, functools, gc, io, random, signal, sys, threading
 from collections import Counter, OrderedDict, deque
 import numpy as np, torch
 from torch import nn
@@ -32,6 +33,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LONG = "numbers, texts = list(range(30_000)), [str(at) for at in range(30_000)]\n"
 
 PUT_BACK = {
+    "the keywords of a partial": (
+        "p, q = functools.partial(print, sep='a'), [functools.partial(print, sep=[1])]",
+        "p.keywords['sep'] = 'b'; p.keywords['end'] = 'c'; del q[0].keywords['sep']", "(p.keywords, q[0].keywords)",
+    ),
+    "an attribute of a function of a library": (
+        "F = torch.nn.functional", "F.relu.calls = 1; F.dropout.__defaults__ = ()",
+        "(vars(F.relu), F.dropout.__defaults__)",
+    ),
+    "a new attribute that a function sets": ("def f(): torch.noted = 1", "f()", "getattr(torch, 'noted', 0)"),
+    "an attribute of a class that a function sets": (
+        "def f(): nn.Linear.noted = 1; nn.Linear.forward = print", "f()",
+        "(getattr(nn.Linear, 'noted', 0), nn.Linear.forward.__qualname__)",
+    ),
+    "a number of a library that a method adds to": (
+        "class Setup:\n    def go(self): np.pi += 1; torch.inf = 1.0\nsetup = Setup()", "setup.go()",
+        "(np.pi, torch.inf)",
+    ),
+    "what a function sets by what it imports": (
+        "def g():\n    import torch.nn.functional as H\n    H.gelu = print\n"
+        "def f():\n    from torch import nn as N\n    setattr(N.functional, 'silu', g)\n    g()",
+        "f()", "(torch.nn.functional.gelu.__name__, torch.nn.functional.silu.__name__)",
+    ),
     "one item of a long list": (LONG, "numbers[7] = -1; texts[8] += 'a'", "(numbers[7], texts[8])"),
     "the order of a long list": (LONG, "random.shuffle(numbers); texts.sort()", "(numbers[:9], texts[:9])"),
     "a list that loses one and gains one": (LONG, "numbers.pop(3); numbers.append(1)", "(numbers[3], numbers[-1])"),
@@ -159,6 +182,10 @@ PUT_BACK = {
 }  # fmt: skip
 
 TOLD = {
+    "an attribute that the cell makes a name for": (
+        "import types", "for name in ['noted']: setattr(torch.nn.functional, name, 1)",
+        "attributes of `torch.nn.functional` may have been set by names that the cell makes up",
+    ),
     "a context variable that had no value": (
         "step = contextvars.ContextVar('step', default=0)", "step.set(1)", "`step` was set for the first time",
     ),
@@ -354,6 +381,36 @@ def test_a_stream_that_another_cell_exchanged_is_left_alone() -> None:
         sys.stdout = later = StringIO()
         transaction.restore()
         assert sys.stdout is later
+
+
+def test_a_stream_that_the_failed_cell_exchanged_and_a_later_one_after_it_is_the_later_ones() -> None:
+    tee = "class Tee:\n    def write(self, text): pass\n    def flush(self): pass\nmine = Tee()"
+    with begun(tee) as namespace:
+        transaction = failed("sys.stdout = mine", namespace)
+        for cell in ("sys.stdout = sys.__stdout__", "sys.stdout = mine"):
+            later = Transaction(namespace, cell, lambda: 1 << 30)
+            with later.armed():
+                exec(cell, namespace)
+            assert transaction.moved_on_by(later) is None
+        transaction.restore()
+        assert sys.stdout is namespace["mine"], "a later cell chose it"
+        other = failed("sys.stderr = mine", namespace)
+        later = Transaction(namespace, "n = 1", lambda: 1 << 30)
+        with later.armed():
+            exec("n = 1", namespace)
+        assert other.moved_on_by(later) is None
+        other.restore()
+        assert sys.stderr is not namespace["mine"], "a later cell has left it as it found it"
+
+
+def test_an_attribute_of_a_library_that_a_later_cell_sets_is_left_alone() -> None:
+    with begun("") as namespace:
+        transaction = failed("nn.Linear.noted = 1; nn.Conv2d.noted = 1", namespace)
+        nn.Linear.noted = later = object()
+        transaction.restore()
+        assert nn.Linear.noted is later
+        assert not hasattr(nn.Conv2d, "noted")
+        del nn.Linear.noted
 
 
 def test_signals_are_told_where_they_cannot_be_put_back() -> None:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import (
-    Census,
-    CodeFacts,
-    DeviceMemory,
-    DeviceProcess,
-    Evidence,
-    Holding,
-    HostMemory,
-    PrivatePool,
-    Role,
-    TrainingLoop,
-)
+from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Cause
 from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import Census, DeviceMemory, DeviceProcess, Holding, HostMemory, PrivatePool, Role
 from oomdoctor.model.sizes import GIB, MIB
 
 NONE = Unavailable("not read here")

@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import (
+from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import (
     Census,
-    CodeFacts,
     DeviceMemory,
     DeviceProcess,
-    Evidence,
     Holding,
     HostMemory,
     HostProcess,
     Measured,
-    ModelFacts,
-    OptimizerFacts,
     Pressure,
     PrivatePool,
     Role,
 )
-from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SYMBOLS, Fact, bound, kind_of

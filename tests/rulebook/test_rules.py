@@ -7,9 +7,10 @@ from scenes import CUDA, LOOP, SCENES, TRAINING, evidence, held, of, training
 
 from oomdoctor import fixes
 from oomdoctor.incident import from_text
-from oomdoctor.model.evidence import CodeFacts, Holding, ModelFacts, OptimizerFacts, Role
+from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
 from oomdoctor.model.finding import Cause
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import GIB, MIB, parse_size
 from oomdoctor.rulebook import load, locate
 from oomdoctor.rulebook.context import kind_of

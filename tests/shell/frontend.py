@@ -124,6 +124,6 @@ class Frontend:
             self.displays[key] = content["data"]
         elif kind == "comm_open":
             self.widgets[content["comm_id"]] = dict(content["data"].get("state", {}))
-        elif kind == "comm_msg" and content["data"].get("method") == "update":
-            self.widgets[content["comm_id"]].update(content["data"]["state"])
+        elif kind == "comm_msg" and content["data"].get("method") == "update" and content["comm_id"] in self.widgets:
+            self.widgets[content["comm_id"]].update(content["data"]["state"])  # others are of another page
         return dict(message)

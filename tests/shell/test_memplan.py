@@ -74,7 +74,7 @@ def test_a_cell_is_forecast_and_not_run(ready: Kernel) -> None:
     assert reply.stderr == ""
     (page,), plain = reply.data("text/html"), _shown(reply)
     for shown in (plain, page):
-        assert f"Forecast of In[{reply.content['execution_count']}], which was not run" in shown
+        assert f"Forecast of In[{reply.content['execution_count']}], made without running it" in shown
         assert re.search(r"on cuda:0 \(simulated\): ✓ fits \(shadow run, ± \d+ %\)", " ".join(shown.split()))
         assert "H200 141 GB" in shown
         assert "there seem to be no more samples" in " ".join(shown.split())
@@ -184,7 +184,7 @@ def test_a_cell_with_magics_is_forecast_and_run(ready: Kernel) -> None:
     ("cell", "line"),
     [
         ("%%memplan\n  \n", "%%memplan forecasts the cell below its line, and there is nothing below it"),
-        ("%%memplan\nx = (", "the cell is not Python: '(' was never closed (line 1 below %%memplan)"),
+        ("%%memplan\nx = (", "the cell below %%memplan is not Python: '(' was never closed (line 1 of it)"),
         ("%%memplan --bad\nx", "%%memplan does not take '--bad': it takes --run, --device-memory, --device, --json"),
         ("%%memplan --device-memory 3x\nx", "'3x' is not a memory size: write a number above zero"),
         ("%%memplan --device mps\nx", "no device 'mps' is in use: there is cuda:0 and cpu"),
@@ -206,6 +206,25 @@ def test_an_empty_cell_is_an_error_of_one_line(ready: Kernel) -> None:
     """IPython itself answers a cell magic with nothing below it."""
     reply = ready.run("%%memplan", ok=False)
     assert "%%memplan is a cell magic, but the cell body is empty" in reply.text
+
+
+def test_a_cell_that_is_indented_is_forecast_as_ipython_runs_it(ready: Kernel) -> None:
+    found = _plan(ready, "", "    rows = torch.ones(1 << 20)\n    if True:\n        rows.fill_(2)\n")
+    assert found["forecast"]["refused"] is None
+    assert found["forecast"]["peak_line"] == 1
+
+
+def test_help_is_had_without_a_cell(ready: Kernel) -> None:
+    shown = ready.run("%memplan --help", ok=True)
+    assert shown.stdout.startswith("Forecast the cell below without running it")
+    assert shown.stdout == ready.run("%%memplan --help\n1", ok=True).stdout
+    assert "%memplan has no cell below it" in ready.run("%memplan train()", ok=True).stderr
+
+
+def test_a_cell_for_a_device_that_is_lacked_is_not_run(ready: Kernel) -> None:
+    reply = ready.run("%%memplan --run\ntorch.ones(8, device='xpu')", ok=True)
+    assert reply.stderr == "oomdoctor: not run: it asks for a device that this machine lacks\n"
+    assert "at line" not in _shown(reply)  # of one
 
 
 def test_a_cell_that_raises_has_no_forecast_and_is_not_run(ready: Kernel) -> None:
@@ -320,7 +339,32 @@ for given in (made, functools.partial(made, 1), "made()", lambda: made()):
 print(calls, "_oomdoctor_planned" in globals())
 print(repr(oomdoctor.plan("x = torch.ones(1 << 20)", namespace={{"torch": torch}}, device_memory=1 << 24)))
 print(oomdoctor.plan(train, device_memory="1GiB"))
-for bad, options in ((3, {{}}), (" ", {{}}), (train, {{"device_memory": "much"}}), (train, {{"namespace": 1}})):
+
+async def awaited():
+    return torch.ones(1 << 20)
+
+def yielded():
+    yield torch.ones(1 << 20)
+
+indented = '''
+    rows = torch.ones(1 << 20)
+    rows.sum()
+    '''
+for given in (awaited, indented):
+    print("MiB", (oomdoctor.plan(given, device_memory="1GiB").forecast.peak >> 20) - 9)
+print(oomdoctor.plan("1", time_s=0).forecast.refused)
+for bad, options in (
+    (3, {{}}),
+    (" ", {{}}),
+    (train, {{"device_memory": "much"}}),
+    (train, {{"namespace": 1}}),
+    (train, {{"device_memory": 16}}),
+    (train, {{"device_memory": 16.5}}),
+    (train, {{"time_s": -1}}),
+    (train, {{"time_s": "much"}}),
+    (yielded, {{}}),
+    ("x = torch.ones(", {{}}),
+):
     try:
         oomdoctor.plan(bad, **options)
     except UsageError as exc:
@@ -338,8 +382,10 @@ def test_in_a_script_a_call_is_planned_and_not_made(tmp_path: Path) -> None:
     assert lines[0].startswith("True ")
     assert lines[4] == "[] False"
     assert lines[5] == "<Planned: ≈ 13.0 MiB, too large>"  # 4 MiB, and the 9 MiB that are there
+    assert [line for line in lines if line.startswith("MiB")] == ["MiB 4", "MiB 4"]
+    assert "forecasts are switched off" in lines
     shown = "\n".join(lines[6:])
-    assert "Forecast of train(), which was not run" in shown
+    assert "Forecast of train(), made without running it" in shown
     assert "now it has 4096" in shown
     assert "In[" not in shown
     assert [line for line in lines if line.startswith("refused:")] == [
@@ -347,4 +393,10 @@ def test_in_a_script_a_call_is_planned_and_not_made(tmp_path: Path) -> None:
         "refused: plan takes a callable or source, and the source has nothing in it",
         "refused: 'much' is not a memory size: write a number above zero with a unit, such as 512MiB or 1.5GiB",
         "refused: namespace takes a dictionary of names, and was given int",
+        "refused: '16' has no unit, and would be 16 bytes: write 16GiB or 512MiB",
+        "refused: device_memory takes a text such as '16GiB', or bytes, and was given float",
+        "refused: time_s takes seconds, 0 or more, and was given -1",
+        "refused: time_s takes seconds, 0 or more, and was given 'much'",
+        "refused: yielded() runs nothing until it is iterated over: plan a function that does, or the source",
+        "refused: the source is not Python: '(' was never closed (line 1 of it)",
     ]

@@ -51,6 +51,10 @@ def shown(page: Frontend) -> str:
     return "\n".join(display.get("text/plain", "") for display in page.displays.values())
 
 
+def diagnosed(page: Frontend) -> str:
+    return next(text for one in page.displays.values() if (text := one.get("text/plain", "")).startswith("Out of"))
+
+
 def priced(page: Frontend) -> bool:
     """Whether the panel has its rows, which it gets after the diagnosis."""
     boxes = [one for one in page.widgets.values() if one.get("_model_name") == "VBoxModel"]
@@ -85,6 +89,8 @@ def test_a_cell_that_moves_the_state_ends_the_forecasts(page: Frontend, started:
     assert PENDING in shown(page), "a cell that only looks ends nothing"
     page.run("losses.append(0)")
     assert PENDING not in shown(page)
+    assert page.state("Retry best")["disabled"]
+    assert re.search(r"Retries are off: In\[\d+\] has ", page.texts)
     children = "[c.pid for c in __import__('psutil').Process().children()]"
     assert started.value(children) == [], "nothing is left running"
     assert "can no longer be retried" in _said_by(page, "%oomdoctor fix 1")
@@ -133,11 +139,14 @@ def test_a_retry_takes_the_dose_of_the_slider_and_undo_takes_it_back(page: Front
     assert case["outcome"]["kind"] == "healed", page.said()[-2000:]
     assert case["outcome"]["fixes"] == [f"micro_batch({name}={labels[-1]})"] != [f"micro_batch({name}={dose})"]
     assert "✓ Healed after" in page.texts
+    assert "✓ Healed: In[" in diagnosed(page), "what a button puts out is not in the notebook's file, the diagnosis is"
+    assert f"(parts={labels[-1]})" in diagnosed(page).partition("\nChanged: ")[2]
     assert "forecast" in page.said().partition("Healed")[2], "forecast and measured peak side by side"
     assert page.state("Retry best")["disabled"]
     page.click(f"Show diff {number}")
     assert f"{labels[-1]}" in page.texts.partition("<pre")[2], "the diff is that of the dose in place"
     page.click("Undo")
+    assert "Healed: In[" not in diagnosed(page)
     assert started.value(PARAMETERS) == before
     assert not page.state("Retry best")["disabled"]
     assert page.state("Undo")["disabled"]
@@ -193,14 +202,11 @@ def test_buttons_of_an_earlier_failure_say_so(page: Frontend, started: Kernel) -
     old = page.widget("Retry best")
     page.run(train())
     page.take_until(lambda: page.widget("Retry best") != old and priced(page))
-    before = len(page.messages)
+    assert page.widgets[old]["disabled"]
+    assert "Retries are off: another cell has failed since" in page.texts
+    assert not page.state("Retry best")["disabled"]
     page.end(page._say(old, {"method": "custom", "content": {"event": "click"}}))
-    assert "these buttons are of an earlier failure" in page.said(before) + page.texts + _outputs(page)
     assert started.value(LAST)["outcome"]["kind"] == "offered"
-
-
-def _outputs(page: Frontend) -> str:
-    return str([state.get("outputs") for state in page.widgets.values()])
 
 
 def test_the_setting_chosen_in_the_panel_is_that_of_the_notebook(page: Frontend, started: Kernel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import gc
 import importlib.util
 import re
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from state_shell import besides, started
@@ -576,6 +578,34 @@ def test_a_block_in_a_loop_is_healed_each_time(load: Any) -> None:
     assert (module.calls, module.after, module.epoch, len(module.outputs)) == (["begun", "begun"], 2, 1, 20)
 
 
+HOOKED = """\
+import weakref
+inputs = []
+model.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+with oomdoctor.heal():
+    outputs = [model(torch.randn(8192, 64)).sum() for step in range(20)]
+"""
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_block_is_run_again(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The closure of ``_call_impl.<locals>.inner`` has it, and the interpreter hands the traceback to ``__exit__``.
+    alive, release = [], script_watch._release
+
+    def released(failure: BaseException) -> None:
+        inputs = sys.modules["script_0"].inputs
+        alive.append(sum(one() is not None for one in inputs))
+        release(failure)
+        alive.append(sum(one() is not None for one in inputs))
+
+    monkeypatch.setattr(script_watch, "_release", released)
+    with pytest.raises(out_of_memory()):
+        load(SETUP.replace("12MiB", "32MiB") + HOOKED)
+    assert alive == [1, 0]
+
+
 @pytest.mark.usefixtures("switched_off")
 def test_a_block_on_one_line_is_healed(load: Any) -> None:
     source = SETUP.replace("@oomdoctor.heal\n", "")
@@ -613,6 +643,30 @@ def test_a_block_that_cannot_be_run_again_is_left_as_it_failed(load: Any, block:
     frames = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("script_0.py")]
     assert frames[-1].line == "outputs.append(model(torch.randn(256, 64)))"
     assert not any("<oomdoctor" in frame.filename for frame in traceback.extract_tb(caught.tb))
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_a_timer_of_the_failed_block_does_not_fire_and_that_of_its_retry_does(load: Any) -> None:
+    block = (
+        f"import threading\nwith oomdoctor.heal():\n    threading.Timer(600, calls.append, ['timer']).start()\n{BLOCK}"
+    )
+    load(SETUP + block)
+    waiting = [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]
+    for timer in waiting:
+        timer.cancel()
+    assert last().outcome.kind is OutcomeKind.HEALED
+    assert len(waiting) == 1
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_a_block_beside_a_pool_that_goes_on_with_its_work_is_left_as_it_failed(load: Any) -> None:
+    done = threading.Event()
+    setup = "import builtins, concurrent.futures\npool = concurrent.futures.ThreadPoolExecutor(1)\n"
+    with mock.patch.object(builtins, "done", done, create=True), pytest.raises(out_of_memory()):
+        load(f"{SETUP}{setup}with oomdoctor.heal():\n    pool.submit(builtins.done.wait, 60)\n{BLOCK}")
+    done.set()
+    assert last().outcome.kind is OutcomeKind.REFUSED
+    assert "goes on with what the cell gave it" in last().outcome.why
 
 
 @pytest.mark.usefixtures("switched_off")

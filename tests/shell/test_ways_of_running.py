@@ -297,7 +297,10 @@ def test_a_callback_is_diagnosed_and_says_that_there_is_no_cell(watched: Kernel,
     assert watched.value("where[0] is threading.main_thread()") is not on_subshell
     assert of_the_user(reply)
     assert "Out of memory, case" in reply.text
-    assert "it ran in a callback and not in a cell" in watched.value(CASE)["outcome"]["why"]
+    case = watched.value(CASE)
+    assert "it ran in a callback and not in a cell" in case["outcome"]["why"]
+    assert "not priced yet" not in reply.text
+    assert "nothing was priced" in reply.text
 
 
 def test_a_cell_that_a_button_runs_is_healed(watched: Kernel, plain: Kernel) -> None:

@@ -7,25 +7,24 @@ from dataclasses import replace
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
-from oomdoctor.model.evidence import (
-    Census,
-    CodeFacts,
-    DeviceMemory,
-    DeviceProcess,
-    Evidence,
-    Holding,
-    HostMemory,
-    HostProcess,
-    ModelFacts,
-    Pressure,
-    PrivatePool,
-    Role,
-)
+from oomdoctor.model.code import CodeFacts, ModelFacts
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.finding import Cause, Finding
 from oomdoctor.model.fix import Dose, Edit, Effect, Patch
 from oomdoctor.model.growth import Mark
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.memory import (
+    Census,
+    DeviceMemory,
+    DeviceProcess,
+    Holding,
+    HostMemory,
+    HostProcess,
+    Pressure,
+    PrivatePool,
+    Role,
+)
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.growth import growth_rows

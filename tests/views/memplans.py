@@ -9,7 +9,7 @@ from cases import CASES, HOSTILE
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.session import Cell

@@ -10,7 +10,8 @@ import cases
 import pytest
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.evidence import Census, Evidence
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.memory import Census
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.displayed import Report
 

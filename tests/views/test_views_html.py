@@ -10,7 +10,7 @@ from jinja2 import UndefinedError
 from seen import Seen
 
 from oomdoctor.model.case import Case
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.memory import Role
 from oomdoctor.views import html
 from oomdoctor.views.growth import growth_rows
 from oomdoctor.views.survey import survey
@@ -26,15 +26,17 @@ VIEWS: dict[str, Callable[[Case], str]] = {
 }
 EVERY = pytest.mark.parametrize(("view", "name"), [(view, name) for view in VIEWS for name in CASES])
 
-# What JupyterLab's sanitiser lets through in an untrusted notebook, as far as it is used here.
+# What JupyterLab's sanitiser lets through in an untrusted notebook, as far as it is used here. The words for screen
+# readers it drops, without which the page says the same, only more of it.
 TAGS = {
     *("br", "code", "details", "div", "em", "h3", "h4", "li", "ol", "p", "pre", "section", "small", "span"),
     *("strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul"),
 }
-ATTRIBUTES = {"style", "title", "scope"}
+ATTRIBUTES = {"style", "title", "scope", "aria-hidden", "role", "dir"}
 PROPERTIES = {
     *("background", "background-color", "background-image", "background-size", "border", "border-bottom"),
     *("border-collapse", "border-left", "border-radius", "border-right", "box-sizing", "color", "cursor", "display"),
+    *("flex", "flex-wrap", "gap", "overflow-wrap"),
     *("float", "font-family", "font-size", "font-weight", "height", "left", "line-height", "margin", "margin-bottom"),
     *("margin-right", "margin-top", "max-width", "min-width", "opacity", "overflow", "overflow-x", "padding"),
     *(
@@ -92,6 +94,12 @@ def test_hostile_names_stay_text(view: str) -> None:
     assert cases.HOSTILE in seen.text
     assert "\x1b" not in page
     assert "\u202e" not in page
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_code_keeps_its_order_beside_names_from_right_to_left(view: str) -> None:
+    page = VIEWS[view](cases.weights())
+    assert page.count("<code ") == page.count('<code dir="ltr" ')
 
 
 def test_the_escaping_test_can_fail() -> None:

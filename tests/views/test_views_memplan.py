@@ -20,7 +20,8 @@ from seen import Seen
 from test_views_html import ATTRIBUTES, PROPERTIES, TAGS
 from test_views_same_facts import NUMBER
 
-from oomdoctor.model.evidence import Role
+from oomdoctor.model.fix import Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import html, text, words
@@ -44,6 +45,15 @@ def test_text_looks_as_it_did(name: str, width: int) -> None:
     shown = text.memplan(MEMPLANS[name](), width=width)
     assert max(map(len, shown.splitlines())) <= width
     _check(GOLDEN / f"{name}.{width}.txt", shown)
+
+
+def test_no_line_of_the_diff_is_broken() -> None:
+    plan = too_large()
+    assert plan.plan is not None
+    diff = next(one.patch.diff() for one in plan.plan.candidates if one.forecast.fits and isinstance(one.patch, Patch))
+    shown = text.memplan(plan, width=30)
+    assert max(map(len, diff.splitlines())) > 30
+    assert "".join(f"  {line}".rstrip() + "\n" for line in diff.splitlines()) in shown
 
 
 @EVERY
@@ -155,7 +165,7 @@ def test_the_least_that_it_needs_tells_what_cannot_fit_and_never_what_does() -> 
 def test_a_script_has_its_own_names() -> None:
     planned = Planned(too_large(), {5: "train.py", 7: "train()"})
     for shown in (planned.to_text(), planned.to_html()):
-        assert "Forecast of train(), which was not run" in shown
+        assert "Forecast of train(), made without running it" in shown
         assert "+++ train.py fixed" in shown
         assert "In[" not in shown
 

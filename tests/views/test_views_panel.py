@@ -42,6 +42,7 @@ class Recorder:
         self.box: Any = None
         self.error = error
         self.auto = "off"
+        self.gone = ""
         self.seen: list[str] = []
 
     def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
@@ -65,6 +66,9 @@ class Recorder:
         if dose == Dose.of(micro_batch=32):
             return Refused("<img> cannot be had")
         return replace(candidate, dose=dose)
+
+    def joins(self, candidate: Candidate) -> bool:
+        return not candidate.parts and candidate.fix != "lone"
 
     def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
         if any(one.fix == "checkpoint_blocks" for one in chosen):
@@ -110,6 +114,13 @@ def _text(box: Any) -> str:
 def _row(box: Any, number: int) -> str:
     """Return what is said of one fix."""
     return next(text.value for text in _of(box, ipywidgets.HTML) if f"<b>{number}</b>" in text.value)
+
+
+def _row_box(box: Any, number: int) -> Any:
+    """Return the box of one fix."""
+    return next(
+        one for one in box.children if any(f"<b>{number}</b>" in text.value for text in _of(one, ipywidgets.HTML))
+    )
 
 
 def _slider(box: Any) -> Any:
@@ -200,16 +211,18 @@ def test_the_changed_cell_is_shown_to_be_copied_with_the_command_that_inserts_it
 
 def test_the_slider_shows_the_forecast_of_each_dose_as_it_moves() -> None:
     box = _built(Recorder())
-    slider = _slider(box)
-    assert (slider.description, [text for text, _ in slider.options]) == ("micro_batch", ["32", "16", "8"])
-    assert slider.value == 1
+    slider, (choice,) = _slider(box), _of(_row_box(box, 1), ipywidgets.Dropdown)
+    assert [text for text, _ in slider.options] == ["32", "16", "8"]
+    assert (slider.value, choice.label) == (1, "16")
     assert "(micro_batch=16)" in _text(box)
     assert "GiB" not in _row(box, 1), "the diagnosis above has its price"
     assert "✓ fits" in _row(box, 1)
     slider.value = 2
+    assert choice.label == "8"
     assert "(micro_batch=8)" in _text(box)
     assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB; analytic estimate, ± 30 %" in _text(box)
-    slider.value = 0
+    choice.value = 0
+    assert slider.value == 0
     assert "~ borderline: ≈ 9.41 GiB → ≈ 7.90 GiB" in _text(box)
     slider.value = 1
     assert "GiB" not in _row(box, 1)
@@ -266,7 +279,7 @@ def test_two_changes_that_cannot_be_combined_say_why() -> None:
 def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
     doctor = Recorder()
     box = _built(doctor)
-    (choice,) = _of(box, ipywidgets.Dropdown)
+    choice = _of(box, ipywidgets.Dropdown)[0]
     assert choice.value == "off"
     choice.value = "exact"
     assert doctor.auto == "exact"
@@ -335,6 +348,50 @@ def test_a_cell_that_was_healed_elsewhere_is_shown_so() -> None:
     assert _off(made.box) == ["Undo", "Retry combined"]
 
 
+def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
+    doctor = Recorder()
+    made = panel.build(cases.offered(), doctor)
+    assert made is not None
+    first, _, third = _of(made.box, ipywidgets.Checkbox)
+    first.value = third.value = True
+    doctor.gone = "another <cell> has failed since: run it again by `Run`"
+    made.refresh()
+    assert _off(made.box) == [button.description for button in _running(made.box)]
+    assert _primary(made.box) == []
+    assert "Retries are off: another &lt;cell&gt; has failed since" in _text(made.box)
+    assert "`" not in _text(made.box)
+    third.value = False
+    third.value = True
+    assert "Retry combined" in _off(made.box)
+    doctor.gone = ""
+    made.refresh()
+    assert _off(made.box) == ["Undo"]
+    assert "Retries are off" not in _text(made.box)
+
+
+def test_what_cannot_be_combined_is_not_offered_for_that() -> None:
+    case = cases.offered()
+    alone = replace(case.plan.candidates[0], fix="lone")
+    box = _built(Recorder(), replace(case, plan=replace(case.plan, candidates=(alone, *case.plan.candidates[1:]))))
+    assert [choice.description for choice in _of(box, ipywidgets.Checkbox)] == ["Combine 2", "Combine 3"]
+
+
+def test_the_bar_is_there_while_there_is_something_to_measure() -> None:
+    class Looking(Recorder):
+        shown: str | None = None
+
+        def press(self, *given: Any) -> Live | None:
+            ended = super().press(*given)
+            self.shown = _of(self.box, ipywidgets.FloatProgress)[0].layout.display
+            return ended
+
+    doctor = Looking()
+    box = _built(doctor)
+    _buttons(box)["Retry best"].click()
+    assert doctor.shown == ""
+    assert _of(box, ipywidgets.FloatProgress)[0].layout.display == "none"
+
+
 def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
     doctor = Recorder(heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8)))
     box = _built(doctor)
@@ -374,6 +431,7 @@ def test_how_a_retry_ended_is_said(outcome: OutcomeKind | None, attempt: int, se
     ("live", "sentence"),
     [
         (Live(attempt=0, most=3, elapsed_s=0.2), "Going back to the cell's start, 0.2 s; the kernel's"),
+        (Live(attempt=0, most=3, elapsed_s=0.2, waits=True), "Waiting for the forecasts, 0.2 s; the kernel's"),
         (Live(attempt=2, most=2, elapsed_s=9, allocated=GIB), "Attempt 2 of at most 2, 9.0 s: 1.00 GiB in use; the"),
     ],
 )
@@ -420,10 +478,14 @@ def test_a_cell_that_awaits_is_retried_by_typing() -> None:
 
 def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> None:
     box = _built(Recorder())
-    kinds = (ipywidgets.Button, ipywidgets.Checkbox, ipywidgets.SelectionSlider, ipywidgets.Dropdown)
+    for number in (1, 3):
+        _buttons(box)[f"Show as a cell {number}"].click()
+    kinds = (ipywidgets.Button, ipywidgets.Checkbox, ipywidgets.Dropdown, ipywidgets.Textarea, ipywidgets.FloatProgress)
     names = [widget.description for widget in _of(box, kinds)]
     assert all(names)
-    assert len(set(names)) == len(names)
+    for kind in kinds[:2]:
+        named = [widget.description for widget in _of(box, kind)]
+        assert len(set(named)) == len(named)
     assert all(button.tooltip for button in _of(box, ipywidgets.Button))
 
 
@@ -460,6 +522,20 @@ def test_hostile_names_stay_text() -> None:
         assert "\u202e" not in text
     labels = [widget.description for widget in _of(box, ipywidgets.DOMWidget) if hasattr(widget, "description")]
     assert not any("<" in label for label in labels), "ipywidgets 7 takes descriptions for HTML"
+
+
+def test_where_no_kernel_runs_a_sentence_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    made = panel.build(cases.offered(), Recorder())
+    assert made is not None
+    made.display()
+    if hasattr(made.box, "_repr_mimebundle_"):
+        (data,) = shown
+        assert data["text/plain"].startswith("The controls are not saved")
+        assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == made.box.model_id
+    else:
+        assert shown == [made.box]
 
 
 def test_there_is_no_panel_where_nothing_can_be_pressed() -> None:

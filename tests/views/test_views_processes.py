@@ -6,7 +6,7 @@ import cases
 import pytest
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, HostHolding, HostProcess, Measured
+from oomdoctor.model.memory import Census, HostHolding, HostProcess, Measured
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.card import Fact
 from oomdoctor.views.survey import survey

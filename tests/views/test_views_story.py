@@ -8,8 +8,8 @@ from cases import CASES
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
-from oomdoctor.model.evidence import Role
 from oomdoctor.model.incident import CellLine, Family
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views.aftermath import aftermath

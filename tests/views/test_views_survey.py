@@ -11,8 +11,9 @@ from seen import Seen
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, Evidence, Holding, HostMemory, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.growth import Mark, compare
+from oomdoctor.model.memory import Census, Holding, HostMemory, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views import html, text
 from oomdoctor.views.bar import host_bar, process_bar

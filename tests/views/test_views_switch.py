@@ -8,8 +8,9 @@ import cases
 import pytest
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.evidence import Census, DeviceMemory, Evidence, Holding, Role
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.growth import Mark, Switch, compare
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.displayed import Report
 from oomdoctor.views.growth import growth_rows, since_cell

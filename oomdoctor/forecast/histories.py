@@ -1,0 +1,61 @@
+"""LBFGS in a shadow: values decide how long it searches and what it remembers, so it does the most that it may.
+
+It makes all of its iterations, has all of its history after its first step as far as the loops around it can fill it,
+and its line search takes two steps.
+Limits: a search that has to narrow its bracket from both sides holds two gradients more, one that is right at once two
+less.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from oomdoctor.forecast.pace import Pace
+
+__all__ = ["fill_histories"]
+
+
+def fill_histories(pace: Pace) -> None:
+    """Let the LBFGS of this process have its memory after its first step; ``pace`` knows how many may follow."""
+    # Torch deletes the module's name from its package.
+    module: Any = sys.modules[torch.optim.LBFGS.__module__]
+    step = module.LBFGS.step
+
+    @wraps(step)
+    def filled(optimizer: Any, closure: Any) -> Any:
+        for group in optimizer.param_groups:
+            group["tolerance_change"] = -1.0
+        loss = step(optimizer, closure)
+        (group,), state = optimizer.param_groups, optimizer.state[optimizer._params[0]]
+        # The first iteration of all remembers nothing.
+        most = min(group["history_size"], pace.most_steps() * group["max_iter"] - 1)
+        while "d" in state and len(state["old_dirs"]) < most:
+            state["old_dirs"].append(torch.empty_like(state["d"]))
+            state["old_stps"].append(torch.empty_like(state["d"]))
+            state["ro"].append(state["d"].new_empty(()))
+        return loss
+
+    module.LBFGS.step = filled
+    module._strong_wolfe = _searched
+
+
+def _searched(
+    evaluate: Callable[..., Any], x: Any, t: Any, d: Any, _f: Any, g: Any, *_args: Any, **_kwargs: Any
+) -> Any:
+    """Do what ``torch.optim.lbfgs._strong_wolfe`` does where its second step is right.
+
+    Source: that function in torch 2.13: ``g``, both of ``bracket_g`` and the last ``g_new`` live as long as it runs.
+    """
+    before = g.clone()
+    _, gradient = evaluate(x, t, d)
+    bracket = [before, gradient.clone()]
+    loss, gradient = evaluate(x, t, d)
+    bracket[1] = gradient.clone()
+    return loss, bracket[1], t, 2

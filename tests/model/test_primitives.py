@@ -1,0 +1,38 @@
+"""What oneDNN raises for want of memory, and what it raises otherwise in the same words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from oomdoctor.model.primitives import is_short_of_memory
+
+LIMITED = """
+import resource, sys
+import torch
+from oomdoctor.model.primitives import is_short_of_memory
+torch.set_num_threads(1)
+model, x = torch.nn.Conv2d(8, 16, 3), torch.randn(4, 8, 16, 16)
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 10), resource.RLIM_INFINITY))
+try:
+    model(x)
+except RuntimeError as error:
+    short = is_short_of_memory(error)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    print(error, short, is_short_of_memory(error))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps on Linux alone")
+def test_a_primitive_that_the_system_had_no_memory_for_is_told_from_one_that_failed_otherwise() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "could not create a primitive True False"
+
+
+def test_other_errors_are_not_asked_about() -> None:
+    assert not is_short_of_memory(RuntimeError("could not create a primitive"))
+    assert not is_short_of_memory(ValueError())
+    assert not is_short_of_memory(RuntimeError())
