@@ -15,6 +15,7 @@ from typing import Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.ahead import evidence_ahead
+from oomdoctor.forecast.attempts import patched
 from oomdoctor.forecast.batches import largest
 from oomdoctor.forecast.least import least
 from oomdoctor.forecast.planning import make_plan
@@ -246,12 +247,5 @@ def _price_batches(
     reasons = [patch.reason for patch in patches if isinstance(patch, Refused)]
     if reasons:
         return [Forecast(basis=BASIS, refused=reasons[0]) for _ in sizes]
-    attempts = [_attempt(session.cells, patch) for patch in patches if isinstance(patch, Patch)]
+    attempts = [patched(session.cells.failing, patch) for patch in patches if isinstance(patch, Patch)]
     return list(pricer.price(attempts, timeout_s=round(end - time.monotonic(), 1)))
-
-
-def _attempt(cells: Cells, patch: Patch) -> Attempt:
-    """Return how to run the last cell with the cells changed so."""
-    edits, failing = {edit.cell: edit for edit in patch.edits}, cells.failing
-    source = edits[failing.number].after if failing.number in edits else failing.source
-    return Attempt(source=source, replays=tuple(edit.replay for edit in patch.edits if edit.cell != failing.number))

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Final
 
+from oomdoctor.forecast.attempts import patched
 from oomdoctor.forecast.pairs import joined
 from oomdoctor.forecast.search import Search
 from oomdoctor.model.absence import Refused
@@ -47,11 +48,8 @@ def attempt_with(
     failing = session.cells.failing
     patch = fix.patch(session.cells, evidence, dose)
     if isinstance(patch, Patch):
-        edits = {edit.cell: edit for edit in patch.edits}
-        source = edits[failing.number].after if failing.number in edits else failing.source
-        replays = tuple(edit.replay for edit in patch.edits if edit.cell != failing.number)
         guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
-        return patch, Attempt(source=source, replays=replays, live=guards)
+        return patch, patched(failing, patch, guards)
     # What is told to the loop of a library by its settings is not done to its objects behind its back.
     if fix.apply is None or "through" in dict(dose.values):
         return patch, Refused(patch.reason)

@@ -11,10 +11,11 @@ import ast
 from difflib import SequenceMatcher
 from typing import Final, NamedTuple
 
+from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.magics import mask
-from oomdoctor.model.session import Attempt
+from oomdoctor.model.session import Attempt, Cell
 
 __all__ = ["joined", "joined_patches"]
 
@@ -46,12 +47,7 @@ def joined(
     patch = patches[0] if len(patches) == 1 else joined_patches(*patches)
     if isinstance(patch, Refused):
         return patch, patch
-    edits = {edit.cell: edit for edit in patch.edits}
-    attempt = Attempt(
-        source=edits[number].after if number in edits else source,
-        replays=tuple(edit.replay for edit in patch.edits if edit.cell != number),
-        live=live,
-    )
+    attempt = patched(Cell(number=number, source=source), patch, live)
     if len(patches) == 2:
         return patch, attempt
     why = next(one for one, _ in (first, second) if isinstance(one, Refused))

@@ -131,9 +131,11 @@ class Attempt:
     Attributes:
         source: the text of the cell to run, magics and all.
         replays: what to run before it in the namespace: functions of earlier cells, redefined.
+        cells: those earlier cells as they are with the change, one for each of ``replays``; none where it has none.
         live: makes the context managers that change the live objects while all of it runs, outermost first.
     """
 
     source: str
     replays: tuple[str, ...] = ()
+    cells: tuple[Cell, ...] = ()
     live: tuple[Callable[[], AbstractContextManager[None]], ...] = ()

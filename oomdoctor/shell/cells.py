@@ -6,6 +6,7 @@ import re
 from typing import Any, Final
 
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.shell.changed import changed_cells
 
 __all__ = [
     "asks_for_retry",
@@ -26,11 +27,11 @@ _OWN: Final = re.compile(r"\s*%(oomdoctor|memreport|(re|un)?load_ext|load_ext|co
 
 
 def cells_until(shell: Any, number: int, source: str) -> Cells:
-    """Return the history up to the cell of this number, which is the one that failed."""
-    manager = getattr(shell, "history_manager", None)
+    """Return the history up to the cell of this number, which is the one that failed; changed ones as they ran last."""
+    manager, changed = getattr(shell, "history_manager", None), changed_cells(shell)
     raw = list(getattr(manager, "input_hist_raw", ()))
     run = ((at, text) for at, text in enumerate(raw) if text and at < number and planned(text) is None)
-    earlier = [Cell(number=at, source=text) for at, text in run]
+    earlier = [Cell(number=at, source=changed.get(at, text)) for at, text in run]
     return Cells(history=(*earlier, Cell(number=number, source=source)))
 
 

@@ -48,6 +48,7 @@ class Extension:
 
     Attributes:
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
+        changed: the text, by its number, of each cell that a retry has changed since it was run.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -62,6 +63,7 @@ class Extension:
         self.warming: asyncio.Task[None] | None = None
         self.passed = ""
         self.remedies = Remedies()
+        self.changed: dict[int, str] = {}
         self.borders = Borders()
         self.faults = self.borders.faults
         self.in_flight = 0

@@ -167,7 +167,13 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
         return _refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
-        extension.open = OpenCase(session=session, transaction=run.transaction, beside=run.beside, failure=kept)
+        extension.open = OpenCase(
+            session=session,
+            transaction=run.transaction,
+            beside=run.beside,
+            failure=kept,
+            changed=dict(extension.changed),
+        )
     pipeline.record(case)
     return case
 

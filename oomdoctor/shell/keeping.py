@@ -60,6 +60,7 @@ def undo(extension: Extension) -> str:
     taken_back = replace(case, outcome=Outcome(state=state, why=why))
     pipeline.record(taken_back)
     extension.open, extension.healed = opened, None
+    extension.changed = dict(opened.changed)
     if extension.shown is not None:
         extension.shown.tell_end(taken_back)
     return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.session import Attempt, Cell, Session
+from oomdoctor.shell.changed import as_cell, placed, texts_of
 from oomdoctor.shell.running import Run
 from oomdoctor.shell.script_watch import left_alone
 from oomdoctor.shell.showing import Shown
@@ -31,6 +34,7 @@ class OpenCase:
         beside: what went on beside its cell when that began.
         failure: what ended it, where its frames are kept: a retry lets go of them, as it needs their memory.
         attempts: how many attempts the retry that is running, or that ran last, has begun.
+        changed: the text of each cell that earlier retries had changed.
     """
 
     session: Session
@@ -39,6 +43,7 @@ class OpenCase:
     beside: Beside = field(default_factory=Beside)
     failure: BaseException | None = None
     attempts: int = 0
+    changed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +66,16 @@ class _Attempts:
     Attributes:
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
         anyway: whether another attempt may follow what cannot be taken back.
-        last: the shell's result of the one that ran last.
+        last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
     """
 
     extension: Extension
+    failing: Cell
     kwargs: dict[str, Any]
     waits: bool
     anyway: bool = False
     last: Any = None
+    changes: dict[int, str] = field(default_factory=dict)
 
     async def run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
@@ -77,12 +84,17 @@ class _Attempts:
             self.extension.open.attempts += 1
         run_source = functools.partial(self.extension.run_source, run)
         with left_alone():
-            for replay in attempt.replays:
-                if error := _error_of(await run_source(replay, {**self.kwargs, "silent": True})):
+            for replay, cell in zip_longest(attempt.replays, attempt.cells):
+                text, number = (placed(replay, cell.source), cell.number) if cell else (replay, None)
+                with as_cell(self.extension.shell, number):
+                    answer = await run_source(text, {**self.kwargs, "silent": True})
+                if error := _error_of(answer):
                     return error
             if attempt.replays and self.extension.open is not None:
                 self.extension.open.transaction.set_aside()
-            self.last = await run_source(attempt.source, self.kwargs)
+            with as_cell(self.extension.shell, self.failing.number):
+                self.last = await run_source(attempt.source, self.kwargs)
+            self.changes = texts_of(attempt, self.failing)
         # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
         error = _error_of(self.last) or run.take_failure()
         if error is not None:
@@ -102,7 +114,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
-    attempts = _Attempts(extension, cell.kwargs, extension.is_awaited(cell), request.anyway)
+    failing = Cell(number=0, source="") if opened is None else opened.session.cells.failing
+    attempts = _Attempts(extension, failing, cell.kwargs, extension.is_awaited(cell), request.anyway)
     try:
         case, error = await _heal(extension, request, attempts)
     except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
@@ -119,6 +132,7 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     if is_healed:
         extension.tracebacks.drop_held()
         extension.open, extension.healed = None, opened
+        extension.changed.update(attempts.changes)
     else:
         extension.tracebacks.send_held(error)
         if tells:

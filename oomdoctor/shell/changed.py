@@ -1,0 +1,56 @@
+"""Cells that a retry has changed: their code stands where their own stood, and later failures are read from it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from oomdoctor.model.magics import mask
+from oomdoctor.model.session import Attempt, Cell
+
+__all__ = ["as_cell", "changed_cells", "placed", "texts_of"]
+
+
+def changed_cells(shell: Any) -> dict[int, str]:
+    """Return the text by the number of each cell that a retry has changed since it was run."""
+    extension = getattr(shell, "_oomdoctor_extension", None)
+    return getattr(extension, "changed", {})
+
+
+def texts_of(attempt: Attempt, failing: Cell) -> dict[int, str]:
+    """Return the text by the number of each cell that an attempt changes."""
+    texts = {cell.number: cell.source for cell in attempt.cells}
+    return texts if attempt.source == failing.source else {**texts, failing.number: attempt.source}
+
+
+@contextmanager
+def as_cell(shell: Any, number: int | None) -> Iterator[None]:
+    """Have what runs in the body be compiled, and shown, as the cell of this number; of none, as the next one."""
+    before = shell.execution_count
+    shell.execution_count = before if number is None else number
+    try:
+        yield
+    finally:
+        shell.execution_count = before
+
+
+def placed(replay: str, source: str) -> str:
+    """Return the statements of ``replay`` on the lines that they have in a cell; as they are where it has others."""
+    try:
+        wanted = [ast.dump(node) for node in ast.parse(replay).body]
+        nodes = {ast.dump(node): node for node in ast.parse(mask(source).text).body}
+    except (SyntaxError, ValueError, RecursionError):
+        return replay
+    if not wanted or not nodes.keys() >= set(wanted):
+        return replay
+    lines = source.split("\n")
+    kept = {line for one in wanted for line in _lines(nodes[one])}
+    text = [line if at in kept else "" for at, line in enumerate(lines, start=1)]
+    return "\n".join([text[0] or "#", *text[1:]])  # the shell takes empty lines at the beginning away
+
+
+def _lines(node: ast.stmt) -> range:
+    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return range(first, (node.end_lineno or node.lineno) + 1)
