@@ -29,7 +29,22 @@ PAGE: Final = ROOT / "docs" / "json.md"
 Schema = dict[str, Any]
 """A JSON Schema, in which ``description`` is Markdown."""
 
-_MODULES: Final = ("absence", "case", "evidence", "finding", "fix", "growth", "incident", "memplan", "plan", "session")
+_MODULES: Final = (
+    *(
+        "absence",
+        "case",
+        "code",
+        "evidence",
+        "finding",
+        "fix",
+        "growth",
+        "incident",
+        "memory",
+        "memplan",
+        "plan",
+        "session",
+    ),
+)
 _NAMES: Final[dict[str, Any]] = {
     name: value
     for module in _MODULES

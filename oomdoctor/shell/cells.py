@@ -31,7 +31,8 @@ def cells_until(shell: Any, number: int, source: str) -> Cells:
     manager, changed = getattr(shell, "history_manager", None), changed_cells(shell)
     raw = list(getattr(manager, "input_hist_raw", ()))
     run = ((at, text) for at, text in enumerate(raw) if text and at < number and planned(text) is None)
-    earlier = [Cell(number=at, source=changed.get(at, text)) for at, text in run]
+    newest = {text: at for at, text in enumerate(raw)}  # what was run again as it was is as it was
+    earlier = [Cell(number=at, source=changed.get(at, text) if newest[text] == at else text) for at, text in run]
     return Cells(history=(*earlier, Cell(number=number, source=source)))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Attempt, Cell
 
 __all__ = ["as_cell", "changed_cells", "placed", "texts_of"]
+
+_DEFINES: Final = re.compile(r"^\s*(async\s+def|def|class)\b", re.MULTILINE)
 
 
 def changed_cells(shell: Any) -> dict[int, str]:
@@ -20,9 +23,10 @@ def changed_cells(shell: Any) -> dict[int, str]:
 
 
 def texts_of(attempt: Attempt, failing: Cell) -> dict[int, str]:
-    """Return the text by the number of each cell that an attempt changes."""
+    """Return the text by the number of each cell that an attempt changes, and whose functions a later cell may call."""
     texts = {cell.number: cell.source for cell in attempt.cells}
-    return texts if attempt.source == failing.source else {**texts, failing.number: attempt.source}
+    changes_own = attempt.source != failing.source and _DEFINES.search(attempt.source) is not None
+    return {**texts, failing.number: attempt.source} if changes_own else texts
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def _in_executors_of_threads() -> Iterator[tuple[Hashable, str]]:
     for thread, queue in threads.items():
         if _runs(running.get(thread.ident), runs):
             yield (id(futures), thread.ident), f"the thread `{thread.name}` of a pool"
-        if queue.qsize():
+        if queue.qsize() and thread.is_alive():  # the last thing in the queue of one that has ended is its end
             yield (id(futures), id(queue)), "a pool of threads"
 
 

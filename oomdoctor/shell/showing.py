@@ -79,6 +79,8 @@ class Shown:
     def _retell(self, case: Case) -> None:
         from oomdoctor.views import bundle
 
+        if not hasattr(self._extension.shell, "kernel"):  # a terminal cannot take back what it has printed
+            return
         told = bundle(case, self._extension.names, retry_of(case))
         if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
             self._diagnosis.update(told, raw=True)

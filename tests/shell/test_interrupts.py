@@ -74,7 +74,7 @@ def test_as_many_as_there_are_restores(shell: InteractiveShell, place: str) -> N
         every = stack.enter_context(interrupted(TensorVault, "restore", times=9))
         result, shown = run(shell, CELLS[-1])
         assert len(_get_current_dispatch_mode_stack()) == modes + 1
-    assert first
+    assert first, shown.stdout + shown.stderr
     assert every
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     assert "KeyboardInterrupt" in shown.stdout

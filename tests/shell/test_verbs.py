@@ -18,6 +18,7 @@ from state_programs import Planted, cells_of
 from state_shell import besides, cleared, differing, known, run, said, seed, started
 
 from oomdoctor import fixes, pipeline
+from oomdoctor.model import primitives
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Effect, Patch, Proposal
@@ -208,6 +209,16 @@ def test_undo_of_a_healed_case_says_that_all_went_back(shell: InteractiveShell) 
     )
     said(shell, "%oomdoctor fix 2")
     assert known().outcome.kind is OutcomeKind.HEALED, "another fix can be tried"
+
+
+def test_undo_prints_one_line_in_a_terminal(shell: InteractiveShell) -> None:
+    failed(shell)
+    assert run(shell, "%oomdoctor fix 1")[1].outputs, "displays are seen here: that of the notice"
+    found_wrong = {known().plan.candidates[1].fix: "its results are others"}
+    pipeline.record(replace(known(), plan=known().plan.without(found_wrong)))  # so the diagnosis is another one
+    shown = run(shell, "%oomdoctor undo")[1]
+    assert [str(one.data) for one in shown.outputs] == [], "a terminal prints an update below what it is an update of"
+    assert len(shown.stdout.splitlines()) == 1
 
 
 def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
@@ -440,6 +451,7 @@ _GPU: Final = (
 )
 INCURABLE: Final = {
     "a dead worker": ("DataLoader worker (pid 3) is killed by signal: Killed. ", "a worker process died"),
+    "oneDNN": ("could not create a primitive", "oneDNN makes no new primitive in this thread any more"),
     "another rank": ("process 1 terminated with signal SIGKILL", "another process was killed"),
     "other processes": (
         f"CUDA out of memory. Tried to allocate 16.00 MiB ({_GPU})",
@@ -455,7 +467,8 @@ def test_what_no_retry_cures_is_not_tried_and_told(shell: InteractiveShell, kind
     for cell in CELLS[:-1]:
         run(shell, cell)
     shell.user_ns["fail"] = _raising(message)
-    result, shown = run(shell, f"{CELLS[-1]}fail()")
+    with mock.patch.object(primitives, "_is_refused", return_value=True):  # as beside a limit that was reached
+        result, shown = run(shell, f"{CELLS[-1]}fail()")
     assert str(result.error_in_exec) == message
     case = known()
     assert (case.outcome.kind, case.outcome.attempts) == (OutcomeKind.REFUSED, 0)
