@@ -19,7 +19,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.memory import DeviceMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from oomdoctor.allocator.caching import Block
 
@@ -106,6 +106,11 @@ class VirtualAccelerator:
         except (NotImplementedError, RuntimeError):  # an oneDNN tensor, or another without a storage
             return None
         return self._ledger.block_of(storage)
+
+    def counted(self) -> Iterator[tuple[torch.UntypedStorage, Block]]:
+        """Yield the storages that live here, each with the block that stands for it; empty ones have none."""
+        self._ledger.settle()
+        return self._ledger.counted()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of ``tensor`` is counted here; copies that oomdoctor keeps aside are not."""

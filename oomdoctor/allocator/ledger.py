@@ -24,6 +24,8 @@ import torch
 from oomdoctor.allocator.caching import Block, OutOfSpace
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from oomdoctor.allocator.caching import CachingAllocator
 
 __all__ = ["Ledger", "storages_alive", "storages_of"]
@@ -94,6 +96,13 @@ class Ledger:
         """Return the block that stands for ``storage``; None if it is not counted or empty."""
         known = self._counted.get(storage._cdata)
         return known.block if known is not None and known() is storage else None
+
+    def counted(self) -> Iterator[tuple[torch.UntypedStorage, Block]]:
+        """Yield the storages that have a block, each with it."""
+        for known in list(self._counted.values()):
+            storage = known()
+            if storage is not None and known.block is not None:
+                yield storage, known.block
 
     def close(self) -> None:
         """Forget every storage, so that no death is noted any more."""

@@ -43,7 +43,7 @@ def replay(
     capacity_bytes: int | None = None,
     *,
     allocator: CachingAllocator | None = None,
-    blocks: Mapping[Hashable, Block] | None = None,
+    blocks: Mapping[Hashable, Block | None] | None = None,
     settings: AllocatorSettings | None = None,
 ) -> Replay:
     """Run ``events`` through an allocator, to their end or to the first request that does not fit.
@@ -52,7 +52,8 @@ def replay(
         events: ``("alloc", id, nbytes)`` and ``("free", id)`` in order. A free of an unknown id is passed over.
         capacity_bytes: the limit; None leaves that of ``allocator``, or none.
         allocator: one that already holds what was there before; it is used up. None begins with an empty device.
-        blocks: the blocks of ``allocator`` that the events may free, by id.
+        blocks: the blocks of ``allocator`` that the events may free, by id; None for what is not to be freed. An
+            allocation of one of these ids is passed over: it is there.
         settings: those of the new allocator, or to change ``allocator`` to. None leaves its own, or the defaults.
     """
     model = CachingAllocator(capacity_bytes) if allocator is None else allocator
@@ -62,10 +63,13 @@ def replay(
         model.settings = settings
     model.reset_peak()
     retries, live = model.retries, dict[Any, Any](blocks or {})
+    there = frozenset(live)
     failed_at = refused = None
     for index, event in enumerate(events):
         if event[0] == "free":
             model.free(live.pop(event[1], None))
+            continue
+        if event[1] in there:
             continue
         try:
             live[event[1]] = model.malloc(event[2])

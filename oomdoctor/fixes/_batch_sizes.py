@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Final
 
 from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, calls, literal
 from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller"]
+__all__ = ["Steps", "hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller", "steps_of"]
 
 _DIVISORS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
@@ -259,22 +260,54 @@ def _is_another(book: Book, part: ast.AST, where: Place, numbers: Sequence[Numbe
     return bool(found) and all(one.value in values and one.node not in nodes for one in found)
 
 
-def smaller(size: int, scales: int, *, least: int = 1) -> tuple[Proposal, ...] | Refused:
+class Steps(Enum):
+    """What goes on with the number of steps where batches are ``{}`` times smaller."""
+
+    OF_EPOCHS = "an epoch has {} times as many steps"
+    FIXED = "the loop takes as many steps as before, so it sees 1/{} of the samples"
+    UNKNOWN = "the same samples take {} times as many steps"
+
+
+def steps_of(code: CodeFacts, loops: Sequence[TrainingLoop]) -> Steps:
+    """Return what decides how many steps ``loops`` take."""
+    found = {_steps(code, loop) for loop in loops}
+    return found.pop() if len(found) == 1 else Steps.UNKNOWN
+
+
+def _steps(code: CodeFacts, loop: TrainingLoop) -> Steps:
+    if loop.loader in dict(code.batch_sizes):
+        return Steps.OF_EPOCHS
+    try:
+        node = ast.parse(loop.loader, mode="eval").body
+    except SyntaxError:
+        return Steps.UNKNOWN
+    if _step(node) is not None:
+        return Steps.OF_EPOCHS
+    if not isinstance(node, ast.Call) or call_name(node).rpartition(".")[2] not in {"range", "trange"}:
+        return Steps.UNKNOWN
+    return Steps.FIXED if all(literal(arg) is not None for arg in node.args) else Steps.UNKNOWN
+
+
+def smaller(
+    size: int, scales: int, *, least: int = 1, steps: Steps = Steps.OF_EPOCHS
+) -> tuple[Proposal, ...] | Refused:
     """Propose batches of a whole part of ``size`` samples.
 
     Args:
         scales: bytes that grow with the batch.
         least: samples that a batch must keep.
+        steps: what goes on with their number.
     """
     return tuple(
         Proposal(
             dose=Dose.of(batch_size=size // one),
             effect=Effect.CHANGES_RESULT,
             saves=scales - scales // one,
-            slowdown=1 + _OVERHEAD * one,
+            slowdown=(1 + _OVERHEAD * one) / (one if steps is Steps.FIXED else 1),
             basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
-            caveat=f"each step averages over {size // one} samples and no longer over {size}, with {one} times as many "
-            "steps: the training goes another way, and the learning rate was chosen for the larger batch",
+            caveat=f"each step averages over {size // one} samples and no longer over {size}, and "
+            f"{steps.value.format(one)}: the training goes another way, and the learning rate was chosen for the "
+            "larger batch",
         )
         for one in _DIVISORS
         if size % one == 0 and size // one >= least

@@ -16,7 +16,7 @@ from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
-from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller
+from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller, steps_of
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
@@ -52,7 +52,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     scales += incident.requested or 0
     if not scales:
         return Refused("no activations were found that a smaller batch could save")
-    return smaller(size, scales)
+    return smaller(size, scales, steps=steps_of(evidence.code, loops))
 
 
 def _size(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
@@ -123,7 +123,7 @@ FIX: Final = Fix(
     id="smaller_batch",
     title="Train with smaller batches",
     effect=Effect.CHANGES_RESULT,
-    cost="another course of the training; more steps per epoch",
+    cost="another course of the training; more steps for the same samples",
     propose=propose,
     apply=None,
     patch=patch,

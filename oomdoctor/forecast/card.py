@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 __all__ = ["CACHED", "TYPES", "Card"]
@@ -32,6 +34,8 @@ class Card:
         index: its number.
         held: bytes that this process holds there, where the device is one that it has in use; None where it is not.
         flag: see ``device_in_use.fork_flag``; None where that is not to be touched.
+        segments: of its caching allocator in this process, as ``torch.cuda.memory_snapshot()`` tells them; none where
+            that is not known.
     """
 
     type: str = "cuda"
@@ -41,6 +45,7 @@ class Card:
     index: int = 0
     held: int | None = None
     flag: int | None = None
+    segments: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def device(self) -> torch.device:

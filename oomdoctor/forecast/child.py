@@ -34,6 +34,7 @@ from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
 from oomdoctor.forecast.kernels import Kernels
+from oomdoctor.forecast.layout import Layout, gives_cache_back, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loaders import orphan_workers
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from oomdoctor.forecast.card import Card
-    from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.model.session import Accelerator, Attempt, Session
 
 __all__ = ["Start", "bring_back", "run", "warm_up"]
 
@@ -78,23 +79,36 @@ class OutOfTime(StopForecast):
 class Start:
     """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers and threads.
 
-    Where a device is in use, ``held`` is what lies there, and ``prepare`` is still to be done, on fakes. In a fresh
-    process ``arrive`` makes the namespace, on the fakes of a shadow.
+    ``layout`` says where it lies, in an allocator that is known. Where a device is in use, ``held`` is what lies there,
+    and ``prepare`` is still to be done, on fakes. In a fresh process ``arrive`` makes the namespace, on the fakes of a
+    shadow.
     """
 
-    __slots__ = ("arrive", "deques", "held", "ledger", "modules", "optimizers", "prepare", "threads")
+    __slots__ = ("arrive", "deques", "held", "layout", "ledger", "modules", "optimizers", "prepare", "threads")
 
     def __init__(self, ledger: Ledger, found: Alive, threads: int) -> None:
         self.ledger, self.threads, self.optimizers = ledger, threads, len(found.optimizers)
         self.modules = [ref(module) for module in found.modules]
         self.deques = [ref(one) for one in found.deques if one.maxlen is not None]
         self.held: Held | None = None
+        self.layout: Layout | None = None
         self.prepare: Callable[[], None] | None = None
         self.arrive: Callable[[Tracker, Pace], None] | None = None
 
 
-def bring_back(prepare: Callable[[], None], namespace: dict[str, Any], card: Card | None = None) -> Start:
+def bring_back(
+    prepare: Callable[[], None],
+    namespace: dict[str, Any],
+    card: Card | None = None,
+    accelerator: Accelerator | None = None,
+) -> Start:
     """Restore the start of the cell in this process and count what is alive there; have its functions followed.
+
+    Args:
+        prepare: restores it.
+        namespace: that the cell runs in.
+        card: the device to be emulated, None for none.
+        accelerator: the memory that is asked about, None where it is one that nothing lies on yet.
 
     Raises:
         ForecastError: it could not be restored, or tensors live on a real device.
@@ -122,6 +136,8 @@ def bring_back(prepare: Callable[[], None], namespace: dict[str, Any], card: Car
     start = Start(ledger, found, threads)
     if in_use is not None:
         start.held, start.prepare = Held(in_use), prepare
+    else:
+        start.layout = of_virtual(accelerator, ledger, is_emptied=gives_cache_back(prepare))
     follow_functions(found.functions, namespace)
     del found
     gc.freeze()  # what was alive stays alive, and its pages stay shared
@@ -210,6 +226,7 @@ def _run(
         is_left=is_left,
         budget=budget,
         cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
+        layout=start.layout,
     )
     return replace(
         reading,
@@ -231,7 +248,8 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
     if isinstance(tracker, DeviceTracker):
         emulate(tracker)
         if start.held is not None:
-            relabel(tracker, start.held)
+            assert start.prepare is not None
+            start.layout = relabel(tracker, start.held, is_emptied=gives_cache_back(start.prepare))
     if start.arrive is not None:
         start.arrive(tracker, pace)
     forbid()

@@ -30,12 +30,13 @@ _MARGIN: Final = 0.02
 _MARGIN_MEASURED: Final = 0.05
 _MARGIN_CONVOLUTION: Final = 0.15
 _MARGIN_RECURRENT: Final = 0.35
+_MARGIN_ALGEBRA: Final = 0.25
 """Margins for what the kernels of operators need inside, which no dispatcher sees: without convolutions and fused
 recurrent layers, with such as were measured (see ``kernels``), with convolutions and recurrent layers that were not.
 
 Source: ``benchmarks/results/forecast.txt``, 96 runs of twelve models with torch 2.13 on a CPU. Forecasts were too low
 by at most 0.4 %, 2.0 %, 9.8 % and 14.7 % of the peak; the last margin holds for cuDNN's layers too, of which nothing
-was measured.
+was measured. The margin for linear algebra is that of matrices of 100 rows and more, in runs of each operation alone.
 """
 
 _aten = torch.ops.aten
@@ -84,6 +85,15 @@ class Meter:
     @property
     def margin(self) -> float:
         """Calibrated error of the peak of a run with the operations so far, as a ratio."""
+        return max(self._of_layers, _MARGIN_ALGEBRA if self._kernels.estimated else 0.0)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether what kernels need inside is known only about, and matters."""
+        return self.margin > _MARGIN_MEASURED
+
+    @property
+    def _of_layers(self) -> float:
         if not (self._recurrent or self._convolutions):
             return _MARGIN
         if not (self._kernels.unmeasured or self._estimated):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.utils import backend_registration
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.card import Card
+from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.survey import alive, live_storages
 from oomdoctor.model.aside import is_apart
@@ -117,17 +119,27 @@ def _tensors() -> Iterator[torch.Tensor]:
                 yield found.grad
 
 
-def relabel(tracker: DeviceTracker, held: Held) -> None:
+def relabel(tracker: DeviceTracker, held: Held, *, is_emptied: bool) -> Layout | None:
     """Put a fake behind every tensor that lies on the device, and count what is held there.
+
+    Args:
+        tracker: follows that device.
+        held: what lies there.
+        is_emptied: see ``Layout``.
+
+    Returns:
+        Where it lies in the allocator's segments; None where these are not known.
 
     Raises:
         ForecastError: one of them has a layout that is not followed.
     """
     ledger, behind = tracker.ledger, dict[int, torch.UntypedStorage]()
+    layout = Layout(ledger, tracker.card.segments, is_emptied=is_emptied)
     for storage, role in held.storages:
         if storage._cdata not in behind:
             behind[storage._cdata] = _torch.UntypedStorage(storage.nbytes(), device="meta")
             ledger.hold(behind[storage._cdata])
+            layout.place(behind[storage._cdata], storage.data_ptr())
         if role is not None:
             ledger.mark(behind[storage._cdata], role)
     recorded = {tensor.grad_fn for tensor in held.tensors if tensor.grad_fn is not None}
@@ -146,8 +158,10 @@ def relabel(tracker: DeviceTracker, held: Held) -> None:
     if hidden > 0:
         _kept.append(_torch.UntypedStorage(hidden, device="meta"))
         tracker.hold_as("held by libraries", _kept[-1])
+        layout.stay(_kept[-1])
         tracker.workspaces.found(hidden)
     _refuse_backward_through(recorded, tracker.card)
+    return layout if tracker.card.segments else None
 
 
 def _refuse_backward_through(recorded: set[Any], card: Card) -> None:
@@ -201,5 +215,27 @@ def in_use() -> Card | None:
         capability=torch.cuda.get_device_capability(index),
         total=torch.cuda.mem_get_info(index)[1],
         held=torch.cuda.memory_allocated(index),
+        segments=_segments(index),
         flag=flag if flag is not None and ctypes.c_ubyte.from_address(flag).value == 0 else None,
+    )
+
+
+_OF_SEGMENT: Final = ("address", "total_size", "stream", "segment_type", "segment_pool_id", "is_expandable")
+_OF_BLOCK: Final = ("address", "size", "requested_size", "state")
+
+
+def _segments(index: int) -> tuple[dict[str, Any], ...]:
+    """Return the segments of the allocator without the traces that may have been recorded; none of another backend."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return ()
+    snapshot = _torch.cuda.memory_snapshot
+    is_told = "include_traces" in inspect.signature(snapshot).parameters
+    records = snapshot(include_traces=False) if is_told else snapshot()
+    return tuple(
+        {
+            **{name: record[name] for name in _OF_SEGMENT if name in record},
+            "blocks": [{name: block[name] for name in _OF_BLOCK if name in block} for block in record["blocks"]],
+        }
+        for record in records
+        if record["device"] == index
     )

@@ -225,6 +225,8 @@ def _largest(
         return Refused("the cell could not be forecast")
     if forecast.budget is None:
         return Refused("it is not known how much memory there is for it")
+    if forecast.at_least:
+        return Refused("more may be needed than the forecast saw, so that no batch is known to fit")
     now = batches.now(session.cells, evidence)
     if isinstance(now, Refused) and any(loop.in_failing_run for loop in evidence.code.loops):
         evidence = ahead()  # what the cell makes itself may tell

@@ -290,7 +290,7 @@ class _Shadows(Shadows):
 
 def _told_alone(card: Card | None) -> Card | None:
     """Return the device of the other process as one that holds nothing here, and whose engine is not to be mended."""
-    return card if card is None or card.held is None else replace(card, held=0, flag=None)
+    return card if card is None or card.held is None else replace(card, held=0, flag=None, segments=())
 
 
 def _count_hidden(tracker: Any, held: int) -> None:

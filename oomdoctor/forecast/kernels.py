@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from oomdoctor.forecast.losses import LOSSES
+from oomdoctor.forecast.copies import COPIES, ESTIMATED
 
 __all__ = ["Kernels"]
 
@@ -95,42 +95,31 @@ _WAYS: Final = {
 }
 
 
-_PRODUCTS: Final = frozenset({_aten.mm.default, _aten.addmm.default})
-
-
-def _copied(matrix: torch.Tensor) -> int:
-    """Return the bytes of the copy that BLAS is given of a matrix which has neither rows nor columns without gaps.
-
-    A gradient that was expanded from a number is one: that of a sum.
-
-    Source: ``addmm_impl_cpu_`` in ``aten/src/ATen/native/LinearAlgebra.cpp``.
-    """
-    rows, columns = matrix.stride()
-    has_rows = columns == 1 and rows >= matrix.shape[1]
-    has_columns = rows == 1 and columns >= matrix.shape[0]
-    return 0 if has_rows or has_columns else matrix.numel() * matrix.element_size()
-
-
 class Kernels:
     """Measures operations and remembers what was measured.
 
     Attributes:
+        are_asked: whether what kernels need inside counts.
+        estimated: whether there was an operation of linear algebra, whose need is known only about.
         unmeasured: whether there was an operation with such a kernel that was not measured.
     """
 
     def __init__(self, threads: int) -> None:
         """Measure with so many threads, or not at all with 0."""
-        self.unmeasured = False
+        self.unmeasured = self.estimated = False
         self._threads = threads
+        self.are_asked = threads > 0
         self._left_s = _MOST_SECONDS
         self._known: dict[Any, tuple[tuple[int, Changes], ...] | None] = {}
 
     def scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         """Return the bytes that an operation on tensors without data needs beyond its results, at its highest."""
-        if func in LOSSES and self._threads:
-            return 0 if out.dim() else _bytes(out)
-        if func in _PRODUCTS and self._threads:
-            return sum(_copied(value) for value in args[-2:])
+        by_rule = COPIES.get(func)
+        if by_rule is not None:
+            return by_rule(args, out) if self._threads else 0
+        if func in ESTIMATED:
+            self.estimated = self.estimated or self._threads > 0
+            return ESTIMATED[func](args, out) if self._threads else 0
         way = _WAYS.get(func)
         if way is None or not self._threads:
             return 0

@@ -13,6 +13,7 @@ from math import prod
 from typing import Final
 
 from oomdoctor.forecast.attempts import patched
+from oomdoctor.forecast.in_turn import patched_in_turn
 from oomdoctor.forecast.pairs import joined
 from oomdoctor.forecast.search import Search
 from oomdoctor.model.absence import Refused
@@ -70,7 +71,10 @@ def attempt_with_all(
     assert isinstance(run_first, Attempt)
     assert isinstance(run_second, Attempt)
     failing = session.cells.failing
-    return joined(failing.source, failing.number, (first, run_first), (second, run_second))
+    both = joined(failing.source, failing.number, (first, run_first), (second, run_second))
+    apart = isinstance(both[1], Attempt) or isinstance(first, Refused) or isinstance(second, Refused)
+    written = None if apart else patched_in_turn(parts, session.cells, evidence)
+    return both if written is None else (written, patched(failing, written, (*run_first.live, *run_second.live)))
 
 
 class Ladder:

@@ -144,12 +144,25 @@ class Ledger:
             entry.bytes = nbytes
             self._allocate(entry, self._notes[entry.number - 1].role)
 
+    def take(self, nbytes: int, role: Role) -> _Entry:
+        """Count memory that nothing in this process stands for, until it is given to ``give_back``."""
+        entry = _Entry(0, nbytes)
+        self._allocate(entry, role)
+        return entry
+
+    def give_back(self, taken: _Entry) -> None:
+        """Count no longer what ``take`` has returned."""
+        self._free(taken)
+
     def keeps(self, since: int) -> bool:
         """Whether much is alive that was made since there were ``since`` events, and is not the state of training."""
+        return self.is_much(self.kept(since))
+
+    def kept(self, since: int, until: int | None = None) -> int:
+        """Return the bytes alive that were made between so many events and so many, and are no state of training."""
         alive = {entry.number for entry in self._entries.values()}
-        made = (event for event in self.events[since:] if event[0] == "alloc" and event[1] in alive)
-        kept = sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING)
-        return kept > _MUCH * self.peak
+        made = (event for event in self.events[since:until] if event[0] == "alloc" and event[1] in alive)
+        return sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING)
 
     def has_risen(self, level: int) -> bool:
         """Whether much more is alive than there was at ``level``."""

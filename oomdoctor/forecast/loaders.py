@@ -21,6 +21,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from oomdoctor.forecast.alike import Together
+from oomdoctor.forecast.fetches import Fetch, Fetching
 from oomdoctor.forecast.longest import longest_batches
 from oomdoctor.model.memory import Role
 
@@ -47,7 +48,9 @@ def replace_loaders(tracker: Tracker, pace: Pace) -> None:
     def iterate(loader: Any) -> Iterator[Any]:
         if loader not in known or known[loader].rest is not None:
             with _disable_current_modes():
-                known[loader] = _batches(loader, tracker)
+                is_here = tracker.ledger is tracker.host and not loader.num_workers
+                is_here = known[loader].is_here if loader in known else is_here
+                known[loader] = _batches(loader, tracker, is_here=is_here)
         return _repeat(known[loader], loader, tracker, pace)
 
     cls: Any = DataLoader
@@ -83,16 +86,24 @@ class _Batches:
 
     Attributes:
         first: its first batch.
-        longest: the one that holds the longest samples, where samples are of unlike lengths.
+        is_here: whether they are fetched in the memory that is asked about: workers have memory of their own, and no
+            loader fetches on a device.
+        begins: what it takes to begin to go through it; ``takes``: to fetch the first batch.
+        longest: the one that holds the longest samples, where samples are of unlike lengths; ``longest_takes``: what it
+            takes to fetch that one.
         rest: gives those after the first, where they can only be had one after the other.
     """
 
     first: Any
+    is_here: bool
+    begins: Fetch
+    takes: Fetch
     longest: Any = None
+    longest_takes: Fetch | None = None
     rest: Iterator[Any] | None = None
 
 
-def _batches(loader: Any, tracker: Tracker) -> _Batches:
+def _batches(loader: Any, tracker: Tracker, *, is_here: bool) -> _Batches:
     loader.__dict__.update(
         num_workers=0,
         pin_memory=False,
@@ -102,16 +113,23 @@ def _batches(loader: Any, tracker: Tracker) -> _Batches:
         _DataLoader__multiprocessing_context=None,
         worker_init_fn=None,
     )
-    iterator: Any = _SingleProcessDataLoaderIter(loader)
+    fetching = Fetching(tracker, is_here=is_here)
+    with fetching:
+        iterator: Any = _SingleProcessDataLoaderIter(loader)
     fetcher = iterator._dataset_fetcher
     is_map = isinstance(fetcher, _MapDatasetFetcher)
     if not is_map:
-        return _Batches(next(iterator), rest=iterator)
+        fetching.begin()
+        with fetching:
+            batch = next(iterator)
+        begins, takes = fetching.done(batch)
+        return _Batches(batch, is_here=is_here, begins=begins, takes=takes, rest=iterator)
     if not hasattr(fetcher.dataset, "__getitems__"):
         fetcher.dataset = _FewSamples(fetcher.dataset)
     fetch = fetcher.fetch
 
     def fetched(indices: Any) -> Any:
+        fetching.begin()
         try:
             with Together():  # type: ignore[no-untyped-call]
                 return fetch(indices)
@@ -120,11 +138,16 @@ def _batches(loader: Any, tracker: Tracker) -> _Batches:
                 return fetch(indices)
 
     fetcher.fetch = fetched
-    found = _Batches(next(iterator))
+    with fetching:
+        batch = next(iterator)
+    begins, takes = fetching.done(batch)
+    found = _Batches(batch, is_here=is_here, begins=begins, takes=takes)
     for indices in longest_batches(loader):
-        batch = fetched(indices)
+        fetching = Fetching(tracker, is_here=is_here)
+        with fetching:
+            batch = fetched(indices)
         if _bytes(batch) > _bytes(found.first if found.longest is None else found.longest):
-            found.longest = batch
+            found.longest, (_, found.longest_takes) = batch, fetching.done(batch)
     return found
 
 
@@ -163,35 +186,39 @@ def _are_fakes_alike(samples: Sequence[Any]) -> bool:
 def _repeat(batches: _Batches, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
     total = _length(loader)
     loop = pace.begins(total, id(loader))
+    batches.begins.happens(tracker)
     try:
         while (total is None or loop.turns < total) and pace.wants_more(loop):
             with _disable_current_modes():
                 try:
-                    batch = _batch(batches, loader, loop.turns, total)
+                    batch, takes = _batch(batches, loader, loop.turns, total, tracker)
                 except StopIteration:
                     loop.turns -= 1
                     return
-            for leaf in tree_iter(batch):
-                if isinstance(leaf, torch.Tensor):
-                    tracker.hold_real(leaf, Role.BATCH)
-            leaf = None
+            takes.happens(tracker, batch)
             yield batch
             del batch
     finally:
         pace.ended(loop)
 
 
-def _batch(batches: _Batches, loader: Any, turn: int, total: int | None) -> Any:
-    """Return the batch of a turn; of two kinds, each in its turn, so that a step after the first one has the longest.
+def _batch(batches: _Batches, loader: Any, turn: int, total: int | None, tracker: Tracker) -> tuple[Any, Fetch]:
+    """Return the batch of a turn, and what it takes to fetch it.
+
+    Of two kinds each comes in its turn, so that a step after the first one has the longest.
 
     Raises:
         StopIteration: there is no more.
     """
-    if batches.longest is not None:
-        return tree_map_only(torch.Tensor, torch.clone, batches.first if turn % 2 else batches.longest)
+    if batches.longest_takes is not None and not turn % 2:
+        return tree_map_only(torch.Tensor, torch.clone, batches.longest), batches.longest_takes
     if turn > 1 and batches.rest is not None:
-        return next(batches.rest)
-    return tree_map_only(torch.Tensor, _rest(loader) if turn == total else torch.clone, batches.first)
+        fetching = Fetching(tracker, is_here=batches.is_here)
+        with fetching:
+            batch = next(batches.rest)
+        return batch, fetching.done(batch)[1]
+    is_last = turn == total and batches.longest is None
+    return tree_map_only(torch.Tensor, _rest(loader) if is_last else torch.clone, batches.first), batches.takes
 
 
 def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,6 +13,7 @@ from oomdoctor.forecast.steady import Lengthened, Tally
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.settings import AllocatorSettings
+    from oomdoctor.forecast.layout import Layout
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
@@ -31,6 +32,7 @@ def reading_of(
     is_left: bool,
     budget: int | None,
     cached: bool,
+    layout: Layout | None,
 ) -> Reading:
     """Return the figures of a run.
 
@@ -39,18 +41,21 @@ def reading_of(
         is_left: whether the cell was left before its end.
         budget: bytes that there are, None where it is not known.
         cached: whether a caching allocator stands between the tensors and the device.
+        layout: where what is alive at the start lies in it; None packs it into an empty one.
     """
     ledger, meter = tracker.ledger, tracker.meter
-    reserved, margin, is_whole = None, meter.margin, False
+    if layout is not None and layout.ledger is not ledger:
+        layout = None  # it is that of another memory than the one that is asked about
+    reserved, margin, is_whole, is_estimate = None, meter.margin, False, meter.is_estimate
     if cached:
         if ledger is tracker.host:
             # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
-            margin = meter.least_margin
-        found, events = _replayed(ledger, pace, settings, None)
+            margin, is_estimate = meter.least_margin, False
+        found, events = _replayed(ledger, pace, settings, layout, None)
         is_whole = events.is_steady
         if budget is not None and found.peak_reserved > budget:
             # Short of room the allocator gives cached segments back: that run is the one that would be.
-            squeezed, _ = _replayed(ledger, pace, settings, budget)
+            squeezed, _ = _replayed(ledger, pace, settings, layout, budget)
             found = found if squeezed.failed_at is not None else squeezed
         peak, reserved = found.peak_allocated, found.peak_reserved
     else:
@@ -68,16 +73,27 @@ def reading_of(
         is_whole=is_whole and not is_left,
         over=events.over,
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
+        is_estimate=is_estimate,
         is_bound=bound_bytes() > margin * peak,
-        missed="steps go on to change in size" if pace.missed else None,
+        missed=_missed(tracker, pace),
+        is_uncompiled=tracker.is_uncompiled,
     )
 
 
-def _replayed(ledger: Ledger, pace: Pace, settings: AllocatorSettings, budget: int | None) -> tuple[Replay, Lengthened]:
+def _missed(tracker: Tracker, pace: Pace) -> str | None:
+    if pace.missed:
+        return "steps go on to change in size"
+    return "what sparse tensors need is not seen" if tracker.has_sparse else None
+
+
+def _replayed(
+    ledger: Ledger, pace: Pace, settings: AllocatorSettings, layout: Layout | None, budget: int | None
+) -> tuple[Replay, Lengthened]:
     """Return what the trace comes to with the iterations that were left out, and how these were put in."""
     allocator = CachingAllocator(budget, settings=settings)
+    blocks = None if layout is None else layout.seed(allocator)
     events = Lengthened(ledger.events, pace.cuts, allocator)
-    found = replay(events, allocator=allocator)
+    found = replay(events, allocator=allocator, blocks=blocks)
     if events.growth:
         found = replace(
             found,

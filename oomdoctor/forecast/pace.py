@@ -18,6 +18,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.forecast.branches import Branches
+from oomdoctor.forecast.rare import Rare
 from oomdoctor.forecast.steady import Cut
 from oomdoctor.forecast.windows import Windows
 
@@ -75,16 +76,22 @@ class Loop:
         varies: whether the last iteration made much of sizes that none before it had made; ``sizes``: those so far,
             and how many.
         is_known: whether it can be told what it would still go over.
+        begins: where in that trace each iteration began; ``cut``: place of its cut among those of all loops; ``rise``:
+            what its last iteration left behind, at the cut.
+        rare: the iterations that it was given for its branches, None before there are any.
     """
 
     __slots__ = (
-        *("__weakref__", "at", "backwards", "filled", "is_known", "level", "loader", "more"),
-        *("sizes", "steps", "total", "turns", "varies"),
+        *("__weakref__", "at", "backwards", "begins", "cut", "filled", "is_known", "level", "loader", "more"),
+        *("rare", "rise", "sizes", "steps", "total", "turns", "varies"),
     )
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
-        self.turns = self.backwards = self.at = self.level = self.more = 0
+        self.turns = self.backwards = self.at = self.level = self.more = self.rise = 0
+        self.begins: list[int] = []
+        self.cut: int | None = None
+        self.rare: Loop | None = None
         self.filled = self.varies = self.is_known = False
         self.steps: Counter[int] = Counter()
         self.sizes: Counter[int] = Counter()
@@ -127,6 +134,7 @@ class Pace:
         self.until, self.missed = math.inf, False
         self.branches, self.insists = Branches(), False
         self._windows = Windows(ledger)
+        self._rare = Rare(self.branches, ledger, self._windows, self.cuts, self._is_filled)
 
     @property
     def trains(self) -> bool:
@@ -210,9 +218,11 @@ class Pace:
                 self.ended_early = self.ended_early or loop.loader is not None
                 self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
                 if loop.turns and left != 0:
+                    loop.cut, loop.rise = len(self.cuts), self._ledger.live - loop.level
                     self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
                 return False
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
+        loop.begins.append(loop.at)
         return True
 
     @property
@@ -222,10 +232,10 @@ class Pace:
 
     def forces(self, loop: Loop) -> bool:
         """Whether a loop that is cut is to have one more iteration, for branches that its later ones take."""
-        if loop.total is not None and loop.turns >= loop.total:
-            return False
+        loop.rare = loop.rare or Loop(None)
         around = [one for one in self._running if one.loader is None and one is not loop]
-        return self.branches.force([*around, loop])
+        is_over = loop.total is not None and loop.turns >= loop.total
+        return self._rare.goes_on(loop.rare, [*around, loop], is_over=is_over)
 
     def _is_filled(self, loop: Loop, left: int | None) -> bool:
         """Fill what the loop piles up only so far, once; return whether there was anything."""

@@ -242,7 +242,9 @@ class Planner:
             peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
             forecast = replace(forecast, basis=estimate.basis, peak=peak, at_least=True, refused=unchanged.refused)
         ladder.told[index] = forecast
-        ladder.search.answer(fits=forecast.verdict is Verdict.FITS)
+        # What comes after the training of a library is not seen with any dose.
+        seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
+        ladder.search.answer(fits=seen.verdict is Verdict.FITS)
 
     def _judged(self, reading: Reading) -> Forecast:
         """Return the forecast of the unchanged cell; where it saw too little, what it held and asked for."""

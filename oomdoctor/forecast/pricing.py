@@ -142,6 +142,10 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         bases.append(f"grows by {format_size(reading.endless)} per step")
     if reading.missed is not None:
         bases.append(reading.missed)
+    if reading.is_estimate:
+        bases.append("what kernels need inside is an estimate")
+    if reading.is_uncompiled:
+        bases.append("what is compiled counts as if it were not")
     if reading.is_bound:
         bases.append("at the most that values may decide")
     if reading.left_early:
@@ -155,7 +159,7 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         error_ratio=error,
         peak_line=reading.peak_line,
         course=reading.course,
-        at_least=bool(reading.endless) or reading.missed is not None,
+        at_least=bool(reading.endless) or reading.missed is not None or reading.left_early,
         at_most=reading.is_bound,
     )
 

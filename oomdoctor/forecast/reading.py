@@ -32,8 +32,10 @@ class Reading:
         over: iterations that were not followed and are reckoned with, because each of them keeps something.
         endless: bytes that each iteration of a loop of unknown length keeps, so that more than this may be needed.
         missed: what was not seen, so that more than this may be needed.
+        is_estimate: whether what kernels need inside is known only about.
         is_bound: whether sizes that values decide were taken for the largest that they may be.
         left_early: whether a library was left in its training, so that what comes after it was not seen.
+        is_uncompiled: whether code ran as it is that is compiled in a real run.
         course: how the memory went on the way.
         why: why there are no numbers.
         is_unfit: whether that is because the change found itself unfit for the cell.
@@ -52,8 +54,10 @@ class Reading:
     over: int = 0
     endless: int = 0
     missed: str | None = None
+    is_estimate: bool = False
     is_bound: bool = False
     left_early: bool = False
+    is_uncompiled: bool = False
     course: Course | None = None
     why: str | None = None
     is_unfit: bool = False

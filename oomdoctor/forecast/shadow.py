@@ -111,7 +111,9 @@ class Shadows:
         child.warm_up()
         self._end = time.monotonic() + self._timeout_s
         try:
-            self._start = child.bring_back(self._prepare, self._session.namespace, self._card)
+            self._start = child.bring_back(
+                *(self._prepare, self._session.namespace, self._card), accelerator=self._session.accelerator
+            )
         except ForecastError as error:
             self._start = Reading(why=str(error))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import functools
 import io
 import os
 import shutil
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -58,6 +60,7 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     keep_files(tracker)
     _follow_threads(tracker)
     _hide_fakes()
+    _compile_nothing(tracker)
     _leave_threads_alone()
     _write_nothing()
     _say_nothing(shell)
@@ -217,13 +220,38 @@ def _hide_fakes() -> None:
     transformers' ``is_tracing`` looks for this name; it would materialise attention masks.
     """
     _torch._subclasses.FakeTensor = type("FakeTensor", (), {})
-    _torch.compile = _uncompiled
-    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-        torch.compiler.set_stance("force_eager")
 
 
-def _uncompiled(model: Any = None, **_kwargs: Any) -> Any:
-    return model if model is not None else (lambda function: function)
+def _compile_nothing(tracker: Tracker) -> None:
+    """Run as it is what is compiled in a real run, and note where it comes to that."""
+
+    def uncompiled(model: Any = None, **_kwargs: Any) -> Any:
+        if model is None:
+            return uncompiled
+        if not isinstance(model, FunctionType):
+            tracker.is_uncompiled = True
+            return model
+
+        @functools.wraps(model)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tracker.is_uncompiled = True
+            return model(*args, **kwargs)
+
+        return run
+
+    _torch.compile = uncompiled
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or not hasattr(torch.compiler, "set_stance"):
+        return
+    torch.compiler.set_stance("force_eager")
+    answered = frames._callback_from_stance
+
+    def noted(callback: Any) -> Any:
+        # Code of an earlier cell, compiled there; of code that is kept from being compiled there is nothing to call.
+        tracker.is_uncompiled = tracker.is_uncompiled or callable(callback)
+        return answered(callback)
+
+    frames._callback_from_stance = noted
 
 
 def _leave_threads_alone() -> None:

@@ -33,12 +33,14 @@ class Cut(NamedTuple):
     Attributes:
         left: iterations that it would still have, None where that is not known.
         turns: iterations that it had.
+        every: of how many iterations one is such, where it is not known how many are left.
     """
 
     begin: int
     end: int
     left: int | None
     turns: int
+    every: float = 1.0
 
 
 class Tally:
@@ -136,10 +138,10 @@ class Lengthened:
         passing = Counter(self._sizes.get(event[1]) for event in last if event[0] == "free" and event[1] not in own)
         turn = alike = rising = rise = 0
         while alike < _ALIKE and (cut.left is None or turn < cut.left):
-            if self._added > _MOST_EVENTS or (cut.left is None and rising == _ALIKE):
+            if (turn and self._added > _MOST_EVENTS) or (cut.left is None and rising == _ALIKE):
                 self.is_steady = False
                 self.growth += max(rise, 0) * ((cut.left or turn) - turn)
-                self.endless = max(self.endless, rise if cut.left is None else 0)
+                self.endless = max(self.endless, round(rise / cut.every) if cut.left is None else 0)
                 break
             allocated, reserved = self._allocator.allocated, self._allocator.peak_reserved
             yield from self._again(last, own, freed, kept)

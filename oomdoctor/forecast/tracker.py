@@ -22,6 +22,7 @@ from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
 from oomdoctor.forecast.alike import ALIKE
 from oomdoctor.forecast.answers import ANSWERS, Scalars
+from oomdoctor.forecast.casts import cast_bytes
 from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
 from oomdoctor.forecast.in_place import changes_elements
@@ -78,6 +79,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ledgers: by the type of the device.
         depth: frames from what calls the mode to the dispatch here.
         handlers: operations to be run on fake tensors by a function of their own: ``(func, args, kwargs)``.
+        has_sparse: whether an operation has made a sparse tensor; how many entries those have, fakes do not know.
+        is_uncompiled: whether code ran as it is that is compiled in a real run.
     """
 
     depth = 1
@@ -89,6 +92,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake_mode = _Fakes(allow_fallback_kernels=False)
         self.ledger, self.kernels, self.meter, self.scalars = ledger, kernels, Meter(kernels), Scalars()
         self.host, self.ledgers, self.handlers = ledger, {"cpu": ledger}, dict(_HANDLERS)
+        self.has_sparse = self.is_uncompiled = False
         self._repointed: Any = WeakIdKeyDictionary()
         self._twins: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()
@@ -125,6 +129,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = self.kernels.scratch(func, fake_args, fake_kwargs, out)
         if nbytes:  # alive beside the results, and gone again at once
             self._account_as(f"scratch of {func._overloadpacket.__name__}", torch.empty(nbytes, dtype=torch.uint8))
+        copied = cast_bytes(func, fake_args, out) if self.kernels.are_asked else 0
+        if copied:
+            name = f"operands of {func._overloadpacket.__name__} in the type that it computes in"
+            self._account_as(name, torch.empty(copied, dtype=torch.uint8))
         if originals and func._schema.is_mutable:
             self._mark_written(args, kwargs)
         return originals.get(id(out), out) if isinstance(out, torch.Tensor) else out
@@ -205,6 +213,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, FakeTensor):
             if out.layout is torch.strided and out.fake_device.type != "meta":
                 self._ledger_of(out.fake_device).hold(out.untyped_storage())
+            self.has_sparse = self.has_sparse or out.layout is not torch.strided
         elif isinstance(out, (tuple, list)):
             for part in out:
                 self._account(part)

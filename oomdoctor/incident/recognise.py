@@ -5,6 +5,8 @@ objects. They are read past their own ``__getattr__``, and by ``type`` in place 
 them; the one piece of their code that runs is ``__str__``, behind a guard. No frame and no local variable leaves this
 module, because a frame would keep the tensors alive that are to be freed.
 
+An error of oneDNN does not say whether memory was wanting: the system is asked, the first time that it is looked at.
+
 Limits: an exception that was raised while another was being handled is taken to be a consequence of it.
 """
 
@@ -26,6 +28,7 @@ from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.chain import traceback_of
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.kinds import module_of, qualname_of
+from oomdoctor.model.primitives import is_short_of_memory
 
 __all__ = ["all_from_exception", "find_oom", "from_exception"]
 
@@ -157,6 +160,10 @@ def _understood(exc: BaseException, text: str) -> Incident:
     found = scan(clean(text))
     if found and found[0].is_oom:
         return found[0]
+    if is_short_of_memory(exc):
+        is_stuck = "create a primitive" in text and "primitive descriptor" not in text
+        called = "onednn_create" if is_stuck else "onednn"  # no row has it: text does not tell that memory was wanting
+        return Incident(is_oom=True, family=Family.HOST, format=called, device="cpu")
     known = _known_class(type(exc))
     if known is not None:
         return Incident(is_oom=True, family=known, device="cpu" if known is Family.HOST else None)

@@ -42,7 +42,6 @@ async def heal(
         keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
     """
     from oomdoctor.incident import find_oom
-    from oomdoctor.model.primitives import is_short_of_memory
     from oomdoctor.retry import heal as retry
 
     lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
@@ -57,7 +56,7 @@ async def heal(
         [trial for _, trial in trials],
         run,
         accelerator=session.accelerator,
-        is_oom=lambda exc: find_oom(exc) is not None or is_short_of_memory(exc),
+        is_oom=lambda exc: find_oom(exc) is not None,
         most_attempts=1 if case.evidence.code.not_reached else most_attempts,
         time_budget_s=time_budget_s,
         failed=failed,
@@ -157,14 +156,17 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
 
 def beyond_cure(case: Case) -> str | None:
     """Return why no change of the cell cures this failure, None where one may. It is not retried by itself then."""
-    if case.incident.family in _BEYOND_CURE:
-        return _BEYOND_CURE[case.incident.family]
+    incident = case.incident
+    why = _BEYOND_CURE.get(incident.format or "") or _BEYOND_CURE.get(incident.family)
+    if why is not None:
+        return why
     if _is_held_by_others(case) and not any(_was_seen_to_fit(one) for one in case.plan.candidates):
         return "other processes hold the device, and no change was forecast to fit into what they leave"
     return None
 
 
-_BEYOND_CURE: Final = {
+_BEYOND_CURE: Final[dict[str, str]] = {
+    "onednn_create": "oneDNN makes no new primitive in this thread any more, until the kernel is restarted",
     Family.CUDA_INIT: "there was no room for this process on the device at all, which no change of the cell makes",
     Family.WORKER_KILLED: "a worker process died, and no change of the cell is known to have kept it alive",
     Family.RANK_KILLED: "another process was killed, and no change of the cell brings it back",

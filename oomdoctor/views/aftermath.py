@@ -128,7 +128,8 @@ def _peak(case: Case, forecast: Forecast | None) -> str:
     measured, expected = case.outcome.peak, forecast.peak if forecast is not None else None
     parts = []
     if forecast is not None and expected is not None:
-        parts.append(f"forecast {words.about(expected)} ({prices.basis(forecast)})")
+        quantity = " in tensors" if forecast.reserved is not None else ""
+        parts.append(f"forecast {words.about(expected)}{quantity} ({prices.basis(forecast)})")
     if measured is not None:
         means = f" ({words.clean(case.outcome.measure)})" if case.outcome.measure else ""
         parts.append(f"measured {format_size(measured)}{means}")

@@ -8,6 +8,7 @@ group keeps a row of its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +16,7 @@ from typing import Final
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, Role
 
-__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group"]
+__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group", "within"]
 
 NAMELESS: Final = "("
 """What the path of a holder without a name begins with."""
@@ -25,6 +26,9 @@ WEIGHTS: Final = {Role.PARAMETER: "parameter", Role.GRADIENT: "gradient", Role.B
 
 _OWN_ROW_OF_ALL: Final = 0.1
 _OWN_ROW_OF_GROUP: Final = 0.5
+_MOST: Final = 0.9
+"""Share of a role from which on it is said to be of one module."""
+_STEP: Final = re.compile(r"\.[^\W\d]\w*|\[[^\[\]]*\]")
 _FEW: Final = 3
 """Up to so many items of one container keep rows of their own."""
 
@@ -63,6 +67,31 @@ def one_per_group(census: Census, models: Sequence[ModelFacts]) -> tuple[Holding
     roots = _roots(models)
     groups, rest = _split(census.holdings, lambda holding: _group(holding, roots))
     return (*rest, *(_join(group.path, held) for (_, group), held in groups.items()))
+
+
+def within(census: Census, role: Role, models: Sequence[ModelFacts]) -> str | None:
+    """Return the innermost module that has nearly all of ``role``, None where no path leads through one model.
+
+    What a graph has saved is reached by the name of its result, which tells no module.
+    """
+    least, roots = _MOST * census.bytes_of(role), _roots(models)
+    held: list[tuple[str, list[str], int]] = []
+    for holding in census.holdings:
+        root = next((one for one in roots if holding.path.startswith((f"{one}.", f"{one}["))), None)
+        if holding.role is role and root is not None and "→" not in holding.path:
+            steps = _STEP.findall(holding.path[len(root) :].removesuffix(".grad"))
+            held.append((root, steps[:-1], holding.bytes))
+    module: str | None = None
+    for depth in range(1 + max((len(modules) for _, modules, _ in held), default=0)):
+        sizes: Counter[str] = Counter()
+        for root, modules, size in held:
+            if len(modules) >= depth:
+                sizes["".join((root, *modules[:depth]))] += size
+        heaviest, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+        if not heaviest or size < least:
+            break
+        module = heaviest
+    return module
 
 
 def _roots(models: Sequence[ModelFacts]) -> list[str]:

@@ -20,7 +20,7 @@ from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
-from oomdoctor.views.story import tell
+from oomdoctor.views.story import TOLD, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,7 +133,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(prose=prose, fill=_fill, share=_share)
-    environment.globals.update(css=_CSS)
+    environment.globals.update(css=_CSS, told=TOLD)
     return environment
 
 

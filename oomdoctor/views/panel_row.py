@@ -30,8 +30,8 @@ def label(row: FixRow, *, priced: bool = True, in_place: bool = False) -> str:
     title = f"{row.title} ({row.dose})" if row.dose else row.title
     told = ["✓ in place"] if in_place else []
     if priced:
-        told += [row.effect, f"{row.verdict_text}: {row.peak}"]
-        told += [part for part in (row.reserved, row.basis) if part]
+        told += [row.effect, " ".join(filter(None, (f"{row.verdict_text}: {row.peak}", row.quantity)))]
+        told += [row.basis] if row.basis else []
         told.append(f"time {row.slowdown}")
     elif not in_place:
         told.append(row.verdict_text)

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_row", "fix_rows", "prices", "slowdown"]
 
+_BASIS: Final = 600
+"""Characters of a basis, which is a sentence of a fix: of two fixes together it is two. It is told to its end."""
 _ALIKE: Final = 1.05
-"""Up to this much more than the peak, what the allocator holds tells a reader nothing new."""
+"""Up to this much less than what the allocator holds, what tensors take of it tells a reader nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,9 @@ class FixRow:
 
     Attributes:
         number: what it is called by; None where the order may still change.
-        peak: forecast peak, before → after; ``basis`` is empty where there is none.
-        reserved: what the allocator would hold, which the verdict and the gauge go by, where it is more than the peak.
+        peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
+            else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
+            tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
         apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
         notes: caveats, and why a part of it cannot be had.
     """
@@ -49,10 +52,10 @@ class FixRow:
     effect: str
     promise: str
     peak: str
+    quantity: str
     basis: str
     verdict: Verdict
     verdict_text: str
-    reserved: str
     slowdown: str
     gauge: Gauge | None
     apply: str | None
@@ -129,10 +132,9 @@ def _need(unchanged: Forecast) -> str:
         return f"Unchanged, this cell has no forecast: {_reason(unchanged.refused or unchanged.basis)}."
     line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{_verdict(unchanged)}{_comma(_reserved(unchanged))}"
-    sentence = (
-        f"Unchanged, this cell needs {words.about(unchanged.peak)}{budget}{line}: {verdict} ({basis(unchanged)})."
-    )
+    verdict = f"{_verdict(unchanged)}{_comma(_tensors(unchanged))}"
+    need = f"{words.about(_counted(unchanged))} ({_quantity(unchanged)})"
+    sentence = f"Unchanged, this cell needs {need}{budget}{line}: {verdict} ({basis(unchanged)})."
     return f"{sentence} No better forecast: {_reason(unchanged.refused)}." if unchanged.refused else sentence
 
 
@@ -169,10 +171,10 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
         effect=effect,
         promise=promise,
         peak=_peak(forecast, unchanged),
+        quantity=f"{_quantity(forecast)}{_comma(_tensors(forecast))}" if forecast.peak is not None else "",
         basis=basis(forecast) if forecast.peak is not None else "",
         verdict=forecast.verdict,
         verdict_text=_verdict(forecast),
-        reserved=_reserved(forecast),
         slowdown=slowdown(forecast),
         gauge=_gauge(forecast, unchanged),
         apply=f"%oomdoctor fix {number}" if applied else None,
@@ -192,26 +194,44 @@ def _notes(candidate: Candidate) -> list[str]:
     return notes
 
 
+def _counted(forecast: Forecast) -> int:
+    """Return what the verdict goes by."""
+    return max(forecast.peak or 0, forecast.reserved or 0)
+
+
+def _quantity(forecast: Forecast) -> str:
+    is_larger = forecast.reserved is not None and forecast.reserved >= (forecast.peak or 0)
+    return "reserved" if is_larger else "allocated"
+
+
+def _before(forecast: Forecast, unchanged: Forecast) -> int | None:
+    """Return what the unchanged cell needs of the quantity that ``forecast`` is judged by, else what is known."""
+    return unchanged.peak if unchanged.peak is None or forecast.reserved is None else _counted(unchanged)
+
+
 def _peak(forecast: Forecast, unchanged: Forecast) -> str:
     if forecast.peak is None:
         return "no forecast"
-    after = words.about(forecast.peak)
-    return after if unchanged.peak is None else f"{words.about(unchanged.peak)} → {after}"
+    after, before = words.about(_counted(forecast)), _before(forecast, unchanged)
+    if before is None:
+        return after
+    other = " allocated" if unchanged.reserved is None and forecast.reserved is not None else ""
+    return f"{words.about(before)}{other} → {after}"
 
 
 def _verdict(forecast: Forecast) -> str:
     return f"{words.VERDICT_MARKS[forecast.verdict]} {forecast.verdict.value}"
 
 
-def _reserved(forecast: Forecast) -> str:
+def _tensors(forecast: Forecast) -> str:
     if forecast.reserved is None or forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
-    return f"reserved {words.about(forecast.reserved)}"
+    return f"{words.about(forecast.peak)} in tensors"
 
 
 def basis(forecast: Forecast) -> str:
     """Return what a forecast was found by, and how far off such forecasts may be."""
-    name = words.clean(forecast.basis, 120)
+    name = words.clean(forecast.basis, _BASIS)
     return f"{name}, ± {words.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
@@ -223,8 +243,8 @@ def slowdown(forecast: Forecast) -> str:
 def _gauge(forecast: Forecast, unchanged: Forecast) -> Gauge | None:
     if forecast.peak is None or forecast.budget is None:
         return None
-    needed = max(forecast.peak, forecast.reserved or 0)
-    scale = max(needed, forecast.budget, unchanged.peak or 0)
+    needed = _counted(forecast)
+    scale = max(needed, forecast.budget, _before(forecast, unchanged) or 0)
     return Gauge(peak_ratio=needed / scale, budget_ratio=forecast.budget / scale) if scale else None
 
 

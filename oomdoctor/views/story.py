@@ -20,14 +20,19 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.aftermath import CHANGED, aftermath
 from oomdoctor.views.bar import Bar, device_bar
+from oomdoctor.views.grouping import within
 from oomdoctor.views.holders import Holders, holders
 from oomdoctor.views.prices import Prices, prices
 from oomdoctor.views.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oomdoctor.model.case import Case
+    from oomdoctor.model.code import ModelFacts
 
 __all__ = [
+    "TOLD",
     "FailingLine",
     "FindingRow",
     "Retry",
@@ -38,6 +43,9 @@ __all__ = [
 ]
 
 _TOP: Final = 5
+
+TOLD: Final = 5
+"""Causes that are told with what speaks for them, the likeliest; of the others only the names are seen at first."""
 
 _FATES: Final = {
     Family.WORKER_KILLED: "lost a worker process, which was killed",
@@ -163,7 +171,7 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
         told = f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
         return f"{told} {words.clean(meaning, 600)}" if meaning else told
     device = None if evidence is None else _device(incident, evidence)
-    share = "" if evidence is None or device is None else _share(evidence.census, device)
+    share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
     return f"{subject} {_fate(incident) or _request(incident, device)}{share}."
 
 
@@ -194,11 +202,13 @@ def _bare_name(incident: Incident) -> str:
     return words.clean(incident.device or "", 40)
 
 
-def _share(census: Census, device: DeviceMemory) -> str:
+def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
     if census.device != device.name or not census.found or not census.roles:
         return ""
     role, size = max(census.roles, key=lambda item: item[1])
-    return f"; {words.percent(size / census.found)} of what is held is {words.ROLES[role]}"
+    module = within(census, role, models)
+    place = f" of {words.code(module)}" if module is not None else ""
+    return f"; {words.percent(size / census.found)} of what is held is {words.ROLES[role]}{place}"
 
 
 def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:

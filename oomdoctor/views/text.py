@@ -23,7 +23,7 @@ from oomdoctor.views.aftermath import COMMANDS, aftermath
 from oomdoctor.views.memplan import foresight
 from oomdoctor.views.prices import prices
 from oomdoctor.views.reading import read
-from oomdoctor.views.story import FailingLine, FindingRow, of_script, tell
+from oomdoctor.views.story import TOLD, FailingLine, FindingRow, of_script, tell
 from oomdoctor.views.textmemplan import memplan_parts, memplan_tail
 from oomdoctor.views.textparts import bar_width, grid, heading, holder_parts, indented, prose, timeline_parts
 from oomdoctor.views.textreport import growth_parts, survey_parts
@@ -220,8 +220,9 @@ def _findings(rows: tuple[FindingRow, ...]) -> list[RenderableType]:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(ratio=1)
     for number, row in enumerate(rows, 1):
-        text = Text.assemble((row.title, "bold"), f" ({row.confidence})")
-        for sentence in row.because:
+        is_told = number <= TOLD
+        text = Text.assemble((row.title, "bold" if is_told else ""), f" ({row.confidence})")
+        for sentence in row.because if is_told else ():
             text.append("\n").append_text(prose(sentence))
         table.add_row(f"{number}.", text)
     return [indented(table)]
@@ -254,8 +255,8 @@ def _fix_table(rows: tuple[FixRow, ...]) -> Table:
         table.add_row(
             "•" if row.number is None else str(row.number),
             _change(row),
-            f"{row.peak}\n{row.basis}",
-            Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f"\n{row.reserved}"),
+            "\n".join(filter(None, (row.peak, row.quantity, row.basis))),
+            Text(row.verdict_text, _VERDICT_STYLES[row.verdict]),
             row.slowdown,
         )
         if row is not rows[-1]:
@@ -269,7 +270,7 @@ def _narrow_fixes(rows: tuple[FixRow, ...]) -> Table:
     table.add_column(ratio=1, overflow="fold")
     for row in rows:
         price = Text.assemble((row.verdict_text, _VERDICT_STYLES[row.verdict]), f": {row.peak}")
-        price.append("".join(f", {part}" for part in (row.reserved, row.basis) if part))
+        price.append(f" {row.quantity}, {row.basis}" if row.quantity else "")
         number = "•" if row.number is None else f"{row.number}."
         table.add_row(number, _change(row, price.append(f"; time {row.slowdown}")))
         if row is not rows[-1]:

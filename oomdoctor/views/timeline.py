@@ -82,7 +82,7 @@ def timeline(course: Course | None, budget: int | None = None) -> Timeline | Non
 def _against(points: tuple[tuple[int, int | None], ...], budget: int) -> str:
     passed = next(((size, line) for size, line in points if size > budget), None)
     if passed is None:
-        return f"It stays within the budget of {format_size(budget)}."
+        return f"Its tensors stay within the budget of {format_size(budget)}."
     return f"It first passes the budget of {format_size(budget)}{_at(passed[1])}."
 
 

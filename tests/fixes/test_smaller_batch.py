@@ -509,13 +509,41 @@ def test_proposals_divide_the_batch_of_the_loader() -> None:
     assert [proposal.dose["batch_size"] for proposal in made] == [16, 8, 4, 2, 1]
     assert all(proposal.effect is Effect.CHANGES_RESULT for proposal in made)
     assert made[0].caveat == (
-        "each step averages over 16 samples and no longer over 32, with 2 times as many steps: the training goes "
-        "another way, and the learning rate was chosen for the larger batch"
+        "each step averages over 16 samples and no longer over 32, and an epoch has 2 times as many steps: the "
+        "training goes another way, and the learning rate was chosen for the larger batch"
     )
     scales = (64 << 20) + (1 << 20)
     assert [proposal.saves for proposal in made[:2]] == [scales // 2, scales * 3 // 4]
     assert "65.0 MiB" in made[0].basis
     assert FIX.apply is None
+
+
+FIXED = "the loop takes as many steps as before, so it sees 1/4 of the samples"
+EPOCHS = "an epoch has 4 times as many steps"
+EITHER = "the same samples take 4 times as many steps"
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ((DATA, MODEL, DRAWN, STEPS), FIXED),
+        ((DATA, MODEL, DRAWN, STEPS.replace("range(3)", "range(len(X) // bs)")), EITHER),
+        ((DATA, MODEL, DRAWN, "    done = 0\n" + STEPS.replace("for step in range(3)", "while done < 1")), EITHER),
+        ((DATA, MODEL, SLICES), EPOCHS),
+        ((DATA, MODEL, LOADER, LOOP), EPOCHS),
+        ((DATA, MODEL, LOADER, FIT, "    fit(model, train_loader, optimizer)\n"), EITHER),
+    ],
+    ids=["so many steps", "steps of a name", "while", "slices", "loader", "loader of a function"],
+)
+def test_the_number_of_steps_is_told_as_the_loop_has_it(sources: tuple[str, ...], told: str) -> None:
+    cells = cells_of(IMPORTS, *sources)
+    made = propose(live.INCIDENT, evidence(cells, run([IMPORTS, *sources[:-1]]), batch(32, 8)))
+    assert not isinstance(made, Refused)
+    quarter = made[1]
+    assert quarter.dose["batch_size"] == 8
+    assert quarter.caveat is not None
+    assert quarter.caveat.startswith(f"each step averages over 8 samples and no longer over 32, and {told}: ")
+    assert (quarter.slowdown < 1) == (told is FIXED), "as many steps of smaller batches take less time"
 
 
 def test_a_loader_of_another_name_is_told_by_the_batch_found() -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gc
 import linecache
+import mmap
 import subprocess
 import sys
 import time
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -340,3 +342,50 @@ def test_a_function_that_is_running_is_not_taken_for_a_line_of_code(cells):
         train()
     incident = from_exception(caught.value, cells)
     assert (incident.cell, incident.inner) == (None, None)
+
+
+LIMITED = """
+import resource, torch
+import oomdoctor
+from oomdoctor.incident import find_oom, from_exception
+torch.set_num_threads(1)
+model, x = torch.nn.Conv2d(8, 16, 3), torch.randn(4, 8, 16, 16)
+oomdoctor.explain("out of memory")  # has all imported
+def failure():
+    try:
+        model(x)
+    except RuntimeError as error:
+        return error
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 10), resource.RLIM_INFINITY))
+short = failure()
+found = find_oom(short) is short
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+incident, again = from_exception(short, {}), failure()
+print(found, incident.is_oom, incident.family, incident.device, incident.format)
+print([finding.rule for finding in oomdoctor.explain(short).findings][0])
+print(str(again) == str(short), from_exception(again, {}).is_oom)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps on Linux alone")
+def test_a_primitive_that_there_was_no_memory_for_is_host_memory_and_stays_broken():
+    done = subprocess.run([sys.executable, "-c", LIMITED], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "True True host_oom cpu onednn_create",
+        "onednn_makes_no_primitive",
+        "True False",  # with memory to be had the same words come again, and are not taken for a want of it
+    ]
+
+
+@pytest.mark.parametrize(("refused", "family"), [(True, Family.HOST), (False, Family.NOT_OOM)])
+def test_what_onednn_says_is_for_want_of_memory_where_the_system_refuses_some(refused, family, monkeypatch):
+    def answer(*_, **__):
+        if refused:
+            raise OSError
+        return mock.Mock()
+
+    monkeypatch.setattr(mmap, "mmap", answer)
+    error = caught(lambda: (_ for _ in ()).throw(RuntimeError("could not create a memory object")))
+    assert (find_oom(error) is error) == refused
+    assert from_exception(error, {}).family is family

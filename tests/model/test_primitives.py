@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import subprocess
 import sys
 
@@ -22,14 +24,25 @@ try:
 except RuntimeError as error:
     short = is_short_of_memory(error)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-    print(error, short, is_short_of_memory(error))
+    print(error, short, is_short_of_memory(error), is_short_of_memory(RuntimeError(*error.args)))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps on Linux alone")
 def test_a_primitive_that_the_system_had_no_memory_for_is_told_from_one_that_failed_otherwise() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "could not create a primitive True False"
+    assert done.stdout.strip() == "could not create a primitive True True False", "what was found stays"
+
+
+@pytest.mark.parametrize("what", ["create a primitive", "execute a primitive", "create a memory object"])
+def test_each_of_its_words_is_asked_about(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert is_short_of_memory(RuntimeError(f"could not {what}"))
+    assert not is_short_of_memory(RuntimeError(f"the model could not {what}"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_other_errors_are_not_asked_about() -> None:

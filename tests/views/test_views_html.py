@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import cases
 import pytest
@@ -150,6 +151,17 @@ def test_details_are_folded(title: str) -> None:
     page = html.case(cases.nothing_fits())
     assert re.search(rf"<details[^>]*>\s*<summary[^>]*>{title}</summary>", page)
     assert page.index("What to change") > page.index("What holds it")
+
+
+def test_the_less_likely_causes_are_folded_and_go_on_counting() -> None:
+    many = tuple(replace(cases.FINDINGS[0], title=f"cause {number}") for number in range(1, 31))
+    page = html.case(cases.offered(findings=many))
+    told, _, rest = page.partition("25 less likely</summary>")
+    assert told.rindex("<details") > told.index("cause 5<")
+    assert "cause 6<" not in told
+    folded = rest[: rest.index("</details>")]
+    assert folded.index('<ol start="6"') < folded.index("cause 6<") < folded.index("cause 30<")
+    assert "less likely" not in html.case(cases.offered(findings=many[:5]))
 
 
 def test_the_timeline_has_a_line_for_the_budget_and_says_it_in_words() -> None:

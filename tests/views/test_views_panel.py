@@ -220,7 +220,7 @@ def test_the_slider_shows_the_forecast_of_each_dose_as_it_moves() -> None:
     slider.value = 2
     assert choice.label == "8"
     assert "(micro_batch=8)" in _text(box)
-    assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB; analytic estimate, ± 30 %" in _text(box)
+    assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB allocated; analytic estimate, ± 30 %" in _text(box)
     choice.value = 0
     assert slider.value == 0
     assert "~ borderline: ≈ 9.41 GiB → ≈ 7.90 GiB" in _text(box)
@@ -257,7 +257,7 @@ def test_two_changes_are_combined_and_priced_together() -> None:
     assert "Choose two changes" in _text(box)
     third.value = True
     assert not combined.disabled
-    assert "≈ 9.41 GiB → ≈ 4.50 GiB; analytic estimate" in _text(box)
+    assert "≈ 9.41 GiB → ≈ 4.50 GiB allocated; analytic estimate" in _text(box)
     combined.click()
     ((verb, candidate),) = doctor.calls
     assert (verb, candidate.fix) == ("fix", "micro_batch + autocast")

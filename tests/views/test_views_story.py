@@ -8,13 +8,15 @@ from cases import CASES
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
+from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.incident import CellLine, Family
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.bar import device_bar, host_bar
-from oomdoctor.views.prices import fix_rows, prices
+from oomdoctor.views.grouping import within
+from oomdoctor.views.prices import fix_row, fix_rows, prices
 from oomdoctor.views.story import Retry, headline, tell
 from oomdoctor.views.survey import survey
 from oomdoctor.views.words import clean
@@ -128,16 +130,90 @@ def test_each_unavailable_value_is_named_once_with_its_reason() -> None:
 
 def test_estimates_are_marked_and_their_basis_is_named() -> None:
     micro_batch, checkpoint, autocast, shard = fix_rows(cases.PLAN)
-    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.41 GiB → ≈ 5.62 GiB", "shadow run, ± 3 %")
+    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.60 GiB → ≈ 5.90 GiB", "shadow run, ± 3 %")
     assert (micro_batch.slowdown, micro_batch.verdict_text) == ("≈ ×1.07", "✓ fits")  # noqa: RUF001
-    assert (checkpoint.verdict, checkpoint.reserved) == (Verdict.BORDERLINE, "")
-    assert (autocast.verdict, autocast.reserved) == (Verdict.TOO_LARGE, "reserved ≈ 8.40 GiB")
+    assert (checkpoint.verdict, checkpoint.quantity) == (Verdict.BORDERLINE, "reserved")
+    assert (autocast.verdict, autocast.quantity) == (Verdict.TOO_LARGE, "reserved, ≈ 7.20 GiB in tensors")
     assert (shard.peak, shard.basis, shard.verdict) == ("no forecast", "", Verdict.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("unchanged", "forecast", "told", "counted"),
+    [
+        ((9.4, 9.6), (7.8, 8.1), "≈ 9.60 GiB → ≈ 8.10 GiB reserved", 8.1),
+        ((9.4, 9.6), (6.0, None), "≈ 9.40 GiB → ≈ 6.00 GiB allocated", 6.0),
+        ((9.4, None), (7.8, 8.1), "≈ 9.40 GiB allocated → ≈ 8.10 GiB reserved", 8.1),
+        ((None, None), (7.8, 8.1), "≈ 8.10 GiB reserved", 8.1),
+    ],
+)
+def test_the_number_the_bar_and_the_verdict_are_of_one_quantity(
+    unchanged: tuple[float | None, float | None], forecast: tuple[float, float | None], told: str, counted: float
+) -> None:
+    priced = cases.forecast(forecast[0], reserved=forecast[1])
+    row = fix_row(1, replace(cases.MICRO_BATCH, forecast=priced), cases.forecast(unchanged[0], reserved=unchanged[1]))
+    assert f"{row.peak} {row.quantity}" == told
+    assert row.gauge is not None
+    assert row.gauge.peak_ratio / row.gauge.budget_ratio == pytest.approx(counted / 8)
+    assert (row.verdict is Verdict.TOO_LARGE) == (counted > 8), "a number below the budget is not called too large"
+
+
+def test_what_the_unchanged_cell_needs_is_what_its_verdict_goes_by() -> None:
+    priced = prices(Plan(unchanged=cases.forecast(7.0, reserved=8.2)))
+    assert priced.unchanged == (
+        "Unchanged, this cell needs ≈ 8.20 GiB (reserved) of 8.00 GiB: ✗ too large, ≈ 7.00 GiB in tensors "
+        "(shadow run, ± 3 %)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ({"model.encoder.layers[0].up.kept": 3, "model.encoder.layers[1].kept": 5}, " of `model.encoder.layers`"),
+        ({"model.encoder.layers[0].kept": 7.9, "model.head.kept": 0.1}, " of `model.encoder.layers[0]`"),
+        ({"model.encoder.kept": 4, "model.head.kept": 4}, " of `model`"),
+        ({"model.encoder.kept": 4, "loss → graph": 4}, ""),
+        ({"model.encoder.kept → graph": 8}, ""),
+        ({"modelled.kept": 8}, ""),
+    ],
+)
+def test_the_headline_names_the_module_that_has_nearly_all_where_paths_tell_it(
+    held: dict[str, float], told: str
+) -> None:
+    holdings = tuple(
+        Holding(bytes=int(size * GIB), device="cuda:0", role=Role.ACTIVATION, path=path) for path, size in held.items()
+    )
+    whole = sum(one.bytes for one in holdings)
+    census = Census(device="cuda:0", found=whole, allocated=whole, roles=((Role.ACTIVATION, whole),), holdings=holdings)
+    model = ModelFacts(path="model", type_name="Net", training=True, parameter_bytes=GIB)
+    evidence = cases.evidence(censuses=(census,), code=CodeFacts(models=(model,)))
+    assert headline(cases.incident(), evidence).endswith(f"; 100 % of what is held is activations{told}.")
+
+
+def test_parameters_and_their_gradients_are_of_the_same_module() -> None:
+    model = ModelFacts(path="model", type_name="Net", training=True, parameter_bytes=GIB)
+    for role, ending in ((Role.PARAMETER, ""), (Role.GRADIENT, ".grad")):
+        only = Holding(bytes=GIB, device="cuda:0", role=role, path=f"model.table.weight{ending}")
+        census = Census(device="cuda:0", found=GIB, allocated=GIB, roles=((role, GIB),), holdings=(only,))
+        assert within(census, role, (model,)) == "model.table"
+
+
+def test_the_basis_of_a_forecast_is_told_to_its_end() -> None:
+    of_each = (
+        "analytic estimate: the two moments that AdamW keeps take 1.23 GiB, and those of the lighter one next to none"
+    )
+    row = fix_row(
+        1,
+        replace(cases.MICRO_BATCH, forecast=cases.forecast(5.0, basis=f"{of_each}; {of_each}")),
+        cases.forecast(9.0),
+    )
+    assert row.basis == f"{of_each}; {of_each}, ± 3 %"
 
 
 def test_a_cell_that_fits_needs_no_change() -> None:
     priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
-    assert priced.unchanged == "Unchanged, this cell needs ≈ 5.00 GiB of 8.00 GiB: ✓ fits (shadow run, ± 3 %)."
+    assert (
+        priced.unchanged == "Unchanged, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (shadow run, ± 3 %)."
+    )
     assert priced.unfixed == "No change is needed."
     assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
 
@@ -180,7 +256,7 @@ def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
 def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
     facts = dict(aftermath(cases.healed()).facts)
     assert facts["Peak"] == (
-        "forecast ≈ 5.62 GiB (shadow run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
+        "forecast ≈ 5.62 GiB in tensors (shadow run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
         "forecast 1.3 % too high; budget 8.00 GiB"
     )
     assert facts["Keep it"].startswith("`%oomdoctor diff 1`")
@@ -212,7 +288,7 @@ def test_a_fix_that_is_not_in_the_plan_is_named_all_the_same() -> None:
 def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
     least = cases.forecast(9.5, basis="held and asked for", error_ratio=0.3, refused="the cell opens a file.")
     assert prices(Plan(unchanged=least)).unchanged == (
-        "Unchanged, this cell needs ≈ 9.50 GiB of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
+        "Unchanged, this cell needs ≈ 9.50 GiB (allocated) of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
         "No better forecast: the cell opens a file."
     )
     (row,) = fix_rows(Plan(unchanged=least, candidates=(replace(cases.MICRO_BATCH, caveat=None, forecast=least),)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import cases
 import pytest
@@ -27,6 +28,15 @@ def test_no_line_is_wider_than_asked_for(name: str, width: int) -> None:
     shown += text.report(cases.grown(case), width=width)
     shown += text.plan(case.plan, width=width) + text.explanation(cases.explained(case), width=width)
     assert max(map(cell_len, shown.splitlines())) <= width
+
+
+def test_of_the_less_likely_causes_the_names_are_told() -> None:
+    many = tuple(
+        replace(cases.FINDINGS[0], title=f"cause {number}", because=(f"sign {number}",)) for number in range(1, 31)
+    )
+    shown = text.case(cases.offered(findings=many))
+    assert [int(number) for number in re.findall(r"cause (\d+)", shown)] == list(range(1, 31))
+    assert [int(number) for number in re.findall(r"sign (\d+)", shown)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", CASES)

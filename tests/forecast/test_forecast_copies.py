@@ -1,0 +1,62 @@
+"""What kernels of the CPU make for themselves by a rule that is known, against the events of the allocator."""
+
+import pytest
+import torch
+from forecast_lab import forecast, measured_rise, rise
+from torch import nn
+
+NET = "net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), {norm}, nn.Linear(256, 10))\nnet(x).{loss}.backward()"
+LAST = "y = torch.randn(16, 32, 16, 16).to(memory_format=torch.channels_last)\n"
+CELLS = {
+    "batch norm before a layer": NET.format(norm="nn.BatchNorm1d(256)", loss="sum()"),
+    "batch norm and another loss": NET.format(norm="nn.BatchNorm1d(256)", loss="pow(2).mean()"),
+    "group norm before a layer": NET.format(norm="nn.GroupNorm(8, 256)", loss="sum()"),
+    "layer norm before a layer": NET.format(norm="nn.LayerNorm(256)", loss="sum()"),
+    "batch norm of a sum": "nn.BatchNorm1d(128)(x.requires_grad_()).sum().backward()",
+    "images": "y = torch.randn(16, 32, 16, 16, requires_grad=True)\nnn.BatchNorm2d(32)(y).sin().sum().backward()",
+    "images with channels last": f"{LAST}nn.BatchNorm2d(32)(y.requires_grad_()).sin().sum().backward()",
+    "short sequences": "nn.GroupNorm(8, 128)(x.view(256, 128, 4).requires_grad_()).sin().sum().backward()",
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_peak_is_that_of_the_real_run(name):
+    def program():
+        return {"torch": torch, "nn": nn, "x": torch.randn(1024, 128)}
+
+    assert rise(program(), CELLS[name]) == pytest.approx(measured_rise(program(), CELLS[name]), rel=0.001)
+
+
+MATRIX = "a = torch.randn(200, 200)\n"
+ALGEBRA = {
+    "singular values and vectors": "found = torch.linalg.svd(a)",
+    "eigenvectors of a symmetric matrix": "found = torch.linalg.eigh(a @ a.T)",
+    "eigenvectors": "found = torch.linalg.eig(a)",
+    "an orthogonal matrix": "found = torch.linalg.qr(a)",
+    "an inverse": "found = torch.linalg.inv(a)",
+    "a pseudo-inverse": "found = torch.linalg.pinv(a)",
+    "an exponential": "found = torch.linalg.matrix_exp(a)",
+    "an orthogonal layer": (
+        "layer = nn.utils.parametrizations.orthogonal(nn.Linear(200, 200))\nlayer(a).sum().backward()"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_what_linear_algebra_needs_is_estimated_and_it_says_so(name):
+    ns, cell = {"torch": torch, "nn": nn}, MATRIX + ALGEBRA[name]
+    found = forecast(ns, cell)
+    assert "what kernels need inside is an estimate" in found.basis
+    assert measured_rise(ns, cell) == pytest.approx(rise({"torch": torch, "nn": nn}, cell), rel=found.error_ratio)
+
+
+def test_what_is_no_estimate_is_not_said_to_be():
+    assert "estimate" not in forecast({"torch": torch}, "a = torch.randn(200, 200) @ torch.randn(200, 200)").basis
+
+
+DISTANCES = "points = torch.randn(300, 32)\nnearest = torch.cdist(points, torch.randn(400, 32)).topk(5, largest=False)"
+
+
+def test_distances_are_those_of_a_product():
+    ns = {"torch": torch}
+    assert rise(ns, DISTANCES) == pytest.approx(measured_rise(ns, DISTANCES), rel=0.001)
