@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,7 @@ def rise(namespace: dict[str, Any], source: str) -> int:
 
 def measured_rise(namespace: dict[str, Any], source: str) -> int:
     """Run the cell for real and return how far the CPU allocator went up, by the events of torch.profiler."""
+    gc.collect()  # what is freed meanwhile would count for it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         exec(compile(source, "<measured>", "exec"), namespace)
     results = profile.profiler.kineto_results  # type: ignore[union-attr]
