@@ -64,6 +64,7 @@ class Extension:
         self.passed = ""
         self.remedies = Remedies()
         self.changed: dict[int, str] = {}
+        self._number = 0
         self.borders = Borders()
         self.faults = self.borders.faults
         self.in_flight = 0
@@ -109,6 +110,9 @@ class Extension:
             self.in_flight -= 1
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
+        if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
+            self.changed.clear()
+        self._number = self.shell.execution_count
         self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
         self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
