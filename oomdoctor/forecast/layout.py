@@ -55,13 +55,14 @@ class Layout:
         if number is not None:
             self._addresses[number] = None
 
-    def seed(self, allocator: CachingAllocator) -> dict[Any, Block | None]:
+    def seed(self, allocator: CachingAllocator, *, is_emptied: bool = False) -> dict[Any, Block | None]:
         """Bring ``allocator``, which is new, to the start of the cell.
 
         What is placed and does not come up in the ledger is what was freed when that start was brought back.
 
         Args:
             allocator: with its settings, and a capacity or none.
+            is_emptied: whether the cache is given back first, although the cell would find it.
 
         Returns:
             The blocks of the ledger's allocations by their numbers, None for what is not to be freed.
@@ -80,7 +81,7 @@ class Layout:
             else:
                 allocator.free(block)
         capacity = allocator.capacity_bytes
-        if self._is_emptied or (capacity is not None and allocator.reserved > capacity):
+        if is_emptied or self._is_emptied or (capacity is not None and allocator.reserved > capacity):
             allocator.empty_cache()
         return blocks
 

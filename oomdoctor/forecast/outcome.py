@@ -53,6 +53,10 @@ def reading_of(
             margin, is_estimate = meter.least_margin, False
         found, events = _replayed(ledger, pace, settings, layout, None)
         is_whole = events.is_steady
+        if layout is not None and budget is not None and found.peak_reserved * (1 + margin) > budget:
+            # What the cell finds cached and does not need is the first to be given back.
+            emptied, _ = _replayed(ledger, pace, settings, layout, None, is_emptied=True)
+            found = min(found, emptied, key=lambda one: one.peak_reserved)
         if budget is not None and found.peak_reserved > budget:
             # Short of room the allocator gives cached segments back: that run is the one that would be.
             squeezed, _ = _replayed(ledger, pace, settings, layout, budget)
@@ -87,11 +91,17 @@ def _missed(tracker: Tracker, pace: Pace) -> str | None:
 
 
 def _replayed(
-    ledger: Ledger, pace: Pace, settings: AllocatorSettings, layout: Layout | None, budget: int | None
+    ledger: Ledger,
+    pace: Pace,
+    settings: AllocatorSettings,
+    layout: Layout | None,
+    budget: int | None,
+    *,
+    is_emptied: bool = False,
 ) -> tuple[Replay, Lengthened]:
     """Return what the trace comes to with the iterations that were left out, and how these were put in."""
     allocator = CachingAllocator(budget, settings=settings)
-    blocks = None if layout is None else layout.seed(allocator)
+    blocks = None if layout is None else layout.seed(allocator, is_emptied=is_emptied)
     events = Lengthened(ledger.events, pace.cuts, allocator)
     found = replay(events, allocator=allocator, blocks=blocks)
     if events.growth:

@@ -214,7 +214,8 @@ def test_other_processes_get_no_signal():
 
 
 @pytest.mark.parametrize(
-    ("cell", "signal_name"), [("os._exit(3)", "without an answer"), ("ctypes.string_at(0)", "SIGSEGV")]
+    ("cell", "signal_name"),
+    [("os._exit(3)", "the cell ends its process, with status 3"), ("ctypes.string_at(0)", "SIGSEGV")],
 )
 def test_a_shadow_that_dies_is_an_answer(cell, signal_name):
     assert signal_name in forecast({}, f"import os, ctypes\n{cell}").refused
