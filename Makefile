@@ -17,8 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2
 COMPILED := -m compileall -q oomdoctor
 
 COLAB := .venv-colab
-COLAB_TESTS := $(addprefix tests/shell/test_,extension.py panel_in_kernel.py transparency.py verbs.py) \
-  tests/views/test_views_panel.py
+COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py) tests/views/test_views_panel.py
 
 .PHONY: help demo test test-colab check docs new clean
 
