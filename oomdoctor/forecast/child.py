@@ -34,7 +34,7 @@ from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
 from oomdoctor.forecast.kernels import Kernels
-from oomdoctor.forecast.layout import Layout, gives_cache_back, of_virtual
+from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loaders import orphan_workers
@@ -137,7 +137,7 @@ def bring_back(
     if in_use is not None:
         start.held, start.prepare = Held(in_use), prepare
     else:
-        start.layout = of_virtual(accelerator, ledger, is_emptied=gives_cache_back(prepare))
+        start.layout = of_virtual(accelerator, ledger, is_emptied=is_retry(prepare))
     follow_functions(found.functions, namespace)
     del found
     gc.freeze()  # what was alive stays alive, and its pages stay shared
@@ -249,7 +249,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
         emulate(tracker)
         if start.held is not None:
             assert start.prepare is not None
-            start.layout = relabel(tracker, start.held, is_emptied=gives_cache_back(start.prepare))
+            start.layout = relabel(tracker, start.held, is_emptied=is_retry(start.prepare))
     if start.arrive is not None:
         start.arrive(tracker, pace)
     forbid()

@@ -23,10 +23,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.layout import is_retry
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card
@@ -52,7 +52,7 @@ def is_needed(prepare: Callable[[], None] | None = None) -> bool:
     """
     if not hasattr(os, "fork") or _is_distrusted:
         return True
-    return _has_metal() and isinstance(prepare, FunctionType) and unsupported() is None
+    return _has_metal() and prepare is not None and not is_retry(prepare) and unsupported() is None
 
 
 def distrust_fork() -> None:

@@ -29,6 +29,7 @@ from oomdoctor.forecast import fresh_tensors
 from oomdoctor.forecast.calibration import applied_now
 from oomdoctor.forecast.fresh_storages import Storages
 from oomdoctor.forecast.fresh_told import Parcel, Surroundings, Told
+from oomdoctor.forecast.layout import is_retry
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users, read_names
@@ -71,7 +72,7 @@ def packed(
     Raises:
         ForecastError: something that the cell reaches cannot be sent.
     """
-    if not isinstance(prepare, FunctionType):
+    if is_retry(prepare):
         raise ForecastError("the start of the cell cannot be brought back in a fresh process, and fork() is not used")
     job = _job(session, prepare, work)
     storages = Storages(card)

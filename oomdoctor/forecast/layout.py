@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.model.session import Accelerator
 
-__all__ = ["Layout", "gives_cache_back", "of_virtual"]
+__all__ = ["Layout", "is_retry", "of_virtual"]
 
 
 class Layout:
@@ -86,8 +86,8 @@ class Layout:
         return blocks
 
 
-def gives_cache_back(prepare: Callable[[], None]) -> bool:
-    """Return whether the cache is given back before the cell runs: before a retry it is.
+def is_retry(prepare: Callable[[], None]) -> bool:
+    """Return whether a forecast is of a retry, before which the start of the cell and the cache are given back.
 
     Args:
         prepare: brings back the start of the cell; a plain function where there is nothing to bring back.

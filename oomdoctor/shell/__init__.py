@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["ATTRIBUTE", "load_ipython_extension", "unload_ipython_extension"]
 
-_ATTRIBUTE = "_oomdoctor_extension"
+ATTRIBUTE = "_oomdoctor_extension"
+"""Of a shell: the extension that is loaded into it."""
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Install oomdoctor into ``shell``; doing so twice changes nothing."""
     from oomdoctor.shell.extension import Extension
 
-    if getattr(shell, _ATTRIBUTE, None) is None:
+    if getattr(shell, ATTRIBUTE, None) is None:
         extension = Extension(shell)
         extension.install()
-        setattr(shell, _ATTRIBUTE, extension)
+        setattr(shell, ATTRIBUTE, extension)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Take oomdoctor away again, every hook put back."""
-    extension = getattr(shell, _ATTRIBUTE, None)
+    extension = getattr(shell, ATTRIBUTE, None)
     if extension is not None:
         extension.remove()
-        delattr(shell, _ATTRIBUTE)
+        delattr(shell, ATTRIBUTE)

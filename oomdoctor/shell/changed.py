@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Attempt, Cell
+from oomdoctor.shell import ATTRIBUTE
 
 __all__ = ["as_cell", "changed_cells", "placed", "texts_of"]
 
@@ -18,7 +19,7 @@ _DEFINES: Final = re.compile(r"^\s*(async\s+def|def|class)\b", re.MULTILINE)
 
 def changed_cells(shell: Any) -> dict[int, str]:
     """Return the text by the number of each cell that a retry has changed since it was run."""
-    extension = getattr(shell, "_oomdoctor_extension", None)
+    extension = getattr(shell, ATTRIBUTE, None)
     return getattr(extension, "changed", {})
 
 
