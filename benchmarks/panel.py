@@ -29,6 +29,7 @@ from typing import Any, Final
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
+from kernel_forks import started  # noqa: E402
 from kernels import Kernel  # noqa: E402
 
 SHOWN_S: Final = 0.5
@@ -147,7 +148,7 @@ def _filled(kernel: Kernel, raised: float) -> float:
 
 def measure(cells: int) -> list[Failure]:
     """Return that many failures of one kernel."""
-    kernel = Kernel({"JPY_SESSION_NAME": "benchmark.ipynb", "OMP_NUM_THREADS": "1"})
+    kernel = Kernel({"JPY_SESSION_NAME": "benchmark.ipynb", "OMP_NUM_THREADS": "1"}, start=started)
     try:
         kernel.run(SETUP, ok=True)
         while not kernel.value(LOADED):

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import kernel_forks
 import pytest
 from kernels import Kernel
 
@@ -30,6 +31,14 @@ def start_kernel() -> Iterator[Callable[..., Kernel]]:
     yield start
     for kernel in started:
         kernel.stop()
+
+
+@pytest.fixture
+def cold_kernel() -> Iterator[Kernel]:
+    """A real kernel that has imported nothing of what others begin with."""
+    kernel = Kernel(start=kernel_forks.started)
+    yield kernel
+    kernel.stop()
 
 
 @pytest.fixture

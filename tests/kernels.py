@@ -6,13 +6,15 @@ import ast
 import json
 import os
 import re
-import sys
+import signal
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kernel_forks
 from jupyter_client.manager import KernelManager
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -58,20 +60,20 @@ class Reply:
 
 
 class Kernel:
-    """One kernel process with folders of its own."""
+    """One kernel process with folders of its own.
 
-    def __init__(self, env: dict[str, str] | None = None) -> None:
+    Args:
+        start: starts the process; ``kernel_forks.started`` one that makes all its imports itself.
+    """
+
+    def __init__(self, env: dict[str, str] | None = None, start: Any = kernel_forks.start) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="oomdoctor-kernel-")
         home = Path(self._home.name)
-        self._manager = KernelManager(connection_file=str(home / "connection.json"))
-        self._manager._kernel_spec = None
-        self._manager.kernel_cmd = []
-        self._manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        self._manager.start_kernel(
-            env={**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})},
-            cwd=str(home),
-        )
-        self._client = self._manager.client()
+        manager = KernelManager(connection_file=str(home / "connection.json"))
+        manager.write_connection_file()
+        env = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})}
+        self._process = start(["-f", manager.connection_file], env, str(home))
+        self._client = manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
 
@@ -110,9 +112,11 @@ class Kernel:
         return reply
 
     def interrupt(self) -> None:
-        self._manager.interrupt_kernel()
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def stop(self) -> None:
         self._client.stop_channels()
-        self._manager.shutdown_kernel(now=True)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._home.cleanup()

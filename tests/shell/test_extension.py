@@ -19,7 +19,8 @@ def ready(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def test_loading_is_silent_and_brings_neither_torch_nor_widgets(kernel: Kernel) -> None:
+def test_loading_is_silent_and_brings_neither_torch_nor_widgets(cold_kernel: Kernel) -> None:
+    kernel = cold_kernel
     assert kernel.run("%load_ext oomdoctor", ok=True).messages == []
     assert kernel.value("'torch' in __import__('sys').modules") is False
     assert kernel.run("%load_ext oomdoctor", ok=True).errors == []

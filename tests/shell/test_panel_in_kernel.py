@@ -260,7 +260,8 @@ def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: F
 
 
 @pytest.mark.parametrize(("setting", "loads"), [("later", True), ("first", False)])
-def test_what_a_failure_needs_is_loaded_where_somebody_looks(kernel: Kernel, setting: str, loads: bool) -> None:
+def test_what_a_failure_needs_is_loaded_where_somebody_looks(cold_kernel: Kernel, setting: str, loads: bool) -> None:
+    kernel = cold_kernel
     kernel.run(f"%load_ext oomdoctor\n%config OomDoctor.forecasts = {setting!r}", ok=True)
     kernel.run("import random, sys\nrandom.seed(1)\nbefore = random.getstate()", ok=True)
     assert not kernel.value("'rule_engine' in sys.modules"), "nothing is loaded before the user works with torch"
