@@ -6,7 +6,7 @@ A collector never runs code of the user's and allocates nothing on a device. Wha
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,21 +48,26 @@ def collect(
     places = [accelerator, *others]
     memories = [place.read() for place in places]
     places_read = [(memory, place.holds) for memory, place in zip(memories, places, strict=True)]
-    counts = census.take(_program(session, exc, filenames, code), places_read)
+    names = list(user_names(spelled(session.namespace)))
+    counts = census.take(_program(session, names, exc, filenames, code), places_read)
     return Evidence(
         devices=(
             *(_counted(memory, count.found) for memory, count in zip(memories, counts, strict=True)),
             *devices.not_in_use(),
         ),
         host=host.read(),
-        beside_tensors=arrays.largest(user_names(spelled(session.namespace)), _apart(session.namespace)),
+        beside_tensors=arrays.largest(names, _apart(session.namespace)),
         censuses=counts,
         code=code,
     )
 
 
 def _program(
-    session: Session, exc: BaseException | None, filenames: Mapping[str, int], code: CodeFacts
+    session: Session,
+    names: Sequence[tuple[str, Any]],
+    exc: BaseException | None,
+    filenames: Mapping[str, int],
+    code: CodeFacts,
 ) -> census.Program:
     namespace = spelled(session.namespace)
     frames = [*frames_of(exc, filenames, namespace), *running_frames(filenames, namespace)]
@@ -75,7 +80,7 @@ def _program(
     return census.Program(
         borrowed=frozenset().union(*(loop_targets(cell.source) for cell in session.cells.history)),
         passed_over=_apart(session.namespace),
-        names=[*user_names(namespace), *class_attributes(namespace)],
+        names=[*names, *class_attributes(names, namespace.get("__name__"))],
         outputs=list(output_cache(namespace)),
         frames=frames,
         earlier=[frame for error in earlier for frame in frames_of(error, filenames, namespace)],

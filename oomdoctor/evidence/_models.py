@@ -6,9 +6,9 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,73 +51,101 @@ def typed(objects: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
     return tuple((path, type(value).__name__) for path, value in objects)
 
 
+class _Module(NamedTuple):
+    """A module of a tree.
+
+    Attributes:
+        path: as torch writes it.
+        own: what its dictionary holds.
+        names: what its class and those above it are called.
+    """
+
+    path: str
+    cls: type
+    own: dict[str, Any]
+    names: frozenset[str]
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return what a register of the module holds."""
+        return _mapping(self.own, name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a setting that is true or false."""
+        found = self.own.get(name, default)
+        return found if _is(found, bool) else default
+
+    def number(self, name: str) -> float:
+        """Return a setting that is a number, zero where there is none."""
+        found: Any = self.own.get(name)
+        return float(found) if _is(found, int, float) else 0.0
+
+
+_names_above: Final = PerType(lambda cls: frozenset(base.__name__ for base in mro_of(cls)))
+"""What a class and those above it are called; told once, as the modules of a model are of few classes."""
+
+
+def _looked_at(path: str, module: Any) -> _Module:
+    cls = type(module)
+    return _Module(path, cls, plain_dict(module) or {}, _names_above(cls))
+
+
 def _model(path: str, root: Any) -> ModelFacts:
-    tree = list(_walk("", root))
+    tree = list(_walk(root))
+    trains = tree[0].flag("training", True)
     # Modules put into evaluation mode one by one (frozen normalisation) neither couple samples nor draw numbers.
-    active = [
-        (name, module) for name, module in tree if _flag(module, "training", True) or not _flag(root, "training", True)
-    ]
+    active = [module for module in tree if not trains or module.flag("training", True)]
     return ModelFacts(
         path=path,
         type_name=type(root).__name__,
-        training=_flag(root, "training", True),
-        parameter_bytes=_parameter_bytes(module for _, module in tree),
-        blocks=tuple(name for name, module in tree if _is_repeated(module)),
+        training=trains,
+        parameter_bytes=_parameter_bytes(tree),
+        blocks=tuple(module.path for module in tree if _is_repeated(module)),
         switches=tuple(_switches(tree)),
-        batch_norm=tuple(name for name, module in active if _couples(module)),
-        dropout=tuple(name for name, module in active if _drops(module)),
-        sequence_first=tuple(name for name, module in tree if _is_sequence_first(module)),
-        any_size=tuple(name for name, module in tree if _POOLS & _mro(module)),
-        linear_bytes=_parameter_bytes(module for _, module in tree if type(module).__name__ == "Linear"),
-        fused_without_grad=tuple(name for name, module in tree if _FUSED & _mro(module)),
-        hooked=tuple(name for name, module in tree if _is_hooked(module)),
+        batch_norm=tuple(module.path for module in active if _couples(module)),
+        dropout=tuple(module.path for module in active if _drops(module)),
+        sequence_first=tuple(module.path for module in tree if _is_sequence_first(module)),
+        any_size=tuple(module.path for module in tree if _POOLS & module.names),
+        linear_bytes=_parameter_bytes(module for module in tree if module.cls.__name__ == "Linear"),
+        fused_without_grad=tuple(module.path for module in tree if _FUSED & module.names),
+        hooked=tuple(module.path for module in tree if _is_hooked(module)),
         leaves=tuple(_leaves(tree)),
     )
 
 
-def _loss(path: str, module: Any) -> LossFacts:
-    own = plain_dict(module) or {}
-    reduction, ignored = own.get("reduction"), own.get("ignore_index")
-    buffers: Any = own.get("_buffers")
-    weights = [dict.get(buffers, name) for name in ("weight", "pos_weight")] if _is(buffers, dict) else []
+def _loss(path: str, value: Any) -> LossFacts:
+    module = _looked_at(path, value)
+    reduction, ignored = module.own.get("reduction"), module.own.get("ignore_index")
+    buffers = module.mapping("_buffers")
+    weights = [dict.get(buffers, name) for name in ("weight", "pos_weight")]
     return LossFacts(
         path=path,
-        type_name=type(module).__name__,
+        type_name=module.cls.__name__,
         reduction=reduction if _is(reduction, str) else None,
         ignore_index=ignored if _is(ignored, int) else None,
         # pos_weight scales elements and leaves the divisor alone; a class weight changes what the mean divides by.
-        weighted=bool(weights) and weights[0] is not None,
-        label_smoothing=_number(module, "label_smoothing"),
+        weighted=weights[0] is not None,
+        label_smoothing=module.number("label_smoothing"),
     )
 
 
-def _walk(path: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ``module`` and every module below it once, parents first, with its path as torch writes it."""
+def _walk(root: Any) -> Iterator[_Module]:
+    """Yield ``root`` and every module below it once, parents first."""
     seen: set[int] = set()
-    todo = [(path, module)]
+    todo = [("", root)]
     while todo:
-        path, module = todo.pop()
-        if id(module) in seen:
+        path, value = todo.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(module))
-        yield path, module
-        children = [(name, child) for name, child in dict.items(_mapping(module, "_modules")) if child is not None]
+        seen.add(id(value))
+        module = _looked_at(path, value)
+        yield module
+        children = [(name, child) for name, child in dict.items(module.mapping("_modules")) if child is not None]
         todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
 
 
-def _mapping(module: Any, name: str) -> dict[str, Any]:
-    found: Any = (plain_dict(module) or {}).get(name)
+def _mapping(own: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    found: Any = (own or {}).get(name)
     return found if _is(found, dict) else {}
-
-
-def _flag(module: Any, name: str, default: bool) -> bool:
-    found = (plain_dict(module) or {}).get(name, default)
-    return found if _is(found, bool) else default
-
-
-def _number(module: Any, name: str) -> float:
-    found: Any = (plain_dict(module) or {}).get(name)
-    return float(found) if _is(found, int, float) else 0.0
 
 
 def _is(value: Any, *kinds: type) -> bool:
@@ -125,46 +153,38 @@ def _is(value: Any, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _mro(module: Any) -> frozenset[str]:
-    return _names_above(type(module))
-
-
-_names_above: Final = PerType(lambda cls: frozenset(base.__name__ for base in mro_of(cls)))
-"""What a class and those above it are called; told once, as the modules of a model are of few classes."""
-
-
 def _is_loss(module: Any) -> bool:
     return kind_of(type(module)) is Kind.MODULE and type(module).__module__ == _LOSS_HOME
 
 
-def _is_repeated(module: Any) -> bool:
-    if not _CONTAINERS & _mro(module):
+def _is_repeated(module: _Module) -> bool:
+    if not _CONTAINERS & module.names:
         return False
-    children = [child for child in dict.values(_mapping(module, "_modules")) if child is not None]
-    return len(children) >= 2 and len({type(child) for child in children}) == 1 and not _is_layer(children[0])
+    children = [child for child in dict.values(module.mapping("_modules")) if child is not None]
+    return len(children) >= 2 and len(set(map(type, children))) == 1 and not _is_layer(children[0])
 
 
 def _is_layer(module: Any) -> bool:
     """Whether it is a single layer of ``torch.nn``; a recurrent one goes through many steps."""
     return (
         module_of(type(module)).startswith(_LAYERS)
-        and not _mapping(module, "_modules")
-        and "RNNBase" not in _mro(module)
+        and not _mapping(plain_dict(module), "_modules")
+        and "RNNBase" not in _names_above(type(module))
     )
 
 
-def _switches(tree: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, bool]]:
+def _switches(tree: Iterable[_Module]) -> Iterator[tuple[str, bool]]:
     """Yield the switches of the outermost modules that have one, as those of transformers do."""
     owners: list[str] = []
-    for path, module in tree:
-        if any(not owner or path.startswith(f"{owner}.") for owner in owners):
+    for module in tree:
+        if any(not owner or module.path.startswith(f"{owner}.") for owner in owners):
             continue
-        if _member(type(module), "supports_gradient_checkpointing") is not True:
+        if _member(module.cls, "supports_gradient_checkpointing") is not True:
             continue
         for name in _SWITCHES:
-            if type(switch := _member(type(module), name)) is FunctionType:
-                owners.append(path)
-                yield f"{path}.{name}".lstrip("."), "every_n_layers" in switch.__code__.co_varnames
+            if type(switch := _member(module.cls, name)) is FunctionType:
+                owners.append(module.path)
+                yield f"{module.path}.{name}".lstrip("."), "every_n_layers" in switch.__code__.co_varnames
                 break
 
 
@@ -172,38 +192,37 @@ def _member(cls: type, name: str) -> Any:
     return next((members_of(base)[name] for base in mro_of(cls) if name in members_of(base)), None)
 
 
-def _couples(module: Any) -> bool:
-    names = _mro(module)
-    if "_InstanceNorm" in names:
-        return _flag(module, "track_running_stats", False)
-    return bool(_BATCH_NORMS & names)
+def _couples(module: _Module) -> bool:
+    if "_InstanceNorm" in module.names:
+        return module.flag("track_running_stats", False)
+    return bool(_BATCH_NORMS & module.names)
 
 
-def _drops(module: Any) -> bool:
-    if not _DROPOUTS & _mro(module):
+def _drops(module: _Module) -> bool:
+    if not _DROPOUTS & module.names:
         return False
-    return max(_number(module, "p"), _number(module, "dropout")) > 0
+    return max(module.number("p"), module.number("dropout")) > 0
 
 
-def _is_sequence_first(module: Any) -> bool:
-    return bool(_BATCH_FIRST & _mro(module)) and not _flag(module, "batch_first", False)
+def _is_sequence_first(module: _Module) -> bool:
+    return bool(_BATCH_FIRST & module.names) and not module.flag("batch_first", False)
 
 
-def _is_hooked(module: Any) -> bool:
-    held = [hook for name in _HOOKS for hook in dict.values(_mapping(module, name))]
+def _is_hooked(module: _Module) -> bool:
+    held = [hook for name in _HOOKS for hook in dict.values(module.mapping(name))]
     return any(type(hook).__name__ not in _DERIVING_HOOKS for hook in held)
 
 
-def _leaves(tree: Iterable[tuple[str, Any]]) -> Iterator[str]:
+def _leaves(tree: Iterable[_Module]) -> Iterator[str]:
     """Yield where a forward has left tensors with their graph: attributes, and lists and dicts in them."""
-    for path, module in tree:
-        if any(type(hook).__name__ in _DERIVING_HOOKS for hook in dict.values(_mapping(module, _HOOKS[0]))):
+    for module in tree:
+        if any(type(hook).__name__ in _DERIVING_HOOKS for hook in dict.values(module.mapping(_HOOKS[0]))):
             continue
-        for name, value in dict.items(plain_dict(module) or {}):
+        for name, value in list(module.own.items()):
             is_container = type(value) in (list, dict) and value and not str(name).startswith("_")
             items = list(value.values() if type(value) is dict else value) if is_container else ()
             if _has_graph(value) or any(map(_has_graph, items)):
-                yield f"{path}.{name}".lstrip(".")
+                yield f"{module.path}.{name}".lstrip(".")
 
 
 def _has_graph(value: Any) -> bool:
@@ -215,8 +234,7 @@ def _has_graph(value: Any) -> bool:
 
 def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:
     """Return every parameter below ``roots`` once."""
-    modules = [module for root in roots for _, module in _walk("", root)]
-    return tuple(_parameters(modules).values())
+    return tuple(_parameters(module for root in roots for module in _walk(root)).values())
 
 
 def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
@@ -228,14 +246,14 @@ def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
         return [(Tensor.numel(one), Tensor.element_size(one)) for one in tensors]
 
 
-def _parameter_bytes(modules: Iterable[Any]) -> int:
+def _parameter_bytes(modules: Iterable[_Module]) -> int:
     return sum(count * each for count, each in sizes(_parameters(modules).values()))
 
 
-def _parameters(modules: Iterable[Any]) -> dict[int, Any]:
+def _parameters(modules: Iterable[_Module]) -> dict[int, Any]:
     return {
         id(parameter): parameter
         for module in modules
-        for parameter in dict.values(_mapping(module, "_parameters"))
+        for parameter in dict.values(module.mapping("_parameters"))
         if parameter is not None and kind_of(type(parameter)) is Kind.TENSOR
     }

@@ -45,7 +45,8 @@ def largest(names: Iterable[tuple[str, Any]], passed_over: frozenset[int] = froz
         passed_over: objects by their ``id`` that lead nowhere here.
     """
     search = _Search(set(passed_over))
-    found = (search.below(name, value) for name, value in names)
+    leading = (one for one in names if id(type(one[1])) not in _LEAVES or sys.getsizeof(one[1]) >= MIB)
+    found = (search.below(name, value) for name, value in leading)
     return tuple(sorted(filter(None, found), key=lambda one: -one.bytes)[:_LISTED])
 
 
@@ -60,9 +61,6 @@ class _Search:
     def below(self, name: str, value: Any) -> HostHolding | None:
         """Return what hangs on one name and on none before it, None where that is less than a MiB."""
         own, in_arrays, arrays, objects = 0, 0, 0, 0
-        if id(type(value)) in _LEAVES and sys.getsizeof(value) < MIB:
-            self._pass(value)
-            return None
         level: list[Any] = [value]
         while level and self._left > 0:
             fresh = self._fresh(level)
@@ -82,12 +80,6 @@ class _Search:
         if size < MIB:
             return None
         return HostHolding(path=name, bytes=size, array_bytes=in_arrays, arrays=arrays, objects=objects)
-
-    def _pass(self, leaf: Any) -> None:
-        """Note what leads to nothing as one that was met."""
-        if self._left > 0 and id(leaf) not in self._seen:
-            self._seen.add(id(leaf))
-            self._left -= 1
 
     def _fresh(self, level: list[Any]) -> list[Any]:
         """Return those that were not met before, each once, as far as the budget goes, and note them."""

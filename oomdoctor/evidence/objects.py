@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -33,10 +33,9 @@ def user_names(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((name, value) for name, value in list(namespace.items()) if is_users(name) and name.isidentifier())
 
 
-def class_attributes(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what classes that the notebook defines hold, and the globals of the user's own modules."""
-    home = namespace.get("__name__")
-    for name, value in user_names(namespace):
+def class_attributes(names: Iterable[tuple[str, Any]], home: object) -> Iterator[tuple[str, Any]]:
+    """Yield what those of ``names`` hold that are classes of the module ``home``, or modules of the user's own."""
+    for name, value in names:
         if type(value) is ModuleType:
             if _is_users_module(value):
                 yield from ((f"{name}.{key}", item) for key, item in _own(vars(value)))

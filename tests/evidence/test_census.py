@@ -37,7 +37,7 @@ HOST = DeviceMemory(
 def taken(namespace: dict[str, Any], exc: BaseException | None = None, **more: Any) -> Census:
     program = census.Program(
         passed_over=frozenset({id(namespace), id(namespace.get("_oh"))}),
-        names=[*user_names(namespace), *class_attributes(namespace)],
+        names=[*user_names(namespace), *class_attributes(user_names(namespace), namespace.get("__name__"))],
         outputs=list(output_cache(namespace)),
         frames=list(frames_of(exc, {}, namespace)),
         **more,

@@ -241,7 +241,7 @@ def taken(namespace: dict[str, Any], accelerator: Any, source: str = "") -> Cens
     program = census.Program(
         passed_over=frozenset({id(namespace)}),
         borrowed=frozenset(loop_targets(source)),
-        names=[*user_names(namespace), *class_attributes(namespace)],
+        names=[*user_names(namespace), *class_attributes(user_names(namespace), namespace.get("__name__"))],
     )
     (found,) = census.take(program, [(accelerator.read(), accelerator.holds)])
     return found
