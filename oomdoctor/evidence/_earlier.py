@@ -8,11 +8,11 @@ leads from them to their frames. So at a failure all that the collector knows ar
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Container
 from typing import Any
 
+from oomdoctor.evidence.alive import alive
 from oomdoctor.model.chain import chained, traceback_of
 
 __all__ = ["earlier_errors"]
@@ -30,9 +30,8 @@ def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tupl
     last: Any = getattr(sys, "last_value", None)
     if issubclass(type(last), BaseException) and id(last) not in own:
         found[id(last)] = last
-    for error in gc.get_objects() if exc is not None else ():
-        # Not ``isinstance``: an object that is no error would be asked for its class.
-        if issubclass(type(error), BaseException) and id(error) not in own and _passed(error, filenames):
+    for error in alive(BaseException) if exc is not None else ():
+        if id(error) not in own and _passed(error, filenames):
             found.setdefault(id(error), error)
     return tuple(found.values())
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import compress
 from typing import Any, Final
 
 import torch
 
-from oomdoctor.evidence.storages import Bare, storages_of, tensor_types, unobserved
+from oomdoctor.evidence.alive import alive
+from oomdoctor.evidence.storages import Bare, storages_of, unobserved
 from oomdoctor.model.aside import without_apart
 
 __all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c"]
 
-_LONG_S: Final = 10.0
-_MOST_TYPES: Final = 40
-"""To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
 _base: Final = vars(torch._C.TensorBase)["_base"].__get__
 
 
@@ -54,14 +50,4 @@ C_COUNTS: Final = _counts_of_c()
 
 def all_tensors() -> list[Any]:
     """Return every tensor of the program that the garbage collector knows."""
-    types, pause = tensor_types(), sys.getswitchinterval()
-    # By their ``id``: as members of a set, types ask their metaclass for ``__hash__``.
-    keys = frozenset(map(id, types))
-    # Among all objects are tuples that other threads are making: none may run on before the list of them is dropped.
-    sys.setswitchinterval(_LONG_S)
-    try:
-        # Each object refers to its type, if that was made at run time, as those of tensors are.
-        objects = gc.get_referrers(*types) if len(types) <= _MOST_TYPES else gc.get_objects()
-        return without_apart(list(compress(objects, map(keys.__contains__, map(id, map(type, objects))))))
-    finally:
-        sys.setswitchinterval(pause)
+    return without_apart(alive(torch.Tensor))

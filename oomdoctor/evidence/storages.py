@@ -27,7 +27,6 @@ __all__ = [
     "is_plain",
     "plain_storages",
     "storages_of",
-    "tensor_types",
     "unobserved",
 ]
 
@@ -74,18 +73,6 @@ def unobserved() -> Iterator[None]:
     """Run the body past tensor subclasses and everybody's function and dispatch modes."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def tensor_types() -> tuple[type, ...]:
-    """Return every tensor type that exists now, so that objects can be told by their exact type."""
-    found: dict[int, type] = {}
-    todo: list[type] = [torch.Tensor]
-    while todo:
-        cls = todo.pop()
-        if id(cls) not in found:
-            found[id(cls)] = cls
-            todo += type.__subclasses__(cls)
-    return tuple(found.values())
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
