@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import compress
+from itertools import chain, compress, repeat, starmap
 from typing import Any, Final
 
 __all__ = ["alive", "classes_below"]
 
-_LONG_S: Final = 10.0
 _MOST_TYPES: Final = 40
 """To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
 _MADE_AT_RUN_TIME: Final = 1 << 9
@@ -26,11 +22,12 @@ def alive(root: type) -> list[Any]:
     keys = frozenset(map(id, classes))
     # An object refers to its class if that was made at run time, as those of tensors were.
     is_told = len(classes) <= _MOST_TYPES and all(_flags(cls) & _MADE_AT_RUN_TIME for cls in classes)
-    with _alone():
-        objects = gc.get_referrers(*classes) if is_told else gc.get_objects()
-        found = list(compress(objects, map(keys.__contains__, map(id, map(type, objects)))))
-        del objects
-    return found
+    # Among all objects are tuples that other threads are making, which nobody else may hold. The interpreter lets those
+    # threads run on between any two calls, so from the list of all to its end this is a single one.
+    listed = starmap(gc.get_referrers, [classes]) if is_told else starmap(gc.get_objects, [()])
+    twice = chain.from_iterable(map(repeat, listed, [2]))
+    kinds = map(map, [id], map(map, [type], twice))
+    return list(chain.from_iterable(map(compress, twice, map(map, [keys.__contains__], kinds))))
 
 
 def classes_below(root: type) -> tuple[type, ...]:
@@ -44,13 +41,3 @@ def classes_below(root: type) -> tuple[type, ...]:
             todo += type.__subclasses__(cls)
     return tuple(found.values())
 
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Keep other threads from running on: among all objects are tuples that they are making."""
-    pause = sys.getswitchinterval()
-    sys.setswitchinterval(_LONG_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -80,3 +81,23 @@ def test_no_code_of_an_error_class_is_run() -> None:
         kept.append(error)
     (found,) = earlier_errors(raised(), CELLS)
     assert found is kept.pop()
+
+
+def test_tuples_that_other_threads_are_making_are_left_alone() -> None:
+    went_wrong: list[BaseException] = []
+    is_over = threading.Event()
+
+    def make() -> None:
+        try:
+            while not is_over.is_set():
+                tuple(number for number in range(20_000))
+        except SystemError as error:  # a tuple that somebody else holds cannot grow
+            went_wrong.append(error)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    for _ in range(5):
+        earlier_errors(raised(), CELLS)
+    is_over.set()
+    maker.join()
+    assert not went_wrong
