@@ -40,4 +40,3 @@ def classes_below(root: type) -> tuple[type, ...]:
             found[id(cls)] = cls
             todo += type.__subclasses__(cls)
     return tuple(found.values())
-
