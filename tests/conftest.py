@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _no_cache = tempfile.TemporaryDirectory(prefix="oomdoctor-tests-")
 (Path(_no_cache.name) / "oomdoctor").touch()
 os.environ["XDG_CACHE_HOME"] = _no_cache.name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def put_away() -> None:
+    """Put what libraries and other tests have made out of the collector's sight: each look at all objects is long.
+
+    A census would find it as well, and tell memory that no name of the test leads to.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

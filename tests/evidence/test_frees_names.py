@@ -249,11 +249,8 @@ def taken(namespace: dict[str, Any], accelerator: Any, source: str = "") -> Cens
 
 @pytest.fixture(scope="module")
 def accelerator() -> Iterator[Any]:
-    gc.collect()
-    gc.freeze()  # what other tests left need not be looked through again and again
     with oomdoctor.simulate("1GiB") as device:
         yield device
-    gc.unfreeze()
 
 
 def allocated(accelerator: Any) -> int:

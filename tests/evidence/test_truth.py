@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,14 +24,12 @@ from oomdoctor.model.memory import Census, Holding, Role
 
 
 @pytest.fixture(autouse=True)
-def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put away what other tests left: the census counts every tensor of the process, and these have no name here."""
     for name in ("last_value", "last_exc", "last_traceback"):
         monkeypatch.delattr(sys, name, raising=False)
     gc.collect()
     gc.freeze()  # what is frozen, the garbage collector does not list
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("moment", Moment)

@@ -34,13 +34,10 @@ def started(*few: str) -> Iterator[InteractiveShell]:
     tqdm.tqdm.monitor_interval = 0  # no thread that would stay behind
     shell.run_cell("%load_ext oomdoctor\n%config OomDoctor.auto = 'exact'\n%config OomDoctor.forecast_time_s = 0")
     catalogue = {name: fixes.get(name) for name in few}
-    gc.collect()
-    gc.freeze()  # what libraries made when they were imported: each failure is collected after
     try:
         with mock.patch.object(fixes, "catalogue", return_value=catalogue):
             yield shell
     finally:
-        gc.unfreeze()
         shell.run_cell("%unload_ext oomdoctor")
         shell.reset()
         atexit.unregister(shell.atexit_operations)

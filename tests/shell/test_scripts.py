@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import gc
 import importlib.util
 import re
 import subprocess
@@ -143,15 +142,6 @@ def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25, keep_forecasts=False)
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_to_collect() -> Iterator[None]:
-    """Keep what libraries made out of the collections after failures."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
