@@ -26,6 +26,7 @@ from oomdoctor.evidence.ledger import Ledger, Place
 from oomdoctor.evidence.lines import Holder, Ways, are_all_known
 from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by_c
 from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
+from oomdoctor.evidence.saved_in import Modules, note_modules
 from oomdoctor.evidence.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
 from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered
@@ -107,6 +108,7 @@ class _Count:
         self._walk = Walk(program.passed_over)
         self._graphs = Graphs()
         self._parameters: dict[int, Path] = {}
+        self._modules = Modules()
         self._stepped_by: dict[int, Path] = {}
         self._graphs_at: list[Holder] = []
         self._inputs: set[int] = set()
@@ -129,6 +131,7 @@ class _Count:
             nameless = self._nameless(nameless)
         self._claim_rest(nameless)
         self._share_arrays()
+        note_modules(self._graphs, self._ledger, self._modules)
         return self._ledger.censuses(tuple(self._notes()), self._ways())
 
     def _are_all_known(self, met: list[Found]) -> bool:
@@ -198,6 +201,8 @@ class _Count:
         while self._walk.modules:
             path, module = self._walk.modules.popleft()
             own = plain_dict(module)
+            if not path.root.place:
+                self._modules.add(path, module)
             for at, (name, parameter) in _registered(module, own, "_parameters"):
                 if kind_of(type(parameter)) is Kind.TENSOR:
                     here = path.child(member(module, name, "_parameters", at))
@@ -206,6 +211,7 @@ class _Count:
                     self._known.append(Found((parameter,), here))
                     if not here.root.place:
                         self._parameters[id(parameter)] = here
+                        self._modules.note_parameters(path, at + 1)
             for at, (name, buffer) in _registered(module, own, "_buffers"):
                 if kind_of(type(buffer)) is Kind.TENSOR:
                     role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER

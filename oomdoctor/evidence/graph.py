@@ -18,14 +18,15 @@ import torch
 from oomdoctor.evidence.walk import tensors_in
 from oomdoctor.model.kinds import Kind, held_by, kind_of, module_of, plain_dict, qualname_of
 
-__all__ = ["DEEPEST", "Graphs", "Saved"]
+__all__ = ["DEEPEST", "LEAF", "Graphs", "Saved"]
 
 DEEPEST: Final = 10_000
 """A node that Python has looked at is freed by recursion (torch 2.13; others by a loop): about 45,000 nodes in a row
 overflow a stack of 8 MiB, by experiment."""
 _RAW: Final = "_raw_saved_"
-_LEAF: Final = "AccumulateGrad"
-_readers: dict[type, tuple[Any, ...]] = {}
+LEAF: Final = "AccumulateGrad"
+"""Type of the node that accumulates the gradient of a leaf."""
+_sorts: dict[type, tuple[tuple[Any, ...], bool, bool]] = {}
 _grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
@@ -52,11 +53,17 @@ class Graphs:
         is_cut: whether a graph was deeper than it was followed.
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
         links: which graphs run into one that was walked before, each by its number, counted from 0.
+        saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
+        below: ``next_functions`` of every node that was followed; ``roots``: the last node of each graph.
     """
 
     packed: Counter[str] = field(default_factory=Counter)
     links: dict[int, set[int]] = field(default_factory=dict)
     is_cut: bool = False
+    saved: list[torch.Tensor] = field(default_factory=list)
+    savers: list[Any] = field(default_factory=list)
+    below: dict[Any, tuple[tuple[Any, int], ...]] = field(default_factory=dict)
+    roots: list[Any] = field(default_factory=list)
     _met: dict[Any, int] = field(default_factory=dict)
     _alive: list[bool] = field(default_factory=list)
 
@@ -69,34 +76,43 @@ class Graphs:
         """Return what the graph holds that ``root`` is the last node of."""
         number = len(self._alive)
         self._alive.append(False)
-        met, todo = self._met, [(root, 0)]
+        self.roots.append(root)
+        met, savers, todo = self._met, self.savers, [(root, 0)]
         tensors: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
         again: dict[Any, None] = {}
-        shares = False
+        shares, count = False, 0
         while todo:
             node, depth = todo.pop()
             if node in met:
                 before = met[node]
                 shares = shares or self._alive[before]
-                if before != number and type(node).__name__ == _LEAF:
+                if before != number and type(node).__name__ == LEAF:
                     again[node] = None
                 elif before != number:
                     self.links.setdefault(before, set()).add(number)
                 continue
             met[node] = number
             cls = type(node)
-            for read in _readers.get(cls) or _readers_of(cls):
-                self._take(read, node, tensors)
-            if cls.__name__ == _LEAF:
+            readers, is_leaf, is_python = _sorts.get(cls) or _sort_of(cls)
+            if is_leaf:
                 leaves.append(node.variable)
-            elif (attributes := plain_dict(node)) is not None:  # a Function written in Python keeps what it likes
-                for value in attributes.values():
+                self.below[node] = ()
+                continue
+            for read in readers:
+                self._take(read, node, tensors)
+            if is_python:  # a Function written in Python keeps what it likes
+                for value in (plain_dict(node) or {}).values():
                     tensors += tensors_in(value)
+            if len(tensors) > count:
+                savers += [node] * (len(tensors) - count)
+                count = len(tensors)
             if depth < DEEPEST:
-                todo += [(following, depth + 1) for following, _ in node.next_functions if following is not None]
+                below = self.below[node] = node.next_functions
+                todo += [(following, depth + 1) for following, _ in below if following is not None]
             else:
                 self.is_cut = True
+        self.saved += tensors
         self._alive[number] = bool(tensors) or shares
         return Saved(tensors, leaves, [node.variable for node in again], self._alive[number])
 
@@ -110,7 +126,7 @@ class Graphs:
                 held = one.data
             except (AttributeError, RuntimeError):
                 continue
-            if kind_of(type(held)) is Kind.TENSOR:
+            if type(held) is torch.Tensor or kind_of(type(held)) is Kind.TENSOR:
                 tensors.append(held)
             elif held is not None:
                 inside = list(tensors_in(held))
@@ -136,12 +152,18 @@ def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
             yield from tensors_in(item)
 
 
-def _readers_of(cls: type) -> tuple[Any, ...]:
-    """Return the getters of the raw saved tensors of a node's class; they are made in C."""
-    found = _readers[cls] = tuple(
+def _sort_of(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
+    """Return how nodes of a class are read.
+
+    Returns:
+        The getters of their raw saved tensors, which are made in C, whether they are leaves, and whether they are of a
+        Function written in Python.
+    """
+    readers = tuple(
         value.__get__
         for base in cls.__mro__
         for name, value in vars(base).items()
         if name.startswith(_RAW) and type(value) is GetSetDescriptorType
     )
+    found = _sorts[cls] = readers, cls.__name__ == LEAF, issubclass(cls, torch._C._FunctionBase)
     return found

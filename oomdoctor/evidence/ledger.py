@@ -20,7 +20,7 @@ from oomdoctor.evidence.storages import Bare, is_plain, plain_storages, storages
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 
-__all__ = ["Ledger", "Place"]
+__all__ = ["Entry", "Ledger", "Place"]
 
 Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]
 """A device, and what tells whether the memory of a plain tensor is there."""
@@ -29,6 +29,8 @@ _MANY: Final = 64
 _device: Final = attrgetter("device")
 _dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
 _MOST_HOLDINGS: Final = 10_000
+_MOST_MODULES: Final = 100
+"""Of one holder that are told what a graph saved in them."""
 _FEW: Final = 3
 """Up to so many tensors of one container are named one by one."""
 
@@ -50,13 +52,14 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """Storages that were claimed together.
 
     Attributes:
         items: which of the sequence at ``path``, None for ``path`` itself.
         frees: the statement that lets go of them whatever leads to ``path``; None where ``path`` must be cut.
         others: what holds one of them beside ``path``.
+        saved_in: modules, each once, and the bytes that a graph saved in it.
     """
 
     total: _Sum
@@ -67,6 +70,7 @@ class _Entry:
     suffix: str
     frees: str | None
     others: dict[tuple[int, bool], Holder] = field(default_factory=dict)
+    saved_in: Sequence[tuple[Path, int]] = ()
 
     @property
     def holder(self) -> Holder:
@@ -83,9 +87,9 @@ class Ledger:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
-        self._owned: dict[int, _Entry] = {}
+        self._owned: dict[int, Entry] = {}
         self._claimed: set[int] = set()
-        self._entries: list[list[_Entry]] = [[] for _ in places]
+        self._entries: list[list[Entry]] = [[] for _ in places]
         self._by_device: dict[torch.device, list[tuple[int, bool]]] = {}
 
     def claim(
@@ -111,7 +115,7 @@ class Ledger:
         self._claimed.update(map(id, tensors))
         if len(tensors) > _MANY and self._take_together(tensors, role, path, items, sliceable, suffix, frees):
             return
-        taken: dict[int, _Entry] = {}
+        taken: dict[int, Entry] = {}
         here = Holder(path, bool(suffix))
         for key, nbytes, device, tensor in storages_of(tensors):
             owner = self._owned.get(key)
@@ -120,11 +124,11 @@ class Ledger:
                     owner.others[here.key] = here
             elif nbytes and (at := self._at(device, tensor)) is not None:
                 if at not in taken:
-                    taken[at] = self._enter(at, _Entry(_Sum(), role, path, items, sliceable, suffix, frees))
+                    taken[at] = self._enter(at, Entry(_Sum(), role, path, items, sliceable, suffix, frees))
                 self._owned[key] = taken[at]
                 taken[at].total.add(nbytes, tensor)
 
-    def _enter(self, at: int, entry: _Entry) -> _Entry:
+    def _enter(self, at: int, entry: Entry) -> Entry:
         self._entries[at].append(entry)
         return entry
 
@@ -140,7 +144,7 @@ class Ledger:
             return False
         most = max(sizes)
         total = _Sum(sum(sizes), len(sizes), most, tensors[sizes.index(most)])
-        self._owned.update(zip(keys, repeat(self._enter(place[0][0], _Entry(total, *how)))))
+        self._owned.update(zip(keys, repeat(self._enter(place[0][0], Entry(total, *how)))))
         return True
 
     def unclaimed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -152,6 +156,10 @@ class Ledger:
     def owned(self, tensors: Sequence[torch.Tensor]) -> set[int]:
         """Return the keys of the storages of ``tensors`` that have an owner."""
         return {key for key, *_ in storages_of(tensors)} & self._owned.keys() if tensors else set()
+
+    def owner(self, key: int) -> Entry | None:
+        """Return what owns a storage, None if nothing does."""
+        return self._owned.get(key)
 
     def share(self, key: int, holder: Holder) -> None:
         """Note that ``holder``, too, holds the memory of a storage, if that has an owner."""
@@ -186,7 +194,7 @@ class Ledger:
         return tuple(_census(memory, entries, notes, ways) for (memory, _), entries in pairs)
 
 
-def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...], ways: Ways | None) -> Census:
+def _census(device: DeviceMemory, entries: list[Entry], notes: tuple[str, ...], ways: Ways | None) -> Census:
     roles: dict[Role, int] = {}
     for entry in entries:
         roles[entry.role] = roles.get(entry.role, 0) + entry.total.bytes
@@ -204,16 +212,16 @@ def _census(device: DeviceMemory, entries: list[_Entry], notes: tuple[str, ...],
     )
 
 
-def _bytes(group: list[_Entry]) -> int:
+def _bytes(group: list[Entry]) -> int:
     return sum(entry.total.bytes for entry in group)
 
 
-def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
     """Join what one path holds in one role, and the items of one sequence where there are more than a few."""
-    groups: dict[tuple[Any, ...], list[_Entry]] = {}
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.role, id(entry.path), entry.suffix, entry.items is None), []).append(entry)
-    joined: list[list[_Entry]] = []
+    joined: list[list[Entry]] = []
     for group in groups.values():
         spans = {entry.items for entry in group}
         if group[0].items is not None and len(spans) <= _FEW:
@@ -223,7 +231,7 @@ def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
     return joined
 
 
-def _holding(device: str, group: list[_Entry], ways: Ways | None) -> Holding:
+def _holding(device: str, group: list[Entry], ways: Ways | None) -> Holding:
     largest = max((entry.total for entry in group), key=lambda total: total.most).largest
     spans = [entry.items for entry in group if entry.items is not None]
     items = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
@@ -238,10 +246,30 @@ def _holding(device: str, group: list[_Entry], ways: Ways | None) -> Holding:
         dtype=None if type(largest) is Bare else str(_dtype(largest)).removeprefix("torch."),
         shape=_shape(largest),
         frees=_frees(group, ways),
+        saved_in=_saved_in([part for entry in group for part in entry.saved_in]),
     )
 
 
-def _frees(group: list[_Entry], ways: Ways | None) -> str | None:
+def _saved_in(parts: list[tuple[Path, int]]) -> tuple[tuple[str, int], ...]:
+    """Return modules with the bytes that graphs saved in them.
+
+    Of very many, those that lie deepest are added to the modules around them, so that the bytes stay whole.
+    """
+    if not parts:
+        return ()
+    sizes: dict[int, tuple[Path, int]] = {}
+    for path, size in parts:
+        sizes[id(path)] = path, size + sizes.get(id(path), (path, 0))[1]
+    while len(sizes) > _MOST_MODULES and (deepest := max(path.depth for path, _ in sizes.values())):
+        for key, (path, size) in list(sizes.items()):
+            if path.depth == deepest and path.parent is not None:
+                del sizes[key]
+                above = path.parent
+                sizes[id(above)] = above, size + sizes.get(id(above), (above, 0))[1]
+    return tuple((path.names()[0], size) for path, size in sorted(sizes.values(), key=lambda part: -part[1]))
+
+
+def _frees(group: list[Entry], ways: Ways | None) -> str | None:
     """Return the line that frees what a group holds: everything that leads to it must go."""
     first = group[0].frees
     is_gradient = group[0].role is Role.GRADIENT

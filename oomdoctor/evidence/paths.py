@@ -60,6 +60,11 @@ class Path(NamedTuple):
         """Return the path of something that this one leads to."""
         return Path(self.root, self, suffix)
 
+    @property
+    def depth(self) -> int:
+        """How many steps it takes from the root."""
+        return len(self._suffixes()) - 1
+
     def names(self, items: tuple[int, int] | None = None, *, sliceable: bool = True) -> tuple[str, str]:
         """Return the path as a person reads it, and the expression for it or for its nearest holder.
 

@@ -58,6 +58,9 @@ class Holding:
         count: how many storages it stands for.
         dtype: of the largest of them, ``float32``; likewise ``shape``.
         frees: the line that would let go of it, None where nothing of the user's could.
+        saved_in: modules that an autograd graph saved them in, ``model.encoder.layers[0].linear1``, and the bytes of
+            those saved in each itself, the largest first; told from the graph, for activations and graphs kept alive.
+            What it does not tell is in none of them: what follows the last layer (a loss), and hidden layers.
     """
 
     bytes: int
@@ -69,6 +72,7 @@ class Holding:
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     frees: str | None = None
+    saved_in: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, Role
 
-__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group", "within"]
+__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group", "saved_within", "within"]
 
 NAMELESS: Final = "("
 """What the path of a holder without a name begins with."""
@@ -28,7 +28,8 @@ _OWN_ROW_OF_ALL: Final = 0.1
 _OWN_ROW_OF_GROUP: Final = 0.5
 _MOST: Final = 0.9
 """Share of a role from which on it is said to be of one module."""
-_STEP: Final = re.compile(r"\.[^\W\d]\w*|\[[^\[\]]*\]")
+_STEP: Final = re.compile(r"""\.[^\W\d]\w*|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"])*\]""")
+_FEW_PARTS: Final = 2
 _FEW: Final = 3
 """Up to so many items of one container keep rows of their own."""
 
@@ -70,28 +71,70 @@ def one_per_group(census: Census, models: Sequence[ModelFacts]) -> tuple[Holding
 
 
 def within(census: Census, role: Role, models: Sequence[ModelFacts]) -> str | None:
-    """Return the innermost module that has nearly all of ``role``, None where no path leads through one model.
+    """Return the innermost module that has nearly all of ``role``, None where not nearly all is known to be of one.
 
-    What a graph has saved is reached by the name of its result, which tells no module.
+    Of what a graph has saved it is the module that the graph tells; the name of its result tells none.
     """
-    least, roots = _MOST * census.bytes_of(role), _roots(models)
-    held: list[tuple[str, list[str], int]] = []
+    roots, held = _roots(models), list[_Part]()
     for holding in census.holdings:
-        root = next((one for one in roots if holding.path.startswith((f"{one}.", f"{one}["))), None)
-        if holding.role is role and root is not None and "→" not in holding.path:
-            steps = _STEP.findall(holding.path[len(root) :].removesuffix(".grad"))
-            held.append((root, steps[:-1], holding.bytes))
-    module: str | None = None
-    for depth in range(1 + max((len(modules) for _, modules, _ in held), default=0)):
-        sizes: Counter[str] = Counter()
-        for root, modules, size in held:
-            if len(modules) >= depth:
-                sizes["".join((root, *modules[:depth]))] += size
-        heaviest, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
-        if not heaviest or size < least:
+        if holding.role is role:
+            way = _way(holding.path.removesuffix(".grad"), roots) if "→" not in holding.path else ()
+            held += [_Part(way[:-1], holding.bytes)] if len(way) > 1 else _parts_saved(holding, roots)
+    found = _innermost(held, _MOST * census.bytes_of(role))
+    return "".join(found) if found else None
+
+
+def saved_within(holding: Holding, models: Sequence[ModelFacts]) -> tuple[tuple[str, float], ...]:
+    """Return the modules that a graph saved most of what is held in, each with its share, the largest first.
+
+    It is the innermost one that has nearly all that is known to be of any, or two parts of that one which have as much.
+    """
+    parts = _parts_saved(holding, _roots(models))
+    around = _innermost(parts, _MOST * sum(part.bytes for part in parts))
+    if not around:
+        return ()
+    whole = sum(part.bytes for part in parts if part.way[: len(around)] == around)
+    largest = _sizes(parts, len(around) + 1, around).most_common(_FEW_PARTS)
+    told = largest if sum(size for _, size in largest) >= _MOST * whole else [(around, whole)]
+    return tuple(("".join(way), size / holding.bytes) for way, size in told)
+
+
+class _Part(NamedTuple):
+    """Bytes of one module, which stands at the end of a way: the model, then step by step."""
+
+    way: tuple[str, ...]
+    bytes: int
+
+
+def _way(path: str, roots: Sequence[str]) -> tuple[str, ...]:
+    """Return the steps of ``path`` from the model that it begins with, nothing where it begins with none."""
+    root = next((one for one in roots if path == one or path.startswith((f"{one}.", f"{one}["))), None)
+    return () if root is None else (root, *_STEP.findall(path[len(root) :]))
+
+
+def _parts_saved(holding: Holding, roots: Sequence[str]) -> list[_Part]:
+    parts = (_Part(_way(module.partition(" → ")[0], roots), size) for module, size in holding.saved_in)
+    return [part for part in parts if part.way]
+
+
+def _sizes(parts: Sequence[_Part], depth: int, around: tuple[str, ...] = ()) -> Counter[tuple[str, ...]]:
+    """Return the bytes of each module ``depth`` steps deep below ``around``."""
+    sizes: Counter[tuple[str, ...]] = Counter()
+    for way, size in parts:
+        if len(way) >= depth and way[: len(around)] == around:
+            sizes[way[:depth]] += size
+    return sizes
+
+
+def _innermost(parts: Sequence[_Part], least: float) -> tuple[str, ...]:
+    """Return the way to the innermost module that has at least so many bytes, nothing where none has."""
+    found: tuple[str, ...] = ()
+    for depth in range(1, 1 + max((len(part.way) for part in parts), default=0)):
+        heaviest = _sizes(parts, depth).most_common(1)
+        if not heaviest or heaviest[0][1] < least:
             break
-        module = heaviest
-    return module
+        found = heaviest[0][0]
+    return found
 
 
 def _roots(models: Sequence[ModelFacts]) -> list[str]:
@@ -156,7 +199,15 @@ def _join(path: str, held: list[Holding]) -> Holding:
         dtype=first.dtype if len({holding.dtype for holding in held}) == 1 else None,
         shape=None,
         frees=_line_for_all([holding.frees for holding in held]),
+        saved_in=_saved_in_all(held),
     )
+
+
+def _saved_in_all(held: Sequence[Holding]) -> tuple[tuple[str, int], ...]:
+    sizes: Counter[str] = Counter()
+    for module, size in (part for holding in held for part in holding.saved_in):
+        sizes[module] += size
+    return tuple(sizes.most_common())
 
 
 def _line_for_all(lines: Sequence[str | None]) -> str | None:

@@ -11,7 +11,7 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding
 from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
-from oomdoctor.views.grouping import WEIGHTS, grouped
+from oomdoctor.views.grouping import WEIGHTS, grouped, saved_within
 
 __all__ = ["TOP", "HolderRow", "Holders", "holders"]
 
@@ -20,6 +20,8 @@ TOP: Final = 10
 
 _WORTH_A_ROW: Final = 0.005
 _AT_LEAST: Final = 3
+_GRAPH: Final = "→ graph"
+_MOST_OF_IT: Final = 0.5
 _PADDING: Final = 1.01
 """How much larger than its elements a storage may be without being called larger."""
 _ELEMENT_BYTES: Final = {
@@ -64,7 +66,7 @@ def holders(census: Census | None, models: Sequence[ModelFacts], *, top: int = T
     shown = ranked[: top if top > TOP else min(top, max(worth, _AT_LEAST))]
     rest = census.found - sum(holding.bytes for holding in shown)
     return Holders(
-        rows=tuple(_row(holding, census.found) for holding in shown),
+        rows=tuple(_row(holding, census.found, models) for holding in shown),
         more=_more(len(ranked) - len(shown), rest),
         accounted=_accounted(census),
         notes=tuple(words.clean(note, 600) for note in census.notes),
@@ -90,13 +92,13 @@ def _accounted(census: Census) -> str | None:
     return f"Accounted for {shown} of allocated {whole}; {unexplained}."
 
 
-def _row(holding: Holding, found: int) -> HolderRow:
+def _row(holding: Holding, found: int, models: Sequence[ModelFacts]) -> HolderRow:
     return HolderRow(
         size=format_size(holding.bytes),
         share=_share(holding.bytes / found) if found else "",
         role=words.ROLES[holding.role],
         path=words.clean(holding.path, 120),
-        detail="".join(_detail(holding)).strip(),
+        detail="".join((*_detail(holding), *_saved(holding, models))).strip(),
         frees=words.clean(holding.frees, 160) if holding.frees else None,
     )
 
@@ -115,6 +117,18 @@ def _detail(holding: Holding) -> Iterator[str]:
     # A mean above what its shape takes can only be if the largest storage is above it.
     if own is not None and holding.bytes > own * holding.count * _PADDING:
         yield ", a view of a larger storage"
+
+
+def _saved(holding: Holding, models: Sequence[ModelFacts]) -> Iterator[str]:
+    """Yield in which modules most of what a graph holds was saved, by what the graph tells."""
+    parts = saved_within(holding, models) if _GRAPH in holding.path else ()
+    if sum(share for _, share in parts) <= _MOST_OF_IT:
+        return
+    names = [(words.clean(module, 80), words.percent(share)) for module, share in parts]
+    if len(names) == 1:
+        yield f"; {names[0][1]} of it saved in {names[0][0]}"
+    else:
+        yield f"; most of it saved in {', '.join(f'{name} ({share})' for name, share in names)}"
 
 
 def _own_bytes(holding: Holding) -> int | None:

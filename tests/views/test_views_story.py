@@ -189,6 +189,51 @@ def test_the_headline_names_the_module_that_has_nearly_all_where_paths_tell_it(
     assert headline(cases.incident(), evidence).endswith(f"; 100 % of what is held is activations{told}.")
 
 
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        ({"model.encoder.layers[0].up": 3, "model.encoder.layers[1]": 5}, " of `model.encoder.layers`"),
+        ({"model.encoder.layers[0].up": 7.9, "model.head": 0.1}, " of `model.encoder.layers[0].up`"),
+        ({"model.encoder": 1, "model.encoder.layers[1].up": 7}, " of `model.encoder`"),
+        ({"model.encoder": 4, "model.head": 4}, " of `model`"),
+        ({"model": 8}, " of `model`"),
+        ({"model.encoder": 7}, ""),  # of the rest no module is known
+        ({"model.encoder": 4, "critic": 4}, ""),
+        ({"modelled.encoder": 8}, ""),
+        ({"model._modules['a[0].b'].up": 8}, " of `model._modules['a[0].b'].up`"),
+        ({"model.encoder → _modules.up": 8}, " of `model.encoder`"),
+    ],
+)
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE])
+def test_the_headline_names_the_module_that_graphs_saved_nearly_all_in(
+    role: Role, saved: dict[str, float], told: str
+) -> None:
+    parts = tuple((module, int(size * GIB)) for module, size in saved.items())
+    holdings = (
+        Holding(bytes=6 * GIB, device="cuda:0", role=role, path="loss → graph", saved_in=parts[:1]),
+        Holding(bytes=2 * GIB, device="cuda:0", role=role, path="local `h` of forward at In[5]", saved_in=parts[1:]),
+    )
+    census = Census(device="cuda:0", found=8 * GIB, allocated=8 * GIB, roles=((role, 8 * GIB),), holdings=holdings)
+    models = tuple(
+        ModelFacts(path=path, type_name="Net", training=True, parameter_bytes=1) for path in ("model", "cri")
+    )
+    evidence = cases.evidence(censuses=(census,), code=CodeFacts(models=models))
+    what = {Role.ACTIVATION: "activations", Role.GRAPH_KEPT_ALIVE: "graphs kept alive"}[role]
+    assert headline(cases.incident(), evidence).endswith(f"; 100 % of what is held is {what}{told}.")
+
+
+def test_what_a_graph_saved_counts_beside_what_hangs_on_the_model_itself() -> None:
+    model = ModelFacts(path="model", type_name="Net", training=True, parameter_bytes=GIB)
+    kept = Holding(bytes=GIB, device="cuda:0", role=Role.ACTIVATION, path="model.encoder.kept")
+    graph = replace(kept, path="loss → graph", saved_in=(("model.encoder.up", GIB),))
+    both = replace(kept, saved_in=(("model.head", GIB),))
+    of_both = "model.encoder"
+    for held, module in (((kept, graph), of_both), ((both, graph), of_both), ((graph,), "model.encoder.up")):
+        size = sum(one.bytes for one in held)
+        census = Census(device="cuda:0", found=size, allocated=size, roles=((Role.ACTIVATION, size),), holdings=held)
+        assert within(census, Role.ACTIVATION, (model,)) == module
+
+
 def test_parameters_and_their_gradients_are_of_the_same_module() -> None:
     model = ModelFacts(path="model", type_name="Net", training=True, parameter_bytes=GIB)
     for role, ending in ((Role.PARAMETER, ""), (Role.GRADIENT, ".grad")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import cases
@@ -11,6 +12,7 @@ from seen import Seen
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.growth import Mark, compare
 from oomdoctor.model.memory import Census, Holding, HostMemory, Role
@@ -20,7 +22,7 @@ from oomdoctor.views.bar import host_bar, process_bar
 from oomdoctor.views.displayed import Report
 from oomdoctor.views.growth import growth_rows, since_cell
 from oomdoctor.views.holders import Holders, holders
-from oomdoctor.views.survey import focus, survey
+from oomdoctor.views.survey import Survey, focus, survey
 
 
 def _of(found: Evidence, **options: object) -> list[str]:
@@ -217,6 +219,62 @@ def test_a_row_for_several_holders_has_the_line_that_frees_all_of_them(
     held = [replace(one, frees=line) for one, line in zip(_items(Role.PARAMETER, *paths), lines, strict=True)]
     census = Census(device="cuda:0", found=2 * MIB, allocated=0, holdings=tuple(held))
     assert [row.frees for row in holders(census, (cases.MODEL,)).rows] == [told]
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        ({"model.up.a": 40, "model.up.b": 31, "model.down": 25}, "model.up (71 %), model.down (25 %)"),
+        ({"model.h[0].up": 30, "model.h[1].up": 30, "model.h[2].up": 30}, "90 % of it saved in model.h"),
+        ({"model.h[0].up": 96, "model.head": 4}, "96 % of it saved in model.h[0].up"),
+        ({"model.h[0].up": 40, "model.head": 4}, None),
+        ({"other.up": 100}, None),
+        ({}, None),
+    ],
+)
+def test_a_row_for_a_graph_names_the_modules_that_most_of_it_was_saved_in(
+    saved: dict[str, int], told: str | None
+) -> None:
+    graph = Holding(
+        bytes=100 * MIB,
+        device="cuda:0",
+        role=Role.ACTIVATION,
+        path="loss → graph",
+        count=100,
+        dtype="float16",
+        shape=(512, 1024),
+        saved_in=tuple((module, size * MIB) for module, size in saved.items()),
+    )
+    rows = []
+    for held in (graph, replace(graph, path="local `h` of forward at In[5] line 3")):
+        census = Census(device="cuda:0", found=100 * MIB, allocated=0, holdings=(held,))
+        rows += [row.detail for row in holders(census, (cases.MODEL,)).rows]
+    tensors = "100 tensors float16 [512, 1024]"
+    listed = "" if told is None else f"; {told}" if "of it" in told else f"; most of it saved in {told}"
+    assert rows == [f"{tensors}{listed}", tensors]
+
+
+def test_graphs_in_one_row_were_saved_in_the_modules_of_each() -> None:
+    graphs = _items(Role.GRAPH_KEPT_ALIVE, *(f"losses[{n}] → graph" for n in range(4)))
+    parts = [(("model.a", MIB * 3 // 4), ("model.b", MIB // 4))] * 3 + [(("model.b", MIB),)]
+    held = tuple(replace(one, saved_in=saved) for one, saved in zip(graphs, parts, strict=True))
+    census = Census(device="cuda:0", found=4 * MIB, allocated=0, holdings=held)
+    (row,) = holders(census, (cases.MODEL,)).rows
+    assert row.path == "losses[…] → graph"
+    assert row.detail == "4 tensors float16; most of it saved in model.a (56 %), model.b (44 %)"
+
+
+@pytest.mark.parametrize("view", [html.report, text.report])
+def test_names_of_modules_stay_text(view: Callable[[Survey], str]) -> None:
+    module = f"model._modules[{cases.HOSTILE!r}].of[{cases.CONTROL}]"
+    graph = Holding(bytes=MIB, device="cuda:0", role=Role.ACTIVATION, path="loss → graph", saved_in=((module, MIB),))
+    census = Census(device="cuda:0", found=MIB, allocated=MIB, roles=((Role.ACTIVATION, MIB),), holdings=(graph,))
+    shown = view(survey(cases.evidence(censuses=(census,), code=CodeFacts(models=(cases.MODEL,)))))
+    assert "of it saved in" in shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    if view is html.report:
+        assert "img" not in Seen(shown).tags
 
 
 def test_what_hangs_on_a_nameless_parameter_belongs_to_the_optimizer_as_well() -> None:

@@ -1,0 +1,320 @@
+"""Which module of the program's a tensor was saved for backward in, told from the autograd graph alone.
+
+A node that computes with a parameter is of the module that has it: the parameter is one of its inputs, as it is or
+cast or viewed otherwise, or it saved it. A node without one was made after such a layer (by way of its latest input)
+and before the next in time. An activation function, a dropout, a sum or a pooling that follows a layer counts to the
+module around the layer, though it may be run outside of that; anything else to the innermost module around both layers,
+which runs all that lies between them. What several nodes saved is of a layer among them that has a parameter.
+
+Left without a module is what the graph does not tell: what nothing with a parameter follows, a loss as a rule; what
+came from layers that no name leads to or that a function written in Python hides; and what was computed with parameters
+that have no module in common. Of a parameter that several modules share it is the module around them. A layer whose
+parameters are frozen and cast is not seen: it is one of the things between two others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from oomdoctor.evidence.graph import LEAF, Graphs
+from oomdoctor.evidence.ledger import Entry, Ledger
+from oomdoctor.evidence.paths import Path
+from oomdoctor.evidence.storages import plain_storages, storages_of
+from oomdoctor.model.memory import Role
+
+__all__ = ["Modules", "note_modules"]
+
+_LISTS: Final = frozenset(
+    map(id, (torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict, torch.nn.ParameterList))
+)
+"""They run nothing themselves."""
+
+
+def _nodes(*names: str) -> frozenset[str]:
+    """Return what nodes of these functions are called; overloads are numbered."""
+    return frozenset(f"{name}Backward{number}" for name in names for number in (0, 1))
+
+
+_VIEWS: Final = _nodes(
+    *("Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy", "Transpose", "UnsafeView", "View")
+)
+"""Nodes by which a weight is cast or seen otherwise before a layer computes with it."""
+_MOST_VIEWS: Final = 4
+_MOST_OF_LAYER: Final = 2
+"""A module with more parameters than a weight and a bias computes in several steps."""
+_WEIGHTED: Final = _nodes("Addmm", "Convolution", "Mm")
+"""Nodes of layers whose weight may have been cast long before."""
+_SUMS: Final = _nodes("Add", "Sub")
+_FOLLOWING: Final = _nodes(
+    *("AdaptiveAvgPool2D", "AvgPool2D", "AvgPool3D", "MaxPool2DWithIndices", "MaxPool3DWithIndices"),
+    *("Elu", "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "LogSigmoid", "Mish", "Relu", "Sigmoid"),
+    *("Silu", "Softplus", "Tanh", "NativeDropout", "Mul", "Div", "Clone", "ToCopy", "UnsafeView", "View"),
+)
+"""Nodes of one input that as a rule end what a layer begins. A dropout on the CPU is a product with a mask."""
+
+
+@dataclass(slots=True)
+class Modules:
+    """The modules that a name leads to, by the ``id`` of their path.
+
+    Attributes:
+        named: all of them; ``running``: those that have a forward; ``composed``: those that consist of several layers.
+    """
+
+    named: dict[int, Path] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+    composed: set[int] = field(default_factory=set)
+
+    def add(self, path: Path, module: Any) -> None:
+        """Add the module at ``path``."""
+        self.named[id(path)] = path
+        if path.parent is not None:
+            self.composed.add(id(path.parent))
+        if id(type(module)) not in _LISTS:
+            self.running.add(id(path))
+
+    def note_parameters(self, path: Path, count: int) -> None:
+        """Note that a module has at least so many parameters."""
+        if count > _MOST_OF_LAYER:
+            self.composed.add(id(path))
+
+    def around(self, path: Path | None) -> Path | None:
+        """Return the innermost module that runs what stands at ``path``, None if none does."""
+        return next((one for one in _ways_up(path) if id(one) in self.running), None)
+
+    def common(self, first: Path | None, *others: Path | None) -> Path | None:
+        """Return the module itself where there is one alone, else the innermost one that runs all of them."""
+        for other in others:
+            if other is not first:
+                above = set(map(id, _ways_up(first)))
+                first = next((one for one in _ways_up(other) if id(one) in above and id(one) in self.running), None)
+        return first
+
+
+def note_modules(graphs: Graphs, ledger: Ledger, modules: Modules) -> None:
+    """Note with the owners of activations and of graphs kept alive which module each of their storages was saved in."""
+    if not modules.named or not graphs.saved:
+        return
+    nodes = _Nodes(graphs, ledger, modules)
+    sizes: dict[int, int] = {}
+    saved: list[tuple[int, Any]] = []
+    for key, size, node in _storages(graphs):
+        owner = ledger.owner(key)
+        if owner is None:
+            continue
+        if owner.role is Role.ACTIVATION or owner.role is Role.GRAPH_KEPT_ALIVE:
+            saved.append((key, node))
+            sizes[key] = size
+        elif owner.role is Role.PARAMETER:
+            nodes.meet(node, owner)
+    parts: dict[int, tuple[Entry, dict[int, int]]] = {}
+    for key, module in nodes.modules(saved):
+        owner = ledger.owner(key)
+        if owner is not None:
+            _, of_module = parts.setdefault(id(owner), (owner, {}))
+            of_module[id(module)] = of_module.get(id(module), 0) + sizes[key]
+    for owner, of_module in parts.values():
+        owner.saved_in = [(modules.named[module], size) for module, size in of_module.items()]
+
+
+def _storages(graphs: Graphs) -> Iterable[tuple[int, int, Any]]:
+    """Return key and bytes of every storage that was saved, and the node that saved it."""
+    columns = plain_storages(graphs.saved)
+    if columns is not None:
+        return zip(*columns, graphs.savers, strict=True)
+    pairs = zip(graphs.saved, graphs.savers, strict=True)
+    return ((key, size, node) for tensor, node in pairs for key, size, _, _ in storages_of((tensor,)))
+
+
+class _By(Enum):
+    """By what a node is of a module: a parameter, its place behind a layer, or its place between two layers."""
+
+    PARAMETER = auto()
+    FOLLOWING = auto()
+    BETWEEN = auto()
+
+
+class _Told(NamedTuple):
+    """What tells the module of a node: the one with the parameter, or that of the layer before; None if nothing."""
+
+    layer: Path | None
+    by: _By
+
+
+class _Inputs(NamedTuple):
+    """What a node takes.
+
+    Attributes:
+        modules: of the parameters among its inputs, None for one that is of none.
+        results: nodes of the graph that made the others.
+    """
+
+    modules: list[Path | None]
+    results: list[Any]
+
+
+class _Nodes:
+    """The modules of nodes. Short-lived: it holds nodes."""
+
+    def __init__(self, graphs: Graphs, ledger: Ledger, modules: Modules) -> None:
+        self._graphs = graphs
+        self._below = graphs.below
+        self._ledger = ledger
+        self._modules = modules
+        self._own: dict[Any, Path | None] = {}
+        """Of nodes that saved a parameter: the module of these."""
+        self._told: dict[Any, _Told] = {}
+        self._of_owner: dict[int, Path | None] = {}
+        self._layers: list[tuple[int, Any]] = []
+        """When nodes were made that compute with parameters, in their order."""
+
+    def meet(self, node: Any, owner: Entry) -> None:
+        """Take note that ``node`` saved the parameter of ``owner``."""
+        module = self._of(owner)
+        if node in self._own:
+            self._own[node] = self._modules.common(self._own[node], module)
+        elif _is_python(node):  # it may compute with more than it saved
+            self._own[node] = self._modules.common(module, *self._inputs(node).modules)
+        else:
+            self._own[node] = module
+
+    def modules(self, saved: list[tuple[int, Any]]) -> Iterator[tuple[int, Path]]:
+        """Yield each key of ``saved`` with the module that it was saved in, as far as one of its nodes tells it.
+
+        Args:
+            saved: keys of storages with a node that saved them.
+        """
+        layers = {key: own for key, node in saved if (own := self._own.get(node)) is not None}
+        others = [(key, node) for key, node in saved if key not in layers]
+        tail = self._tail() if others else set()
+        found: dict[int, Path] = {}
+        for key, node in others:
+            if node not in tail and (module := self._of_node(node)) is not None:
+                (layers if self._told[node].by is _By.PARAMETER else found)[key] = module
+        yield from (found | layers).items()
+
+    def _tail(self) -> set[Any]:
+        """Return the nodes from which on nothing was computed with a parameter of a module: losses, as a rule."""
+        below = self._below
+        tail: set[Any] = set()
+        todo = list(self._graphs.roots)
+        while todo:
+            node = todo.pop()
+            if node not in tail and type(node).__name__ != LEAF and self._look(node)[0] is None:
+                tail.add(node)
+                todo += [following for following, _ in below.get(node, ()) if following is not None]
+        followed = [one for node, all_below in below.items() if node not in tail for one, _ in all_below if one in tail]
+        while followed:
+            node = followed.pop()
+            if node in tail:
+                tail.discard(node)
+                followed += [one for one, _ in below.get(node, ()) if one in tail]
+        return tail
+
+    def _of_node(self, node: Any) -> Path | None:
+        layer, by = self._resolve(node)
+        if layer is None or by is _By.PARAMETER:
+            return layer
+        around = layer if id(layer) in self._modules.composed else self._modules.around(layer.parent)
+        return around if by is _By.FOLLOWING else self._modules.common(around, self._next(node))
+
+    def _resolve(self, node: Any) -> _Told:
+        way: list[tuple[Any, bool]] = []
+        told: _Told | None = None
+        while told is None:
+            told = self._told.get(node)
+            if told is None:
+                layer, latest, follows = self._look(node)
+                if latest is None:
+                    told = self._told[node] = _Told(layer, _By.PARAMETER)
+                else:
+                    way.append((node, follows))
+                    node = latest
+        for node, follows in reversed(way):
+            by = _By.FOLLOWING if follows and told.by is not _By.BETWEEN else _By.BETWEEN
+            told = self._told[node] = _Told(told.layer, by)
+        return told
+
+    def _look(self, node: Any) -> tuple[Path | None, Any, bool]:
+        """Return the module of a node with a parameter; else its latest input, and whether it ends what that began."""
+        if node in self._own:
+            return self._own[node], None, False
+        modules, results = self._inputs(node)
+        if modules:
+            return self._modules.common(*modules), None, False
+        name = type(node).__name__
+        if not results or _is_python(node):
+            return None, None, False
+        if len(results) == 1:
+            return None, results[0], name in _FOLLOWING or name in _SUMS
+        return None, max(results, key=_when), name in _SUMS
+
+    def _inputs(self, node: Any) -> _Inputs:
+        modules: list[Path | None] = []
+        results: list[Any] = []
+        for following, _ in self._below.get(node, ()):
+            if following is None:
+                continue
+            if (leaf := self._leaf(following)) is None:
+                results.append(following)
+            elif (owner := self._owner(leaf)) is not None and owner.role is Role.PARAMETER:
+                modules.append(self._of(owner))
+            elif type(leaf) is torch.nn.Parameter:
+                modules.append(None)
+        return _Inputs(modules, results)
+
+    def _leaf(self, node: Any) -> Any:
+        """Return the tensor that ``node`` accumulates a gradient for, or that it is a view or a cast of."""
+        for _ in range(_MOST_VIEWS):
+            name = type(node).__name__
+            if name == LEAF:
+                return node.variable
+            if name not in _VIEWS:
+                return None
+            node = next((one for one, _ in self._below.get(node, ()) if one is not None), None)
+        return None
+
+    def _next(self, node: Any) -> Path | None:
+        """Return the module of the layer that was run next after a node was made."""
+        if not self._layers:
+            below = self._below.items()
+            leaves = {one for one in self._below if type(one).__name__ == LEAF}
+            layers = dict.fromkeys(one for one, all_below in below for into, _ in all_below if into in leaves)
+            products = (one for one in self._below if type(one).__name__ in _WEIGHTED and one not in layers)
+            layers |= self._own | {one: None for one in products if self._look(one)[0] is not None}
+            self._layers = sorted(((_when(one), one) for one in layers), key=itemgetter(0))
+        at = bisect_right(self._layers, _when(node), key=itemgetter(0))
+        return self._look(self._layers[at][1])[0] if at < len(self._layers) else None
+
+    def _owner(self, tensor: Any) -> Entry | None:
+        return next((self._ledger.owner(key) for key, *_ in storages_of((tensor,))), None)
+
+    def _of(self, owner: Entry) -> Path | None:
+        """Return the module that a parameter is of, of one that several share the module around them."""
+        if id(owner) not in self._of_owner:
+            above = (owner.path.parent, *(holder.path.parent for holder in owner.others.values()))
+            modules = [path for path in above if id(path) in self._modules.named]
+            self._of_owner[id(owner)] = self._modules.around(self._modules.common(*modules)) if modules else None
+        return self._of_owner[id(owner)]
+
+
+def _is_python(node: Any) -> bool:
+    return issubclass(type(node), torch._C._FunctionBase)
+
+
+def _when(node: Any) -> int:
+    """Return when a node was made among those of its thread."""
+    return int(type(node)._sequence_nr(node))
+
+
+def _ways_up(path: Path | None) -> Iterator[Path]:
+    while path is not None:
+        yield path
+        path = path.parent
