@@ -72,7 +72,7 @@ class Kernel:
         manager = KernelManager(connection_file=str(home / "connection.json"))
         manager.write_connection_file()
         env = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})}
-        self._process = start(["-f", manager.connection_file], env, str(home))
+        self._process = start(["-f", manager.connection_file, "--log-level=ERROR"], env, str(home))
         self._client = manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
