@@ -24,7 +24,7 @@ _IMPORTED = (
     *("ipykernel.kernelapp", "ipykernel.zmqshell", "ipywidgets", "jinja2", "libcst", "pydantic", "rich.console"),
     *("rule_engine", "torch._dynamo", "torch._subclasses.fake_tensor", "torch.utils.checkpoint", "torch.utils.data"),
 )
-_PARENT = "JPY_PARENT_PID"
+_PARENT = "--IPKernelApp.parent_handle"
 """A kernel ends when the process of this number does, and says less on its terminal."""
 _LONGEST_S = 60
 
@@ -77,8 +77,7 @@ def start(argv: list[str], env: dict[str, str], cwd: str) -> Fork | subprocess.P
 
 def started(argv: list[str], env: dict[str, str], cwd: str) -> subprocess.Popen[bytes]:
     """Start a kernel that makes its own imports."""
-    command = [sys.executable, "-m", "ipykernel_launcher", *argv]
-    env = {**env, _PARENT: str(os.getpid())}
+    command = [sys.executable, "-m", "ipykernel_launcher", *argv, f"{_PARENT}={os.getpid()}"]
     return subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -105,8 +104,8 @@ def _become_kernel(argv: list[str], env: dict[str, Any], cwd: str) -> NoReturn:
     os.chdir(cwd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    os.environ.update(env, **{_PARENT: str(os.getppid())})
-    sys.argv = ["ipykernel_launcher", *argv]
+    os.environ.update(env)
+    sys.argv = ["ipykernel_launcher", *argv, f"{_PARENT}={os.getppid()}"]
     # This folder comes first where a script was started, and what PYTHONPATH names before the rest.
     sys.path[:1] = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
     from ipykernel import kernelapp
