@@ -109,6 +109,7 @@ class _Count:
         self._graphs = Graphs()
         self._parameters: dict[int, Path] = {}
         self._modules = Modules()
+        self._inner = frozenset(_within_modules(program.frames))
         self._stepped_by: dict[int, Path] = {}
         self._graphs_at: list[Holder] = []
         self._inputs: set[int] = set()
@@ -268,10 +269,11 @@ class _Count:
     def _follow(self, held: _Held) -> None:
         if self._skips_graphs:
             return
+        is_inner = held.found.path.root.place in self._inner
         if held.found.node is not None:
-            held.saved = [self._graphs.from_node(held.found.node)]
+            held.saved = [self._graphs.from_node(held.found.node, is_inner=is_inner)]
         elif any(map(_grad_fn, held.requiring)):
-            held.saved = [self._graphs.behind(tensor) for tensor in held.found.tensors]
+            held.saved = [self._graphs.behind(tensor, is_inner=is_inner) for tensor in held.found.tensors]
         here = Holder(held.found.path, is_graph=held.found.node is None)
         self._graphs_at += [here for saved in held.saved if saved is not None]
         if self._is_of_step(held):
@@ -425,6 +427,23 @@ class _Count:
         if self._walk.stopped:
             names = ", ".join(f"`{name}`" for name in self._walk.stopped)
             yield f"there are more objects below {names} than were looked at, so some holders have no name here"
+
+
+def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:
+    """Yield the places of frames that a module with layers or weights has called, or that are its own.
+
+    Args:
+        frames: of a failure, then those that are running, each outermost first.
+    """
+    began: set[bool] = set()
+    for frame in frames:
+        module = frame.values.get("self")
+        if kind_of(type(module)) is Kind.MODULE:
+            own = plain_dict(module)
+            if not (is_empty(own, "_modules") and is_empty(own, "_parameters")):
+                began.add(frame.ends)
+        if frame.ends in began:
+            yield frame.place
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[int, int, Any]]:

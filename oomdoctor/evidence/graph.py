@@ -54,7 +54,8 @@ class Graphs:
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
         links: which graphs run into one that was walked before, each by its number, counted from 0.
         saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
-        below: ``next_functions`` of every node that was followed; ``roots``: the last node of each graph.
+        below: ``next_functions`` of every node that was followed.
+        roots: the last node of each graph; ``inner``: those that a module has made which was still running.
     """
 
     packed: Counter[str] = field(default_factory=Counter)
@@ -63,20 +64,25 @@ class Graphs:
     saved: list[torch.Tensor] = field(default_factory=list)
     savers: list[Any] = field(default_factory=list)
     below: dict[Any, tuple[tuple[Any, int], ...]] = field(default_factory=dict)
-    roots: list[Any] = field(default_factory=list)
+    roots: set[Any] = field(default_factory=set)
+    inner: set[Any] = field(default_factory=set)
     _met: dict[Any, int] = field(default_factory=dict)
     _alive: list[bool] = field(default_factory=list)
 
-    def behind(self, tensor: Any) -> Saved | None:
-        """Return what the graph that made ``tensor`` holds, None for a tensor without one."""
+    def behind(self, tensor: Any, *, is_inner: bool = False) -> Saved | None:
+        """Return what the graph that made ``tensor`` holds, None for a tensor without one; see ``from_node``."""
         root = _grad_fn(tensor)
-        return None if root is None else self.from_node(root)
+        return None if root is None else self.from_node(root, is_inner=is_inner)
 
-    def from_node(self, root: Any) -> Saved:
-        """Return what the graph holds that ``root`` is the last node of."""
+    def from_node(self, root: Any, *, is_inner: bool = False) -> Saved:
+        """Return what the graph holds that ``root`` is the last node of.
+
+        Args:
+            is_inner: whether a module that was still running has made it.
+        """
         number = len(self._alive)
         self._alive.append(False)
-        self.roots.append(root)
+        (self.inner if is_inner else self.roots).add(root)
         met, savers, todo = self._met, self.savers, [(root, 0)]
         tensors: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []

@@ -204,7 +204,7 @@ class _Nodes:
         """Return the nodes from which on nothing was computed with a parameter of a module: losses, as a rule."""
         below = self._below
         tail: set[Any] = set()
-        todo = list(self._graphs.roots)
+        todo = list(self._graphs.roots - self._graphs.inner)
         while todo:
             node = todo.pop()
             if node not in tail and type(node).__name__ != LEAF and self._look(node)[0] is None:

@@ -425,6 +425,43 @@ def test_a_model_that_only_a_frame_has_is_not_named() -> None:
     assert not told(found)
 
 
+class Failing(nn.Module):
+    """Two layers and what comes between them, of which the second fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        raise RuntimeError(str(hidden is None))
+
+
+def failed(run: Callable[[], object]) -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    return caught.value
+
+
+def test_what_a_forward_that_failed_has_made_last_is_of_its_module() -> None:
+    model, x = Failing(), torch.randn(BATCH, 8)
+    found = taken({"model": model, "batch": x}, failed(lambda: model(x)))
+    assert told(found) == {"model": BATCH * 32 * 4}
+
+
+def test_a_loss_that_failed_in_a_module_of_its_own_is_of_no_module_of_the_model() -> None:
+    class Loss(nn.Module):
+        def forward(self, logits: torch.Tensor) -> torch.Tensor:
+            squared = torch.exp(logits)
+            raise RuntimeError(str(squared is None))
+
+    model, criterion, x = nn.Linear(8, 32), Loss(), torch.randn(BATCH, 8)
+    logits = model(x)
+    found = taken({"model": model, "batch": x, "criterion": criterion}, failed(lambda: criterion(logits)))
+    assert found.bytes_of(Role.ACTIVATION)
+    assert not told(found)
+
+
 def test_two_models_have_each_their_own() -> None:
     models = {"maker": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), "judge": nn.Linear(8, 1)}
     x, row = torch.randn(BATCH, 4), BATCH * 8 * 4
