@@ -452,10 +452,10 @@ def test_what_a_forward_that_failed_has_made_last_is_of_its_module() -> None:
 def test_a_loss_that_failed_in_a_module_of_its_own_is_of_no_module_of_the_model() -> None:
     class Loss(nn.Module):
         def forward(self, logits: torch.Tensor) -> torch.Tensor:
-            squared = torch.exp(logits)
-            raise RuntimeError(str(squared is None))
+            squashed = torch.tanh(logits)
+            raise RuntimeError(str(squashed is None))
 
-    model, criterion, x = nn.Linear(8, 32), Loss(), torch.randn(BATCH, 8)
+    model, criterion, x = nn.Sequential(nn.Linear(8, 32)), Loss(), torch.randn(BATCH, 8)
     logits = model(x)
     found = taken({"model": model, "batch": x, "criterion": criterion}, failed(lambda: criterion(logits)))
     assert found.bytes_of(Role.ACTIVATION)
