@@ -54,6 +54,7 @@ class Graphs:
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
         links: which graphs run into one that was walked before, each by its number, counted from 0.
         saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
+        made: every tensor that a graph was followed from; ``makers``: the node that made it, for each.
         below: ``next_functions`` of every node that was followed.
         roots: the last node of each graph; ``inner``: those that a module has made which was still running.
     """
@@ -63,6 +64,8 @@ class Graphs:
     is_cut: bool = False
     saved: list[torch.Tensor] = field(default_factory=list)
     savers: list[Any] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
+    makers: list[Any] = field(default_factory=list)
     below: dict[Any, tuple[tuple[Any, int], ...]] = field(default_factory=dict)
     roots: set[Any] = field(default_factory=set)
     inner: set[Any] = field(default_factory=set)
@@ -72,7 +75,11 @@ class Graphs:
     def behind(self, tensor: Any, *, is_inner: bool = False) -> Saved | None:
         """Return what the graph that made ``tensor`` holds, None for a tensor without one; see ``from_node``."""
         root = _grad_fn(tensor)
-        return None if root is None else self.from_node(root, is_inner=is_inner)
+        if root is None:
+            return None
+        self.made.append(tensor)
+        self.makers.append(root)
+        return self.from_node(root, is_inner=is_inner)
 
     def from_node(self, root: Any, *, is_inner: bool = False) -> Saved:
         """Return what the graph holds that ``root`` is the last node of.

@@ -4,7 +4,8 @@ A node that computes with a parameter is of the module that has it: the paramete
 cast or viewed otherwise, or it saved it. A node without one was made after such a layer (by way of its latest input)
 and before the next in time. An activation function, a dropout, a sum or a pooling that follows a layer counts to the
 module around the layer, though it may be run outside of that; anything else to the innermost module around both layers,
-which runs all that lies between them. What several nodes saved is of a layer among them that has a parameter.
+which runs all that lies between them. What several nodes saved is of a layer among them that has a parameter; what a
+name or a frame holds and no node saved is of the module that made it.
 
 Left without a module is what the graph does not tell: what nothing with a parameter follows, a loss as a rule; what
 came from layers that no name leads to or that a function written in Python hides; and what was computed with parameters
@@ -15,7 +16,7 @@ parameters are frozen and cast is not seen: it is one of the things between two 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import itemgetter
@@ -100,12 +101,12 @@ class Modules:
 
 def note_modules(graphs: Graphs, ledger: Ledger, modules: Modules) -> None:
     """Note with the owners of activations and of graphs kept alive which module each of their storages was saved in."""
-    if not modules.named or not graphs.saved:
+    if not modules.named or not graphs.made:
         return
     nodes = _Nodes(graphs, ledger, modules)
     sizes: dict[int, int] = {}
     saved: list[tuple[int, Any]] = []
-    for key, size, node in _storages(graphs):
+    for key, size, node in _storages(graphs.saved, graphs.savers):
         owner = ledger.owner(key)
         if owner is None:
             continue
@@ -114,6 +115,11 @@ def note_modules(graphs: Graphs, ledger: Ledger, modules: Modules) -> None:
             sizes[key] = size
         elif owner.role is Role.PARAMETER:
             nodes.meet(node, owner)
+    for key, size, node in _storages(graphs.made, graphs.makers):
+        owner = ledger.owner(key)
+        if key not in sizes and owner is not None and owner.role is Role.ACTIVATION:
+            saved.append((key, node))
+            sizes[key] = size
     parts: dict[int, tuple[Entry, dict[int, int]]] = {}
     for key, module in nodes.modules(saved):
         owner = ledger.owner(key)
@@ -124,12 +130,12 @@ def note_modules(graphs: Graphs, ledger: Ledger, modules: Modules) -> None:
         owner.saved_in = [(modules.named[module], size) for module, size in of_module.items()]
 
 
-def _storages(graphs: Graphs) -> Iterable[tuple[int, int, Any]]:
-    """Return key and bytes of every storage that was saved, and the node that saved it."""
-    columns = plain_storages(graphs.saved)
+def _storages(tensors: Sequence[Any], nodes: Sequence[Any]) -> Iterable[tuple[int, int, Any]]:
+    """Return key and bytes of the storages of ``tensors``, and which of ``nodes`` has saved or made each."""
+    columns = plain_storages(tensors)
     if columns is not None:
-        return zip(*columns, graphs.savers, strict=True)
-    pairs = zip(graphs.saved, graphs.savers, strict=True)
+        return zip(*columns, nodes, strict=True)
+    pairs = zip(tensors, nodes, strict=True)
     return ((key, size, node) for tensor, node in pairs for key, size, _, _ in storages_of((tensor,)))
 
 

@@ -458,8 +458,8 @@ def test_a_loss_that_failed_in_a_module_of_its_own_is_of_no_module_of_the_model(
     model, criterion, x = nn.Sequential(nn.Linear(8, 32)), Loss(), torch.randn(BATCH, 8)
     logits = model(x)
     found = taken({"model": model, "batch": x, "criterion": criterion}, failed(lambda: criterion(logits)))
-    assert found.bytes_of(Role.ACTIVATION)
-    assert not told(found)
+    assert found.bytes_of(Role.ACTIVATION) == 2 * BATCH * 32 * 4
+    assert told(found) == {"model[0]": BATCH * 32 * 4}, "the logits, and nothing of the loss"
 
 
 def test_two_models_have_each_their_own() -> None:
