@@ -31,6 +31,12 @@ def put_away() -> None:
 
 
 @pytest.fixture
+def all_in_sight() -> None:
+    """Bring back what was put away: a forked copy sees all of it, and so must what its forecast is held to."""
+    gc.unfreeze()
+
+
+@pytest.fixture
 def start_kernel() -> Iterator[Callable[..., Kernel]]:
     """Start real kernels; they are shut down at the end of the test."""
     started: list[Kernel] = []

@@ -148,8 +148,8 @@ last = torch.empty(60 << 20, dtype=torch.uint8)
 """
 
 
+@pytest.mark.usefixtures("all_in_sight")
 def test_a_forecast_knows_the_settings_of_the_accelerator(conf):
-    gc.unfreeze()  # the forked copy sees what was put away as well
     told = []
     for text in ("", "expandable_segments:True"):
         conf(text)

@@ -19,6 +19,7 @@ def test_oom_at_fails_just_that_operation() -> None:
     assert x.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.usefixtures("all_in_sight")
 @pytest.mark.parametrize("fix", ["micro_batch", "checkpoint_blocks", "chunked_forward"])
 def test_each_fix_heals_the_same_program(fix: str) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
