@@ -7,6 +7,7 @@ for each kernel that ``start`` asks for.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -119,4 +120,6 @@ if __name__ == "__main__":
         os._exit(0)
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a kernel's collections pass over what was imported, and leave its pages shared
     _serve(socket.socket(fileno=int(sys.argv[1])))
