@@ -132,6 +132,7 @@ class _Count:
             nameless = self._nameless(nameless)
         self._claim_rest(nameless)
         self._share_arrays()
+        self._modules.note_frames(frame.values.get("self") for frame in self._program.frames if not frame.ends)
         note_modules(self._graphs, self._ledger, self._modules)
         return self._ledger.censuses(tuple(self._notes()), self._ways())
 

@@ -2,10 +2,10 @@
 
 A node that computes with a parameter is of the module that has it: the parameter is one of its inputs, as it is or
 cast or viewed otherwise, or it saved it. A node without one was made after such a layer (by way of its latest input)
-and before the next in time. An activation function, a dropout, a sum or a pooling that follows a layer counts to the
-module around the layer, though it may be run outside of that; anything else to the innermost module around both layers,
-which runs all that lies between them. What several nodes saved is of a layer among them that has a parameter; what a
-name or a frame holds and no node saved is of the module that made it.
+and before the next in time, and counts to the innermost module around both, which runs all that lies between them.
+Where a forward has failed before the next layer, the module that was running then stands for it. What several nodes
+saved is of a layer among them that has a parameter; what a name or a frame holds and no node saved is of the module
+that made it.
 
 Left without a module is what the graph does not tell: what nothing with a parameter follows, a loss as a rule; what
 came from layers that no name leads to or that a function written in Python hides; and what was computed with parameters
@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -52,13 +51,6 @@ _MOST_OF_LAYER: Final = 2
 """A module with more parameters than a weight and a bias computes in several steps."""
 _WEIGHTED: Final = _nodes("Addmm", "Convolution", "Mm")
 """Nodes of layers whose weight may have been cast long before."""
-_SUMS: Final = _nodes("Add", "Sub")
-_FOLLOWING: Final = _nodes(
-    *("AdaptiveAvgPool2D", "AvgPool2D", "AvgPool3D", "MaxPool2DWithIndices", "MaxPool3DWithIndices"),
-    *("Elu", "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "LogSigmoid", "Mish", "Relu", "Sigmoid"),
-    *("Silu", "Softplus", "Tanh", "NativeDropout", "Mul", "Div", "Clone", "ToCopy", "UnsafeView", "View"),
-)
-"""Nodes of one input that as a rule end what a layer begins. A dropout on the CPU is a product with a mask."""
 
 
 @dataclass(slots=True)
@@ -67,19 +59,28 @@ class Modules:
 
     Attributes:
         named: all of them; ``running``: those that have a forward; ``composed``: those that consist of several layers.
+        running_last: the innermost that was running when the program failed.
     """
 
     named: dict[int, Path] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     composed: set[int] = field(default_factory=set)
+    running_last: Path | None = None
+    _paths: dict[int, Path] = field(default_factory=dict)
 
     def add(self, path: Path, module: Any) -> None:
         """Add the module at ``path``."""
         self.named[id(path)] = path
+        self._paths[id(module)] = path
         if path.parent is not None:
             self.composed.add(id(path.parent))
         if id(type(module)) not in _LISTS:
             self.running.add(id(path))
+
+    def note_frames(self, modules: Iterable[Any]) -> None:
+        """Note which module was running last of those that frames are of, outermost first."""
+        for module in modules:
+            self.running_last = self._paths.get(id(module), self.running_last)
 
     def note_parameters(self, path: Path, count: int) -> None:
         """Note that a module has at least so many parameters."""
@@ -139,19 +140,16 @@ def _storages(tensors: Sequence[Any], nodes: Sequence[Any]) -> Iterable[tuple[in
     return ((key, size, node) for tensor, node in pairs for key, size, _, _ in storages_of((tensor,)))
 
 
-class _By(Enum):
-    """By what a node is of a module: a parameter, its place behind a layer, or its place between two layers."""
-
-    PARAMETER = auto()
-    FOLLOWING = auto()
-    BETWEEN = auto()
-
-
 class _Told(NamedTuple):
-    """What tells the module of a node: the one with the parameter, or that of the layer before; None if nothing."""
+    """What tells the module of a node.
+
+    Attributes:
+        layer: that computed with a parameter, the node itself or what its input came from; None if nothing is known.
+        is_own: whether it is the node itself.
+    """
 
     layer: Path | None
-    by: _By
+    is_own: bool
 
 
 class _Inputs(NamedTuple):
@@ -176,6 +174,7 @@ class _Nodes:
         self._modules = modules
         self._own: dict[Any, Path | None] = {}
         """Of nodes that saved a parameter: the module of these."""
+        self._looked: dict[Any, tuple[Path | None, Any]] = {}
         self._told: dict[Any, _Told] = {}
         self._of_owner: dict[int, Path | None] = {}
         self._layers: list[tuple[int, Any]] = []
@@ -203,7 +202,7 @@ class _Nodes:
         found: dict[int, Path] = {}
         for key, node in others:
             if node not in tail and (module := self._of_node(node)) is not None:
-                (layers if self._told[node].by is _By.PARAMETER else found)[key] = module
+                (layers if self._told[node].is_own else found)[key] = module
         yield from (found | layers).items()
 
     def _tail(self) -> set[Any]:
@@ -225,42 +224,42 @@ class _Nodes:
         return tail
 
     def _of_node(self, node: Any) -> Path | None:
-        layer, by = self._resolve(node)
-        if layer is None or by is _By.PARAMETER:
+        layer, is_own = self._resolve(node)
+        if layer is None or is_own:
             return layer
         around = layer if id(layer) in self._modules.composed else self._modules.around(layer.parent)
-        return around if by is _By.FOLLOWING else self._modules.common(around, self._next(node))
+        return self._modules.common(around, self._next(node) or self._modules.running_last)
 
     def _resolve(self, node: Any) -> _Told:
-        way: list[tuple[Any, bool]] = []
+        way: list[Any] = []
         told: _Told | None = None
         while told is None:
             told = self._told.get(node)
             if told is None:
-                layer, latest, follows = self._look(node)
+                layer, latest = self._look(node)
                 if latest is None:
-                    told = self._told[node] = _Told(layer, _By.PARAMETER)
+                    told = self._told[node] = _Told(layer, is_own=True)
                 else:
-                    way.append((node, follows))
+                    way.append(node)
                     node = latest
-        for node, follows in reversed(way):
-            by = _By.FOLLOWING if follows and told.by is not _By.BETWEEN else _By.BETWEEN
-            told = self._told[node] = _Told(told.layer, by)
-        return told
+        self._told |= dict.fromkeys(way, _Told(told.layer, is_own=False))
+        return self._told[way[0]] if way else told
 
-    def _look(self, node: Any) -> tuple[Path | None, Any, bool]:
-        """Return the module of a node with a parameter; else its latest input, and whether it ends what that began."""
+    def _look(self, node: Any) -> tuple[Path | None, Any]:
+        """Return the module of a node with a parameter, or its latest input."""
+        if node not in self._looked:
+            self._looked[node] = self._looked_at(node)
+        return self._looked[node]
+
+    def _looked_at(self, node: Any) -> tuple[Path | None, Any]:
         if node in self._own:
-            return self._own[node], None, False
+            return self._own[node], None
         modules, results = self._inputs(node)
         if modules:
-            return self._modules.common(*modules), None, False
-        name = type(node).__name__
+            return self._modules.common(*modules), None
         if not results or _is_python(node):
-            return None, None, False
-        if len(results) == 1:
-            return None, results[0], name in _FOLLOWING or name in _SUMS
-        return None, max(results, key=_when), name in _SUMS
+            return None, None
+        return None, max(results, key=_when)
 
     def _inputs(self, node: Any) -> _Inputs:
         modules: list[Path | None] = []

@@ -28,7 +28,7 @@ _OWN_ROW_OF_ALL: Final = 0.1
 _OWN_ROW_OF_GROUP: Final = 0.5
 _MOST: Final = 0.9
 """Share of a role from which on it is said to be of one module."""
-_STEP: Final = re.compile(r"""\.[^\W\d]\w*|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"])*\]""")
+_STEP: Final = re.compile(r"""(?:\._modules)?\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"])*\]|\.[^\W\d]\w*""")
 _FEW_PARTS: Final = 2
 _FEW: Final = 3
 """Up to so many items of one container keep rows of their own."""
@@ -78,8 +78,9 @@ def within(census: Census, role: Role, models: Sequence[ModelFacts]) -> str | No
     roots, held = _roots(models), list[_Part]()
     for holding in census.holdings:
         if holding.role is role:
-            way = _way(holding.path.removesuffix(".grad"), roots) if "→" not in holding.path else ()
-            held += [_Part(way[:-1], holding.bytes)] if len(way) > 1 else _parts_saved(holding, roots)
+            way, rest = _way(holding.path.removesuffix(".grad"), roots)
+            is_direct = len(way) > 1 and not rest
+            held += [_Part(way[:-1], holding.bytes)] if is_direct else _parts_saved(holding, roots)
     found = _innermost(held, _MOST * census.bytes_of(role))
     return "".join(found) if found else None
 
@@ -106,14 +107,20 @@ class _Part(NamedTuple):
     bytes: int
 
 
-def _way(path: str, roots: Sequence[str]) -> tuple[str, ...]:
-    """Return the steps of ``path`` from the model that it begins with, nothing where it begins with none."""
+def _way(path: str, roots: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Return the steps of ``path`` from the model that it begins with, none where there is no such, and the rest."""
     root = next((one for one in roots if path == one or path.startswith((f"{one}.", f"{one}["))), None)
-    return () if root is None else (root, *_STEP.findall(path[len(root) :]))
+    if root is None:
+        return (), path
+    steps, at = [root], len(root)
+    while (step := _STEP.match(path, at)) is not None:
+        steps.append(step[0])
+        at = step.end()
+    return tuple(steps), path[at:]
 
 
 def _parts_saved(holding: Holding, roots: Sequence[str]) -> list[_Part]:
-    parts = (_Part(_way(module.partition(" → ")[0], roots), size) for module, size in holding.saved_in)
+    parts = (_Part(_way(module, roots)[0], size) for module, size in holding.saved_in)
     return [part for part in parts if part.way]
 
 

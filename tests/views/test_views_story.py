@@ -202,6 +202,9 @@ def test_the_headline_names_the_module_that_has_nearly_all_where_paths_tell_it(
         ({"modelled.encoder": 8}, ""),
         ({"model._modules['a[0].b'].up": 8}, " of `model._modules['a[0].b'].up`"),
         ({"model.encoder → _modules.up": 8}, " of `model.encoder`"),
+        ({"model.blocks._modules['a-1'][0]": 4, "model.blocks._modules['a-2'][0]": 4}, " of `model.blocks`"),
+        ({"model._modules['a → b'][0]": 8}, " of `model._modules['a → b'][0]`"),
+        ({"step → net[6]": 4, "step → net[2]": 4}, " of `step → net`"),
     ],
 )
 @pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE])
@@ -215,7 +218,8 @@ def test_the_headline_names_the_module_that_graphs_saved_nearly_all_in(
     )
     census = Census(device="cuda:0", found=8 * GIB, allocated=8 * GIB, roles=((role, 8 * GIB),), holdings=holdings)
     models = tuple(
-        ModelFacts(path=path, type_name="Net", training=True, parameter_bytes=1) for path in ("model", "cri")
+        ModelFacts(path=path, type_name="Net", training=True, parameter_bytes=1)
+        for path in ("model", "cri", "step → net")
     )
     evidence = cases.evidence(censuses=(census,), code=CodeFacts(models=models))
     what = {Role.ACTIVATION: "activations", Role.GRAPH_KEPT_ALIVE: "graphs kept alive"}[role]
