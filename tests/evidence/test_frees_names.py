@@ -130,7 +130,7 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
     ),
     "a moving average": (
         "model = net(); ema = torch.optim.swa_utils.AveragedModel(model); alias = ema.module",
-        {"model[0].weight": "del model", "alias[0].weight": "del ema, alias"},
+        {"model[0].weight": "del model", "ema.module[0].weight": "del ema, alias"},
     ),
     "a state dict": ("model = net(); best = model.state_dict()", {"model[0].weight": "del model, best"}),
     "a checkpoint": (
@@ -193,7 +193,7 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
     ),
     "a part of a model": (
         "model = net(); head = model[2]",
-        {"head.weight": "del model, head", "model[0].weight": "del model"},
+        {"model[2].weight": "del model, head", "model[0].weight": "del model"},
     ),
     "tied weights": ("a = nn.Linear(256, 256); b = nn.Linear(256, 256); b.weight = a.weight", {"a.weight": "del a, b"}),
     "a name that a loop left": ("xs = [big() for _ in range(5)]\nfor x in xs:\n    pass", {"xs[0:5]": "del xs, x"}),

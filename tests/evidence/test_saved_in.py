@@ -518,3 +518,10 @@ def test_a_graph_that_a_backward_freed_has_nothing_saved() -> None:
     loss = model(torch.randn(BATCH, 8)).sum()
     loss.backward()
     assert not told(taken({"model": model, "loss": loss}))
+
+
+def test_what_a_part_is_called_beside_does_not_hide_the_model() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(BATCH, 8)
+    part = model[2]
+    saved = told(taken({"part": part, "model": model, "batch": x, "out": model(x).sum()}))
+    assert saved == {"model[2]": BATCH * 8 * 4}
