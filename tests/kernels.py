@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import kernel_forks
-from jupyter_client.manager import KernelManager
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -69,11 +70,11 @@ class Kernel:
     def __init__(self, env: dict[str, str] | None = None, start: Any = kernel_forks.start) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="oomdoctor-kernel-")
         home = Path(self._home.name)
-        manager = KernelManager(connection_file=str(home / "connection.json"))
-        manager.write_connection_file()
+        connection, _ = write_connection_file(str(home / "connection.json"))
         env = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})}
-        self._process = start(["-f", manager.connection_file, "--log-level=ERROR"], env, str(home))
-        self._client = manager.client()
+        self._process = start(["-f", connection, "--log-level=ERROR"], env, str(home))
+        self._client = BlockingKernelClient(connection_file=connection)
+        self._client.load_connection_file()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
 
