@@ -29,7 +29,7 @@ from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
 from oomdoctor.evidence.saved_in import Modules, note_modules
 from oomdoctor.evidence.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
-from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, plain_dict, registered, submodules
+from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, parts_of, plain_dict, registered
 from oomdoctor.model.memory import Census, Role
 
 __all__ = ["Program", "take"]
@@ -186,7 +186,8 @@ class _Count:
         own = [(root, value) for root, value in names if root.name not in program.borrowed]
         # First what the walk must not miss should it be stopped among data.
         owners = [(root, value) for root, value in own if kind_of(type(value)) in _OWNERS]
-        inner = _inner(value for _, value in owners)  # a name for a part tells less than the path from the model
+        # A name for a part tells less than the path from the model.
+        inner = parts_of([value for _, value in owners if kind_of(type(value)) is Kind.MODULE])
         yield [(root, value) for root, value in owners if id(value) not in inner]
         yield [(root, value) for root, value in owners if id(value) in inner]
         yield [(root, value) for root, value in own if kind_of(type(value)) not in _OWNERS]
@@ -431,14 +432,6 @@ class _Count:
         if self._walk.stopped:
             names = ", ".join(f"`{name}`" for name in self._walk.stopped)
             yield f"there are more objects below {names} than were looked at, so some holders have no name here"
-
-
-def _inner(objects: Iterable[Any]) -> frozenset[int]:
-    """Return by their ``id`` the modules that are parts of one among ``objects``."""
-    modules = [one for one in objects if kind_of(type(one)) is Kind.MODULE]
-    if len(modules) < 2:
-        return frozenset()
-    return frozenset(id(part) for module in modules for _, part in list(submodules(module))[1:])
 
 
 def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:

@@ -16,9 +16,9 @@ from oomdoctor.model.kinds import (
     members_of,
     module_of,
     pairs_of,
+    parts_of,
     plain_dict,
     spelled,
-    submodules,
 )
 from oomdoctor.model.names import is_users
 
@@ -88,9 +88,8 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
             else:
                 below += _children(path, value, kind)
         level = below
-    if len(found[Kind.MODULE]) > 1:
-        inner = {id(child) for _, module in found[Kind.MODULE].values() for _, child in list(submodules(module))[1:]}
-        found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
+    inner = parts_of([module for _, module in found[Kind.MODULE].values()])
+    found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
     return {kind: tuple(items.values()) for kind, items in found.items()}
 
 

@@ -140,18 +140,6 @@ def _storages(tensors: Sequence[Any], nodes: Sequence[Any]) -> Iterable[tuple[in
     return ((key, size, node) for tensor, node in pairs for key, size, _, _ in storages_of((tensor,)))
 
 
-class _Told(NamedTuple):
-    """What tells the module of a node.
-
-    Attributes:
-        layer: that computed with a parameter, the node itself or what its input came from; None if nothing is known.
-        is_own: whether it is the node itself.
-    """
-
-    layer: Path | None
-    is_own: bool
-
-
 class _Inputs(NamedTuple):
     """What a node takes.
 
@@ -175,7 +163,7 @@ class _Nodes:
         self._own: dict[Any, Path | None] = {}
         """Of nodes that saved a parameter: the module of these."""
         self._looked: dict[Any, tuple[Path | None, Any]] = {}
-        self._told: dict[Any, _Told] = {}
+        self._told: dict[Any, Path | None] = {}
         self._of_owner: dict[int, Path | None] = {}
         self._layers: list[tuple[int, Any]] = []
         """When nodes were made that compute with parameters, in their order."""
@@ -202,7 +190,7 @@ class _Nodes:
         found: dict[int, Path] = {}
         for key, node in others:
             if node not in tail and (module := self._of_node(node)) is not None:
-                (layers if self._told[node].is_own else found)[key] = module
+                (layers if self._is_layer(node) else found)[key] = module
         yield from (found | layers).items()
 
     def _tail(self) -> set[Any]:
@@ -224,26 +212,27 @@ class _Nodes:
         return tail
 
     def _of_node(self, node: Any) -> Path | None:
-        layer, is_own = self._resolve(node)
-        if layer is None or is_own:
+        layer = self._layer(node)
+        if layer is None or self._is_layer(node):
             return layer
         around = layer if id(layer) in self._modules.composed else self._modules.around(layer.parent)
         return self._modules.common(around, self._next(node) or self._modules.running_last)
 
-    def _resolve(self, node: Any) -> _Told:
+    def _is_layer(self, node: Any) -> bool:
+        return self._look(node)[1] is None
+
+    def _layer(self, node: Any) -> Path | None:
+        """Return the module that a node computed with a parameter of, or what its latest input came from."""
         way: list[Any] = []
-        told: _Told | None = None
-        while told is None:
-            told = self._told.get(node)
-            if told is None:
-                layer, latest = self._look(node)
-                if latest is None:
-                    told = self._told[node] = _Told(layer, is_own=True)
-                else:
-                    way.append(node)
-                    node = latest
-        self._told |= dict.fromkeys(way, _Told(told.layer, is_own=False))
-        return self._told[way[0]] if way else told
+        while node not in self._told:
+            layer, latest = self._look(node)
+            if latest is None:
+                self._told[node] = layer
+            else:
+                way.append(node)
+                node = latest
+        self._told |= dict.fromkeys(way, self._told[node])
+        return self._told[node]
 
     def _look(self, node: Any) -> tuple[Path | None, Any]:
         """Return the module of a node with a parameter, or its latest input."""

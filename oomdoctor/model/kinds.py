@@ -32,6 +32,7 @@ __all__ = [
     "mro_of",
     "name_of",
     "pairs_of",
+    "parts_of",
     "plain_dict",
     "qualname_of",
     "registered",
@@ -272,6 +273,13 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield ".func", function.func
         yield from ((".args", value) for value in function.args)
         yield from ((".keywords", value) for value in function.keywords.values())
+
+
+def parts_of(modules: Collection[Any]) -> set[int]:
+    """Return by their ``id`` the modules that are parts of another one of ``modules``."""
+    if len(modules) < 2:
+        return set()
+    return {id(part) for module in modules for _, part in list(submodules(module))[1:]}
 
 
 def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,15 @@ from oomdoctor.forecast import price
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 
+STEP = """
+{indent}out = model(x)
+{indent}loss = functional.mse_loss(out, y)
+{indent}optimizer.zero_grad()
+{indent}loss.backward()
+{indent}optimizer.step()
+"""
+"""A step of training, to be put into a loop."""
+
 
 class Bench:
     """An accelerator that only says which kind it is; ``simulated`` puts a caching allocator in between."""

@@ -6,19 +6,12 @@ import gc
 
 import pytest
 import torch
-from forecast_lab import forecast, measured_rise, rise
+from forecast_lab import STEP, forecast, measured_rise, rise
 from torch import nn
 from torch.nn import functional
 
 from oomdoctor.forecast import windows
 
-STEP = """
-{indent}out = model(x)
-{indent}loss = functional.mse_loss(out, y)
-{indent}optimizer.zero_grad()
-{indent}loss.backward()
-{indent}optimizer.step()
-"""
 KEEP = "kept.append(functional.mse_loss(model(x), y))"
 ONCE, TWICE = STEP.format(indent=" " * 4), STEP.format(indent=" " * 8)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from forecast_lab import measured_rise, rise
+from forecast_lab import STEP, measured_rise, rise
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,13 +15,6 @@ from oomdoctor.forecast.steady import Cut, Lengthened, Tally
 
 MIB = 1 << 20
 
-STEP = """
-{indent}out = model(x)
-{indent}loss = functional.mse_loss(out, y)
-{indent}optimizer.zero_grad()
-{indent}loss.backward()
-{indent}optimizer.step()
-"""
 EPOCHS = "for epoch in range(6):\n    {begin}\n    for x, y in loader:" + STEP.format(indent=" " * 8)
 
 CELLS = {

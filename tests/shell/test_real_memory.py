@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from kernels import Kernel
-from programs import MODEL, PARAMETERS
+from programs import MODEL, PARAMETERS, TRAIN
 
 DATA = """\
 data = torch.utils.data.TensorDataset(torch.randn(2048, 32, 128), torch.randint(0, 10, (2048,)))
@@ -20,16 +20,6 @@ import resource, pathlib
 _status = pathlib.Path("/proc/self/status").read_text()
 _used = int(next(line for line in _status.splitlines() if line.startswith("VmData")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (_used + (700 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]))
-"""
-
-TRAIN = """\
-for x, y in loader:
-    optimizer.zero_grad()
-    logits = model(x)
-    loss = F.cross_entropy(logits, y)
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
 """
 
 
