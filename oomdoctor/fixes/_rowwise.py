@@ -14,6 +14,7 @@ knows what they do with parts of a batch.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import logging
 import os
@@ -37,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
 from oomdoctor.model.kinds import submodules
-from oomdoctor.model.primitives import is_short_of_memory
+from oomdoctor.model.primitives import is_memory_refused, is_short_of_memory
 
 if TYPE_CHECKING:
     from oomdoctor.fixes._split import Divided
@@ -289,16 +290,32 @@ def _in_child(path: str, module: Any, forward: Any, call: Divided, same: Same) -
                 signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         # With it held here, the end of a child that wrote nothing would not be seen.
         os.close(ends.pop())
-        return _read(path, reading)
+        if (verdict := _read(path, reading)) is not None:
+            return verdict
+        status, child = _ended(child), None
+        return _crashed(path, status)
     finally:
         for end in ends:
             os.close(end)
         if child:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            # Where the program ignores SIGCHLD, the system reaps the child itself.
-            with suppress(ChildProcessError):
-                os.waitpid(child, 0)
+            _ended(child)
+
+
+def _ended(child: int) -> int:
+    """End the child and return its status; it keeps the one that it had ended with."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    # Where the program ignores SIGCHLD, the system reaps the child itself.
+    with suppress(ChildProcessError):
+        return os.waitpid(child, 0)[1]
+    return 0
+
+
+def _crashed(path: str, status: int) -> str:
+    """Return the verdict on a child that wrote none, as where oneDNN uses what it was given no memory for."""
+    how = f"crashed: {signal.strsignal(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else "ended without a verdict"
+    told = f"{path} is not split: trying it out on a few rows {how}"
+    return f"{told}{_RAISED}MemoryError{_RAISED}{told}" if is_memory_refused() else told
 
 
 def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided, same: Same) -> NoReturn:
@@ -331,17 +348,18 @@ def _silence() -> None:
     sys.stdout = sys.stderr = nothing
     # Handlers hold the streams of before, which in a notebook reach the front end from a child as well.
     logging.disable()
+    faulthandler.disable()
 
 
-def _read(path: str, reading: int) -> str:
-    """Return the verdict from the pipe, or why there is none."""
+def _read(path: str, reading: int) -> str | None:
+    """Return the verdict from the pipe, None where the child ended without one."""
     deadline, text, waiting = time.monotonic() + _LIMIT_S, b"", select.poll()
     waiting.register(reading, select.POLLIN)
     while not text.endswith(_END):
         if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
             return f"{path} is not split: trying it out on a few rows did not end within {_LIMIT_S:.0f} s"
         if not (more := os.read(reading, 1 << 16)):
-            return f"{path} is not split: trying it out on a few rows ended without a verdict"
+            return None
         text += more
     return text.removesuffix(_END).decode()
 

@@ -1,11 +1,11 @@
-"""Errors of oneDNN, whose words do not tell whether it was memory that was wanting."""
+"""Errors of oneDNN, which do not tell whether it was memory that was wanting."""
 
 from __future__ import annotations
 
 import mmap
 from typing import Final
 
-__all__ = ["is_short_of_memory"]
+__all__ = ["is_memory_refused", "is_short_of_memory"]
 
 _WORDS: Final = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
 """What is left of the status. Source: ``error::wrap_c_api`` in oneDNN's ``include/oneapi/dnnl/dnnl_common.hpp``."""
@@ -24,12 +24,12 @@ def is_short_of_memory(exc: BaseException) -> bool:
         return False
     noted: dict[str, bool] = vars(exc)
     if _MARK not in noted:
-        noted[_MARK] = _is_refused()
+        noted[_MARK] = is_memory_refused()
     return noted[_MARK]
 
 
-def _is_refused() -> bool:
-    """Return whether the system refuses memory now."""
+def is_memory_refused() -> bool:
+    """Return whether the system refuses this process the memory that a primitive has room in, now."""
     try:
         mmap.mmap(-1, _ROOM, **_PRIVATE).close()
     except OSError:
