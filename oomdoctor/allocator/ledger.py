@@ -13,7 +13,6 @@ Limits: a storage is seen when an operation returns a tensor that lives in it. O
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import deque
 from threading import RLock
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from oomdoctor.allocator.caching import Block, OutOfSpace
+from oomdoctor.model.alive import alive_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,12 +171,11 @@ def storages_alive() -> list[torch.UntypedStorage]:
     """
     found: list[torch.UntypedStorage] = []
     with torch._C.DisableTorchFunction():
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if kind is torch.UntypedStorage and thing.device.type == "cpu":
+        for thing in alive_exactly(torch.UntypedStorage, *_PLAIN):
+            if type(thing) is not torch.UntypedStorage:
+                found.extend(() if _is_wrapper(thing) else storages_of(thing))
+            elif thing.device.type == "cpu":
                 found.append(thing)
-            elif kind in _PLAIN and not _is_wrapper(thing):
-                found.extend(storages_of(thing))
     return found
 
 

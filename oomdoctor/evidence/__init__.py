@@ -15,6 +15,7 @@ from oomdoctor.evidence._earlier import earlier_errors
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
 from oomdoctor.evidence.frames import frames_of, lines_of, running_frames
+from oomdoctor.evidence.nameless import out_of_sight
 from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.evidence.storages import unobserved
 from oomdoctor.model.absence import Unavailable
@@ -87,6 +88,7 @@ def _program(
         batch_names=frozenset(name for loop in code.loops for name in loop.batch),
         in_step=exc is not None or any(frame.values for frame in own),
         step_names=bound.union(*running),
+        out_of_sight=out_of_sight(),
         appends=dict(_detached(source) for _, _, source in code.history_appends),
     )
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Container
 from typing import Any
 
-from oomdoctor.evidence.alive import alive
+from oomdoctor.model.alive import alive
 from oomdoctor.model.chain import chained, traceback_of
 
 __all__ = ["earlier_errors"]

@@ -62,6 +62,7 @@ class Program:
         in_step: whether code of the program's is running or has failed, so that what has no name is its temporaries.
         step_names: names that the running or failing cell binds: what they hold belongs to the step under way.
         appends: the statement that adds a tensor with its graph to a list, by the name of the list.
+        out_of_sight: how many objects the garbage collector does not tell of.
     """
 
     names: Sequence[tuple[str, Any]]
@@ -74,6 +75,7 @@ class Program:
     in_step: bool = False
     step_names: frozenset[str] = frozenset()
     appends: Mapping[str, str] = field(default_factory=dict)
+    out_of_sight: int = 0
 
 
 def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
@@ -105,7 +107,8 @@ class _Count:
     def __init__(self, program: Program, places: Sequence[Place]) -> None:
         self._program = program
         self._ledger = Ledger(places)
-        self._walk = Walk(program.passed_over)
+        classes = ((name, value) for name, value in reversed(program.names) if issubclass(type(value), type))
+        self._walk = Walk(program.passed_over, {id(value): name for name, value in classes})
         self._graphs = Graphs()
         self._parameters: dict[int, Path] = {}
         self._modules = Modules()
@@ -115,6 +118,8 @@ class _Count:
         self._inputs: set[int] = set()
         self._known: list[Found] = []
         self._claims: list[tuple[Sequence[Any], Path, str]] = []
+        self._with_graph: list[tuple[Any, Path]] = []
+        """Gradients that have a graph of their own."""
         self._fakes = 0
         self._skips_graphs = in_backward_elsewhere()
         self._may_pin = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -134,7 +139,7 @@ class _Count:
         self._share_arrays()
         self._modules.note_frames(frame.values.get("self") for frame in self._program.frames if not frame.ends)
         note_modules(self._graphs, self._ledger, self._modules)
-        return self._ledger.censuses(tuple(self._notes()), self._ways())
+        return self._ledger.censuses(tuple(self._notes()), tuple(self._notes_of_missing()), self._ways())
 
     def _are_all_known(self, met: list[Found]) -> bool:
         """Return whether no large container that was left for later can lead to what was met."""
@@ -142,15 +147,18 @@ class _Count:
 
     def _claim_hidden(self) -> None:
         """Claim what hangs on tensors that were met, and on tracebacks that the program keeps."""
-        while self._known or self._walk.has_unwound:
+        while self._known or self._walk.has_unwound or self._with_graph:
+            for gradient, path in self._with_graph:
+                self._claim_graph_of(gradient, path)
+            self._with_graph.clear()
             known, self._known = self._known, []
             self._claim_all([*self._walk.unwind(), *self._walk.beside(known)])
 
     def _claim_all(self, found: list[Found]) -> None:
         held = [_Held(one) for one in found]
-        self._known += found
         self._claim_modules()
         self._claim_optimizers()
+        self._known += found
         for one in sorted(held, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
             self._follow(one)
         for one in held:
@@ -254,7 +262,26 @@ class _Count:
                 owner = zeroed_by.exact() if zeroed_by else None
                 own = path.exact() if zeroed_by is None else None
                 frees = f"{owner}.zero_grad(set_to_none=True)" if owner else f"{own}.grad = None" if own else None
-                self._claim((gradient,), Role.GRADIENT, path.child(".grad"), frees=frees)
+                here = path.child(".grad")
+                self._claim((gradient,), Role.GRADIENT, here, frees=frees)
+                if _grad_fn(gradient) is not None:
+                    self._with_graph.append((gradient, here))
+
+    def _claim_graph_of(self, gradient: Any, path: Path) -> None:
+        """Claim the graph of a gradient, as ``backward(create_graph=True)`` makes it.
+
+        It leads to the tensor, and the tensor to the gradient: no name lets go of this cycle, as C++ alone knows it.
+        """
+        saved = None if self._skips_graphs else self._graphs.behind(gradient)
+        if saved is not None:
+            here = Holder(path, is_graph=True)
+            self._graphs_at.append(here)
+            self._walk.ways.add(here, Holder(_NAMELESS))
+            role = Role.ACTIVATION if path.root.origin is Origin.FRAME else Role.GRAPH_KEPT_ALIVE
+            parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
+            self._claim(parameters, Role.PARAMETER, path, suffix=_GRAPH)
+            self._claim(saved.tensors, role, path, suffix=_GRAPH)
+            self._claim((*saved.leaves, *saved.again), Role.USER_TENSOR, path, suffix=_GRAPH)
 
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
         self._claims.append((tensors, path, more.get("suffix", "")))
@@ -367,13 +394,14 @@ class _Count:
     def _nameless(self, tensors: list[Any]) -> list[Any]:
         """Return those that nobody has claimed, once what holds a view has claimed what the view was made of.
 
-        A view keeps that tensor, as a Python object too, and C++ alone knows that it does.
+        A view keeps that tensor, as a Python object too, and C++ alone knows that it does; as a sparse tensor does with
+        its parts.
         """
         nameless = list(self._ledger.unclaimed(tensors))
         bases = {id(one): one for one in held_by_c(nameless, tensors)} if nameless and C_COUNTS else {}
-        keys = self._ledger.owned(list(bases.values()))
-        for views, path, suffix in list(self._claims) if keys else ():
-            for base in bases_of(views, keys):
+        held = self._ledger.owned(bases.values())
+        for views, path, suffix in list(self._claims) if held else ():
+            for base in bases_of(views, held):
                 if id(base) in bases:
                     self._claim_base(base, path, suffix)
         return self._ledger.unclaimed(nameless)
@@ -432,6 +460,13 @@ class _Count:
         if self._walk.stopped:
             names = ", ".join(f"`{name}`" for name in self._walk.stopped)
             yield f"there are more objects below {names} than were looked at, so some holders have no name here"
+
+    def _notes_of_missing(self) -> Iterator[str]:
+        if self._program.out_of_sight:
+            yield (
+                f"gc.freeze() hides {self._program.out_of_sight:,} objects: tensors among them that no name leads to "
+                "are not found"
+            )
 
 
 def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from oomdoctor.evidence.walk import tensors_in
-from oomdoctor.model.kinds import Kind, held_by, kind_of, module_of, plain_dict, qualname_of
+from oomdoctor.model.kinds import Kind, PerType, held_by, kind_of, module_of, plain_dict, qualname_of
 
 __all__ = ["DEEPEST", "LEAF", "Graphs", "Saved"]
 
@@ -26,7 +26,6 @@ overflow a stack of 8 MiB, by experiment."""
 _RAW: Final = "_raw_saved_"
 LEAF: Final = "AccumulateGrad"
 """Type of the node that accumulates the gradient of a leaf."""
-_sorts: dict[type, tuple[tuple[Any, ...], bool, bool]] = {}
 _grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
@@ -107,7 +106,7 @@ class Graphs:
                 continue
             met[node] = number
             cls = type(node)
-            readers, is_leaf, is_python = _sorts.get(cls) or _sort_of(cls)
+            readers, is_leaf, is_python = _sort_of.known.get(id(cls)) or _sort_of(cls)
             if is_leaf:
                 leaves.append(node.variable)
                 self.below[node] = ()
@@ -165,7 +164,7 @@ def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
             yield from tensors_in(item)
 
 
-def _sort_of(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
+def _sort(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
     """Return how nodes of a class are read.
 
     Returns:
@@ -178,5 +177,7 @@ def _sort_of(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
         for name, value in vars(base).items()
         if name.startswith(_RAW) and type(value) is GetSetDescriptorType
     )
-    found = _sorts[cls] = readers, cls.__name__ == LEAF, issubclass(cls, torch._C._FunctionBase)
-    return found
+    return readers, cls.__name__ == LEAF, issubclass(cls, torch._C._FunctionBase)
+
+
+_sort_of: Final = PerType(_sort)

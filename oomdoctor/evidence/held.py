@@ -10,6 +10,7 @@ import gc
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from itertools import chain, compress
 from types import (
     AsyncGeneratorType,
@@ -27,13 +28,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from oomdoctor.evidence.frames import holds_the_users, leads_nowhere, locals_of
-from oomdoctor.evidence.objects import is_home_of_users
+from oomdoctor.evidence.objects import is_home_of_users, of_class
 from oomdoctor.evidence.paths import ARROW, is_attribute, member
 from oomdoctor.model.chain import traceback_of
 from oomdoctor.model.kinds import (
     Kind,
     PerType,
     held_by,
+    is_made_in_c,
     is_plain_key,
     items_of,
     kind_of,
@@ -82,6 +84,9 @@ _SUSPENDED: Final = {
     id(CoroutineType): ("cr_frame", "cr_await"),
     id(AsyncGeneratorType): ("ag_frame", "ag_await"),
 }
+_SCRIPTED: Final = "._actual_script_module"
+"""What a module that was traced asks for its parts in its place. Source: torch/jit/_script.py (``ScriptModule``)."""
+_dict_at: Final = vars(type)["__dictoffset__"].__get__
 _HOOKS: Final = tuple(
     (f".{name}", vars(torch._C.TensorBase)[name].__get__) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
 )
@@ -124,11 +129,18 @@ def _sort(cls: type) -> Sort:
         kind = Kind.SET
     elif cls is BuiltinFunctionType:
         kind = Kind.CALLABLE
+    elif issubclass(cls, (partial, property)) or (kind is Kind.ATOM and _may_have_attributes(cls)):
+        kind = Kind.OBJECT
     elif kind is Kind.OBJECT and leads_nowhere(cls):
         kind = Kind.ATOM
     apart = _apart(cls) if kind is Kind.OBJECT else None
     is_users = kind is not Kind.ATOM and any(map(is_users_class, mro_of(cls)))
     return Sort(kind, apart, _role(cls, apart), is_users, id(cls) in _BARE)
+
+
+def _may_have_attributes(cls: type) -> bool:
+    """Return whether a class is derived from a number or a text by a ``class`` statement."""
+    return issubclass(cls, (int, float, complex, str, bytes)) and not is_made_in_c(cls)
 
 
 def _role(cls: type, apart: Apart | None) -> Role | None:
@@ -173,16 +185,18 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         if which != ():
             yield from _items(value, kind) if which is None else compress(_items(value, kind), which)
         if not sort.is_bare:
-            yield from _attributes(value)
+            yield from attributes(value)
     elif kind is Kind.CALLABLE:
         yield from held_by(value)
         if cls is FunctionType:
-            yield from _attributes(value)
+            yield from attributes(value)
         elif cls is BuiltinFunctionType and type(value.__self__) is not ModuleType:
             yield ".__self__", value.__self__
     elif kind is Kind.ARRAY:
         yield ".base", base_of(value)
-        yield from ((f".flat[{at}]", item) for at, item in enumerate(objects_of(value)))
+        has_fields = _array_of(cls)["dtype"].__get__(value).kind != "O"
+        items = enumerate(objects_of(value))
+        yield from ((f"{ARROW}item" if has_fields else f".flat[{at}]", item) for at, item in items)
     elif id(cls) in _SUSPENDED:
         yield from _suspended(value)
     elif sort.apart is Apart.UNWOUND:
@@ -193,11 +207,16 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         own = plain_dict(value)
         modules = () if is_empty(own, "_modules") else enumerate(registered(value, "_modules"))
         yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
-        yield from _attributes(value, own)
+        if not issubclass(cls, torch.jit.ScriptModule):
+            yield from attributes(value, own)
+        else:
+            yield from (("" if suffix == _SCRIPTED else suffix, item) for suffix, item in attributes(value, own))
     elif kind is not Kind.GENERATOR_STATE:
-        yield from attributes(value)
-        if issubclass(cls, BaseException):
-            yield from _of_exception(value)
+        shown = [*attributes(value), *(_of_exception(value) if issubclass(cls, BaseException) else ())]
+        yield from shown
+        if _is_of_c(cls):
+            known = {id(plain_dict(value)), *(id(item) for _, item in shown)}
+            yield from ((f"{ARROW}held", item) for item in gc.get_referents(value) if id(item) not in known)
 
 
 def items_in(value: Any, kind: Kind) -> Sequence[Any]:
@@ -231,21 +250,14 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(items_in(value, kind)))
 
 
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the ``__dict__`` and slots of an object hold, or an object made in C, with the part of a path."""
-    if (plain_dict(value) is None and not _slots_of(type(value))) or name_of(type(value)) == "_lru_cache_wrapper":
-        # Made in C, as iterators and the cache of ``lru_cache`` are: only the collector knows what they hold.
-        yield from ((f"{ARROW}held", item) for item in gc.get_referents(value))
-    yield from _attributes(value)
-
-
 def is_empty(own: dict[str, Any] | None, register: str) -> bool:
     """Return whether a module, by its ``__dict__``, holds nothing in one of its registers."""
     table = (own or {}).get(register)
     return id(type(table)) in _REGISTERS and not table
 
 
-def _attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+def attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield what the ``__dict__`` and slots of an object hold, with the part of a path for each."""
     apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
     for name, item in list((own or plain_dict(value) or {}).items()):
         key = id(type(item))
@@ -253,38 +265,53 @@ def _attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple
             continue
         if name not in apart:
             yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
-    for name, slot in _slots_of(type(value)):
+    slots = _slots_of(type(value))
+    mro = mro_of(type(value)) if slots else ()
+    for name, at in slots:
         try:
-            yield f".{name}", slot.__get__(value)
+            yield f".{name}", members_of(mro[at])[name].__get__(value)
         except AttributeError:  # never set
             continue
 
 
-def _slots(cls: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
-    """Return the ``__slots__`` of a class and its bases: descriptors made in C, which run nothing of the user's."""
+def _slots(cls: type) -> tuple[tuple[str, int], ...]:
+    """Return the ``__slots__`` of a class and its bases, each with its place in the MRO: the slot would keep the class.
+
+    They are descriptors made in C, which run nothing of the user's. Where names of a class are no plain ``str``, a
+    lookup would ask them, and they are left out.
+    """
     return tuple(
-        (name, slot)
-        for base in mro_of(cls)
+        (name, at)
+        for at, base in enumerate(mro_of(cls))
+        if all(type(name) is str for name in members_of(base))
         for name, slot in members_of(base).items()
-        if type(slot) is MemberDescriptorType and type(name) is str and name[:2] + name[-2:] != "____"
+        if type(slot) is MemberDescriptorType and name[:2] + name[-2:] != "____"
     )
 
 
 _slots_of: Final = PerType(_slots)
 
 
+def _holds_in_c(cls: type) -> bool:
+    """Return whether only the collector knows what objects of a class hold: it was made in C, or one of its bases."""
+    return any(map(is_made_in_c, mro_of(cls)[:-1])) or not (_dict_at(cls) or _slots_of(cls))
+
+
+_is_of_c: Final = PerType(_holds_in_c)
+
+
 def class_members(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield what a class itself holds, with the part of a path from the class; what only Python reads is left out."""
     for name, item in list(members_of(cls).items()):
         if type(name) is str and name[:2] + name[-2:] != "____" and type(item) is not MemberDescriptorType:
-            yield f".{name}", item
+            yield of_class(cls, name), item
 
 
 def hangs_on(tensor: Any) -> Iterator[tuple[str, Any]]:
     """Yield what was set on a tensor, and what its hooks hold; what torch's own stand-ins hold is no memory."""
     if module_of(type(tensor)).startswith("torch._subclasses."):
         return
-    yield from _attributes(tensor)
+    yield from attributes(tensor)
     for suffix, read in _HOOKS:
         hooks = read(tensor)
         if hooks is not None:
@@ -343,9 +370,15 @@ def objects_of(array: Any) -> Sequence[Any]:
 
 
 def elements_of(array: Any) -> Sequence[Any]:
-    """Return the objects that a NumPy array holds."""
+    """Return the objects that a NumPy array holds, of one with fields those of one field after another."""
     getters = _array_of(type(array))
-    return list(getters["flat"].__get__(array)) if getters["dtype"].__get__(array).kind == "O" else ()
+    dtype = getters["dtype"].__get__(array)
+    if dtype.kind == "O":
+        return list(getters["flat"].__get__(array))
+    if not dtype.hasobject:
+        return ()
+    plain = getters["view"](array, getters["view"].__objclass__)  # a class of the user's would be told of each field
+    return [item for name in dtype.names or () for item in elements_of(plain[name])]
 
 
 def _constants(script: Any) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ The first to claim a storage owns it, so that each is counted once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import repeat
@@ -120,7 +120,8 @@ class Ledger:
         for key, nbytes, device, tensor in storages_of(tensors):
             owner = self._owned.get(key)
             if owner is not None:
-                if not role is owner.role is Role.GRADIENT:  # one gradient, met by the ways to its parameter
+                # One gradient is met by all ways to its parameter, and a part of a sparse one with the whole.
+                if owner.role is not Role.GRADIENT or (role is not Role.GRADIENT and path is not owner.path):
                     owner.others[here.key] = here
             elif nbytes and (at := self._at(device, tensor)) is not None:
                 if at not in taken:
@@ -153,9 +154,14 @@ class Ledger:
             return []
         return [one for one in tensors if id(one) not in self._claimed]
 
-    def owned(self, tensors: Sequence[torch.Tensor]) -> set[int]:
-        """Return the keys of the storages of ``tensors`` that have an owner."""
-        return {key for key, *_ in storages_of(tensors)} & self._owned.keys() if tensors else set()
+    def owned(self, tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Return those of ``tensors`` whose storages have an owner, by the key of the storage."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            for key, *_ in storages_of((tensor,)):
+                if key in self._owned:
+                    found.setdefault(key, []).append(tensor)
+        return found
 
     def owner(self, key: int) -> Entry | None:
         """Return what owns a storage, None if nothing does."""
@@ -183,22 +189,26 @@ class Ledger:
             ]
         return known
 
-    def censuses(self, notes: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
+    def censuses(self, notes: tuple[str, ...], missing: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
         """Return one census for each place, in their order.
 
         Args:
-            notes: sentences for each of them.
+            notes: sentences for each of them; ``missing``: for those of which not all is known to be found.
             ways: who else leads to what the paths lead to; None where not all of that was looked at.
         """
         pairs = zip(self._places, self._entries, strict=True)
-        return tuple(_census(memory, entries, notes, ways) for (memory, _), entries in pairs)
+        return tuple(_census(memory, entries, notes, missing, ways) for (memory, _), entries in pairs)
 
 
-def _census(device: DeviceMemory, entries: list[Entry], notes: tuple[str, ...], ways: Ways | None) -> Census:
+def _census(
+    device: DeviceMemory, entries: list[Entry], notes: tuple[str, ...], missing: tuple[str, ...], ways: Ways | None
+) -> Census:
     roles: dict[Role, int] = {}
     for entry in entries:
         roles[entry.role] = roles.get(entry.role, 0) + entry.total.bytes
     found = sum(roles.values())
+    if isinstance(device.allocated, Unavailable) or device.allocated > found:
+        notes += missing
     if not isinstance(device.allocated, Unavailable) and device.allocated > found:
         roles[Role.UNEXPLAINED] = roles.get(Role.UNEXPLAINED, 0) + device.allocated - found
     groups = nlargest(_MOST_HOLDINGS, _groups(entries), key=_bytes)
@@ -233,6 +243,7 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
 
 def _holding(device: str, group: list[Entry], ways: Ways | None) -> Holding:
     largest = max((entry.total for entry in group), key=lambda total: total.most).largest
+    largest = largest.tensor if type(largest) is Bare else largest
     spans = [entry.items for entry in group if entry.items is not None]
     items = (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
     text, expression = group[0].path.names(items, sliceable=group[0].sliceable)
@@ -243,7 +254,7 @@ def _holding(device: str, group: list[Entry], ways: Ways | None) -> Holding:
         path=text + group[0].suffix,
         expression=expression or None,
         count=sum(entry.total.count for entry in group),
-        dtype=None if type(largest) is Bare else str(_dtype(largest)).removeprefix("torch."),
+        dtype=None if largest is None else str(_dtype(largest)).removeprefix("torch."),
         shape=_shape(largest),
         frees=_frees(group, ways),
         saved_in=_saved_in([part for entry in group for part in entry.saved_in]),
@@ -281,7 +292,7 @@ def _frees(group: list[Entry], ways: Ways | None) -> str | None:
     return ways.line([*own, *(other for entry in group for other in entry.others.values())], first)
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    if not is_plain(tensor) or tensor.is_nested:
+def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
+    if tensor is None or not is_plain(tensor) or tensor.is_nested:
         return None  # a subclass may answer itself
     return tuple(tensor.shape)

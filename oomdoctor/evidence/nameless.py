@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from oomdoctor.evidence.alive import alive
 from oomdoctor.evidence.storages import Bare, storages_of, unobserved
+from oomdoctor.model.alive import alive
 from oomdoctor.model.aside import without_apart
 
-__all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c"]
+__all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c", "out_of_sight"]
+
+_OF_A_START: Final = 10_000
+"""More objects than a start of the interpreter puts out of the collector's sight: 375 in CPython 3.12, else none."""
 
 _base: Final = vars(torch._C.TensorBase)["_base"].__get__
 
 
-def bases_of(views: Sequence[Any], keys: set[int]) -> Iterator[Any]:
-    """Yield what those of ``views`` were made of that lie in the storages of ``keys``."""
+def bases_of(views: Sequence[Any], held: Mapping[int, Sequence[Any]]) -> Iterator[Any]:
+    """Yield what those of ``views`` were made of that lie in the same storages as ``held``, or the parts they have."""
     view: Any
     for key, _, _, view in storages_of(views):
-        if key in keys and type(view) is not Bare:
+        if key in held and type(view) is not Bare:
             yield _base(view)
+        elif key in held and view.tensor is not None:
+            yield from held[key]
 
 
 def held_by_c(some: list[Any], others: list[Any]) -> list[Any]:
@@ -51,3 +57,12 @@ C_COUNTS: Final = _counts_of_c()
 def all_tensors() -> list[Any]:
     """Return every tensor of the program that the garbage collector knows."""
     return without_apart(alive(torch.Tensor))
+
+
+def out_of_sight() -> int:
+    """Return how many objects the program has put out of the garbage collector's sight, by ``gc.freeze``.
+
+    No call tells what they are, and to bring them back would undo for good what the program did.
+    """
+    frozen = gc.get_freeze_count()
+    return frozen if frozen > _OF_A_START else 0

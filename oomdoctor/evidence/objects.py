@@ -15,6 +15,7 @@ from oomdoctor.model.kinds import (
     kind_of,
     members_of,
     module_of,
+    mro_of,
     pairs_of,
     parts_of,
     plain_dict,
@@ -22,7 +23,7 @@ from oomdoctor.model.kinds import (
 )
 from oomdoctor.model.names import is_users
 
-__all__ = ["class_attributes", "find", "is_home_of_users", "output_cache", "user_names"]
+__all__ = ["class_attributes", "find", "is_home_of_users", "of_class", "output_cache", "user_names"]
 
 _DEPTH: Final = 3
 _MOST_ITEMS: Final = 64
@@ -34,13 +35,26 @@ def user_names(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def class_attributes(names: Iterable[tuple[str, Any]], home: object) -> Iterator[tuple[str, Any]]:
-    """Yield what those of ``names`` hold that are classes of the module ``home``, or modules of the user's own."""
+    """Yield what those of ``names`` hold that are classes of the module ``home``, or modules of the user's own.
+
+    Each by one name: what is deleted by one is gone by the others.
+    """
+    first: dict[int, tuple[str, Any]] = {}
     for name, value in names:
+        first.setdefault(id(value), (name, value))
+    for name, value in first.values():
         if type(value) is ModuleType:
             if _is_users_module(value):
                 yield from ((f"{name}.{key}", item) for key, item in _own(vars(value)))
         elif issubclass(type(value), type) and type(home) is str and module_of(value) == home:
-            yield from ((f"{name}.{key}", item) for key, item in _own(members_of(value)))
+            yield from ((name + of_class(value, key), item) for key, item in _own(members_of(value)))
+
+
+def of_class(cls: type, name: str) -> str:
+    """Return the part of a path from a class to what it holds; it cannot be typed where the metaclass may refuse."""
+    metaclasses = (base for base in mro_of(type(cls)) if base is not type and base is not object)
+    refuses = any(type(key) is str and key == "__delattr__" for base in metaclasses for key in members_of(base))
+    return f".__dict__[{name!r}]" if refuses else f".{name}"
 
 
 def _own(held: Mapping[Any, Any]) -> list[tuple[str, Any]]:

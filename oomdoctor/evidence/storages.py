@@ -53,9 +53,10 @@ Storage: TypeAlias = tuple[int, int, torch.device, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bare:
-    """A storage that the program holds itself, in the place of a tensor."""
+    """A storage in the place of a tensor: one that the program holds itself, or a part of ``tensor``."""
 
     storage: torch.UntypedStorage
+    tensor: torch.Tensor | None = None
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage."""
@@ -149,7 +150,10 @@ def _storages_in(tensor: Any, seen: set[int]) -> Iterator[Storage]:
         yield tensor._cdata, tensor.numel() * tensor.element_size(), tensor.device, tensor
     elif is_plain(tensor):
         for part in _parts(tensor):
-            yield from _own(part)
+            # A part that was made to be looked at here must not be kept: it would be found as one of the program's.
+            for storage in _own(part):
+                lying: Any = tensor if part is tensor else Bare(_untyped_storage(part), tensor)
+                yield *storage[:3], lying
     else:
         yield from _own(tensor)
         for value in (held for _, held in attributes(tensor)):

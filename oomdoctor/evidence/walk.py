@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, repeat
 from typing import Any, Final, NamedTuple
@@ -71,6 +71,7 @@ class Walk:
 
     Args:
         passed_over: objects by their ``id`` that lead nowhere here.
+        classes: names of classes by their ``id``.
 
     Attributes:
         modules: every ``nn.Module`` once, with its path, until it is taken from here; likewise ``optimizers``.
@@ -80,6 +81,7 @@ class Walk:
     """
 
     passed_over: frozenset[int] = frozenset()
+    classes: Mapping[int, str] = field(default_factory=dict)
     modules: deque[tuple[Path, Any]] = field(default_factory=deque)
     optimizers: deque[tuple[Path, Any]] = field(default_factory=deque)
     stopped: dict[str, None] = field(default_factory=dict)
@@ -90,7 +92,8 @@ class Walk:
     """Large containers, and what hangs on a root of which there was too much."""
     _unwound: list[_Todo] = field(default_factory=list)
     _seen: dict[int, Path | None] = field(default_factory=dict)
-    _asked: set[int] = field(default_factory=set)
+    _asked: dict[int, Path] = field(default_factory=dict)
+    """Where tensors were met on which something hangs."""
     _looked: int = 0
 
     def __post_init__(self) -> None:
@@ -231,10 +234,11 @@ class Walk:
             if id(base) not in self._seen and is_users_class(base):
                 self._seen[id(base)] = None
                 here = path.child(f".__class__.__mro__[{at}]" if at else ".__class__")
-                of = here.exact()
+                of = self.classes.get(id(base)) or here.exact()
                 for suffix, item in class_members(base):
                     if sort_of(type(item)).kind is not Kind.ATOM:
-                        own = Path(Root(of + suffix), None, of + suffix) if of else here.child(suffix)
+                        root = Root(f"{of}{suffix}", ident=id(item))
+                        own = Path(root, None, root.name) if of else here.child(suffix)
                         yield _Todo(item, own, True, None)
 
     def _beside(self, known: Sequence[Found]) -> Iterator[_Todo]:
@@ -243,9 +247,10 @@ class Walk:
             return
         for one in known:
             for at, tensor in enumerate(one.tensors):
-                if id(tensor) not in self._asked and not _are_atoms(gc.get_referents(tensor)):
-                    self._asked.add(id(tensor))
-                    path = one.path_of(at)
+                if id(tensor) in self._asked:
+                    self.ways.add(Holder(self._asked[id(tensor)]), Holder(one.path_of(at)))
+                elif not _are_atoms(gc.get_referents(tensor)):
+                    path = self._asked[id(tensor)] = one.path_of(at)
                     for suffix, item in hangs_on(tensor):
                         if sort_of(type(item)).kind is not Kind.ATOM:
                             role = one.role or _HANGING.get(suffix)

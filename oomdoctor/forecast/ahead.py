@@ -9,13 +9,13 @@ Limits: autograd's record is lost. A cell that is cut before it reaches its peak
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.forecast.nursery import Nursery, unsupported
+from oomdoctor.model.alive import alive
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.sizes import MIB
@@ -119,7 +119,7 @@ def _made_real() -> list[tuple[Any, str]]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    fakes: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), FakeTensor)]
+    fakes: list[Any] = alive(FakeTensor)
     fakes = [one for one in fakes if one.layout is torch.strided]
     kinds = [fake.fake_device.type for fake in fakes]
     storages: dict[int, Any] = {}

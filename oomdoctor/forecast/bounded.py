@@ -8,18 +8,18 @@ of classes; there more is reckoned with than is needed.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.data import DataLoader
 
 from oomdoctor.forecast.lengths import length_of
+from oomdoctor.model.alive import alive_exactly
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
@@ -110,7 +110,7 @@ class Bounded:
         first = next((event[1] for event in events[since:] if event[0] == "alloc"), None)
         if first is None:
             return False
-        found = [one for one in gc.get_objects() if type(one) in _KINDS]
+        found = alive_exactly(deque, _Cycle)
         found += [one for reference in self._before if (one := reference()) is not None]
         for one in found:
             if self._fill(one, first, left, is_inner):
@@ -168,9 +168,6 @@ class Bounded:
             if number is not None and number >= first:
                 sizes[number] = storage.nbytes()
         return sum(sizes.values())
-
-
-_KINDS: Final = (deque, _Cycle)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

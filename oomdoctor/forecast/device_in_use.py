@@ -33,6 +33,7 @@ from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.survey import alive, live_storages
+from oomdoctor.model.alive import alive as alive_of
 from oomdoctor.model.aside import is_apart
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ def lies_there(found: Any, card: Card) -> bool:
 
 
 def _tensors() -> Iterator[torch.Tensor]:
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and not isinstance(found, FakeTensor) and not is_apart(found):
+    for found in alive_of(torch.Tensor):
+        if not isinstance(found, FakeTensor) and not is_apart(found):
             yield found
             if found.is_leaf and found.grad is not None:
                 yield found.grad

@@ -100,7 +100,7 @@ ROWS: Final = (
             r"|failed to allocate memory \[Op:"
         ),
         families=((compiled(r"external/(?:xla|org_tensorflow)/"), Family.JAX), (compiled(r"\w"), Family.TF)),
-        unless=compiled(r"not a failure, but may mean"),
+        unless=compiled(r"not a failure, but (?:this )?may mean"),
         device="cuda:{}",
         sample="failed to allocate 4.50G (4831838208 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
     ),
@@ -112,7 +112,7 @@ ROWS: Final = (
         needles=("ran out of memory trying to allocate",),
         pattern=compiled(r"ran out of memory trying to allocate {requested}"),
         clauses=(compiled(r"device:GPU:{device#}"),),
-        unless=compiled(r"not a failure, but may mean"),
+        unless=compiled(r"not a failure, but (?:this )?may mean"),
         families=((compiled(r"external/xla/"), Family.JAX), (compiled(r"ran out"), Family.TF)),
         device="cuda:{}",
         vague=True,
@@ -143,7 +143,7 @@ ROWS: Final = (
             compiled(r"(?:allocate|allocating|request for|reserve) {requested}"),
             compiled(r"Used {requested} of {total}"),
             compiled(r"There are {free} free"),
-            compiled(r"(?P<place>\bTPU\b|\bhbm\b)"),
+            compiled(r"(?P<place>\bTPU\b|\bhbm\b|(?<=_)HBM(?=\d))"),
         ),
         unless=compiled(r"memory space (?:vmem|smem)"),
         device="cuda:{}",
@@ -246,7 +246,7 @@ ROWS: Final = (
             r"|CUresult error result=2\b|cuMemAlloc\w{0,12} failed"
             r"|cudaSuccess \(2 vs\. 0\) out of memory|CUDA error: out of memory at|Status: out of memory"
         ),
-        unless=compiled(r"not a failure, but may mean"),
+        unless=compiled(r"not a failure, but (?:this )?may mean"),
         device="cuda:{}",
         sample="RuntimeError: Triton Error [CUDA]: out of memory",
     ),

@@ -292,13 +292,15 @@ _SHM_ROWS: Final = (
         name="shm_write",
         family=Family.SHM,
         title="The shared memory is full; this is /dev/shm and not the disk.",
-        versions="PyTorch 0.4 on, NCCL 2",
-        needles=("</torch_", "shared memory segment", "/dev/shm"),
+        versions="PyTorch 0.4 on, NCCL 2, Python 3.8 on",
+        needles=("</torch_", "shared memory segment", "/dev/shm", "left on device: '/"),
         pattern=compiled(
             r"unable to (?:write to|resize|allocate shared memory ?\(shm\) for) file </?torch_"
             r"|(?:creating|extend(?:ing)?) (?:a )?shared memory segment|failed to extend /dev/shm"
             r"|/dev/shm[^\n]{0,160}No space left on device"
             r"|No space left on device[^\n]{0,160}/dev/shm"
+            # Names of shared memory have one slash; those of multiprocessing are ``psm_`` and ``mp-``.
+            r"|No space left on device: '/(?:torch_|psm_|mp-)[^/'\n]{1,80}'"
         ),
         unless=compiled(r"Too many open files"),
         device="cpu",

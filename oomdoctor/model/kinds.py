@@ -14,6 +14,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import islice
 from math import isfinite
+from struct import calcsize
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
@@ -23,6 +24,7 @@ __all__ = [
     "PerType",
     "child_path",
     "held_by",
+    "is_made_in_c",
     "is_plain_key",
     "items_of",
     "kind_of",
@@ -50,8 +52,15 @@ _name: Final[Callable[[type], Any]] = _of_types["__name__"].__get__
 _qualname: Final[Callable[[type], Any]] = _of_types["__qualname__"].__get__
 _module: Final[Callable[[type], Any]] = _of_types["__module__"].__get__
 _flags_of: Final[Callable[[type], int]] = _of_types["__flags__"].__get__
+_base_of: Final[Callable[[type], type]] = _of_types["__base__"].__get__
+_size_of: Final[Callable[[type], int]] = _of_types["__basicsize__"].__get__
+_POINTERS: Final = frozenset({"__dict__", "__weakref__"})
 _MADE_AT_RUN_TIME: Final = 1 << 9
-"""Source: ``Py_TPFLAGS_HEAPTYPE`` in CPython's Include/object.h."""
+"""Source: ``Py_TPFLAGS_HEAPTYPE`` in CPython's Include/object.h, and ``Py_TPFLAGS_IMMUTABLETYPE``."""
+_IMMUTABLE: Final = 1 << 8
+
+_attribute: Final = object.__getattribute__
+_of_partials: Final = tuple(vars(partial)[name].__get__ for name in ("func", "args", "keywords"))
 
 T = TypeVar("T")
 
@@ -74,6 +83,15 @@ def module_of(cls: type) -> str:
         return ""
 
 
+def is_made_in_c(cls: type) -> bool:
+    """Return whether a class was made in C: nothing can be set on it, or it has room that no slot stands for."""
+    flags = _flags_of(cls)
+    if not flags & _MADE_AT_RUN_TIME or flags & _IMMUTABLE:
+        return True
+    told = sum(type(item) is MemberDescriptorType or name in _POINTERS for name, item in _members(cls))
+    return _size_of(cls) - _size_of(_base_of(cls)) > told * calcsize("P")
+
+
 def _plain(name: Any) -> str:
     """Return ``name`` as a ``str`` that answers for itself, nothing where it is no text."""
     if type(name) is str:
@@ -82,7 +100,10 @@ def _plain(name: Any) -> str:
 
 
 class PerType(Generic[T]):
-    """What ``make`` tells of each type, told once: by identity, and forgotten when a re-run cell defines it anew."""
+    """What ``make`` tells of each type, told once: by identity, and forgotten when a re-run cell defines it anew.
+
+    What it tells must not lead to the type, as the descriptors of its members do: it would never be let go of.
+    """
 
     def __init__(self, make: Callable[[type], T]) -> None:
         self._make = make
@@ -197,13 +218,21 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in members_of(cls).items() if type(name) is str)
 
 
-def _reader(cls: type) -> Callable[[Any], Any] | None:
-    for base in mro_of(cls):
-        for name, slot in _members(base):
-            # Made in C; a class of the user's may have a property of this name.
-            if name == "__dict__" and (type(slot) is GetSetDescriptorType or type(slot) is MemberDescriptorType):
-                reads: Callable[[Any], Any] = slot.__get__
-                return reads
+def _dict_by(at: int, value: Any) -> Any:
+    """Return what the ``__dict__`` says that the class at that place of the MRO defines."""
+    return next(slot for name, slot in _members(mro_of(type(value))[at]) if name == "__dict__").__get__(value)
+
+
+def _reader(cls: type) -> Callable[..., Any] | None:
+    """Return what reads the ``__dict__`` of an object, None where it has none: mostly that of ``object``."""
+    mro = mro_of(cls)
+    found = [(at, slot) for at, base in enumerate(mro) for name, slot in _members(base) if name == "__dict__"]
+    for at, slot in found:
+        # Made in C; a class of the user's may have a property of this name.
+        if type(slot) is GetSetDescriptorType or type(slot) is MemberDescriptorType:
+            are_names_plain = all(_STR.issuperset(map(id, map(type, members_of(base)))) for base in mro)
+            # The slot itself would keep its class alive.
+            return _attribute if at == found[0][0] and are_names_plain else partial(_dict_by, at)
     return None
 
 
@@ -216,7 +245,9 @@ def plain_dict(value: object) -> dict[str, Any] | None:
     It is the one that the object has, unless names in it are no plain ``str``: then see ``spelled``.
     """
     read = _reader_of(type(value))
-    found = None if read is None else read(value)
+    if read is None:
+        return None
+    found = _attribute(value, "__dict__") if read is _attribute else read(value)
     return spelled(found) if type(found) is dict else None
 
 
@@ -258,7 +289,8 @@ def items_of(container: Any, kind: Kind, most: int | None = None) -> Sequence[An
 
 def held_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function, a bound method or a partial holds beside its globals, with the part of a path for it."""
-    if type(function) is MethodType:
+    is_bound = type(function) is MethodType
+    if is_bound:
         yield ".__self__", function.__self__
         function = function.__func__
     if type(function) is FunctionType:
@@ -269,10 +301,13 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
         defaults, by_name = function.__defaults__, function.__kwdefaults__
         yield from ((".__defaults__", value) for value in (() if defaults is None else tuple.__iter__(defaults)))
         yield from ((".__kwdefaults__", value) for value in (() if by_name is None else dict.values(by_name)))
-    elif type(function) is partial:
-        yield ".func", function.func
-        yield from ((".args", value) for value in function.args)
-        yield from ((".keywords", value) for value in function.keywords.values())
+    elif issubclass(type(function), partial):
+        func, args, keywords = (read(function) for read in _of_partials)
+        yield ".func", func
+        yield from ((".args", value) for value in tuple.__iter__(args))
+        yield from ((".keywords", value) for value in dict.values(keywords))
+    elif is_bound:
+        yield ".__func__", function
 
 
 def parts_of(modules: Collection[Any]) -> set[int]:

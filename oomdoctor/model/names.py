@@ -71,9 +71,31 @@ def bound_names(source: str) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def loop_targets(source: str) -> frozenset[str]:
-    """Return the names that the loops at the top level of a cell bind: they stand for items of something else."""
-    loops = [node for statement in _body(source) for node in ast.walk(statement) if isinstance(node, ast.For)]
-    return frozenset(node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name))
+    """Return the names that the loops at the top level of a cell bind to items of something else."""
+    names: set[str] = set()
+    for loop in (node for node in _own_nodes(_body(source)) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))):
+        targets = [] if isinstance(loop, ast.While) else [loop.target]
+        for node in _own_nodes(loop.body):
+            if isinstance(node, ast.Assign) and _is_item(node.value):
+                targets += node.targets
+        parts = (node for target in targets for node in ast.walk(target))
+        names |= {node.id for node in parts if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return frozenset(names)
+
+
+def _is_item(value: ast.expr) -> bool:
+    """Return whether an expression stands for an item of something else: ``layers[at]``, ``next(layers)``."""
+    return isinstance(value, ast.Subscript) or call_name(value) == "next"
+
+
+def _own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield what runs in the scope of ``body``."""
+    todo: list[ast.AST] = [*body]
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Method
 from typing import Any, Final
 from weakref import WeakSet
 
+from oomdoctor.model.alive import alive_exactly
 from oomdoctor.shell.pools import unfinished
 
 __all__ = ["Beside", "beside", "end_since", "pools_since", "processes_since", "threads_at_work"]
@@ -114,7 +114,7 @@ def processes_since(before: Beside) -> Iterator[str]:
     started = [child for child in _children() if child.pid not in before.processes]
     loaders = sys.modules.get("torch.utils.data.dataloader") if started else None
     if loaders is not None:
-        iterators = [one for one in gc.get_objects() if type(one) is loaders._MultiProcessingDataLoaderIter]
+        iterators = alive_exactly(loaders._MultiProcessingDataLoaderIter)
         workers = {worker.pid for one in iterators for worker in vars(one).get("_workers", ())}
         started = [child for child in started if child.pid not in workers]
     for child in started:

@@ -92,7 +92,7 @@ Pair = namedtuple("Pair", ["first", "second"])
         ("it.first", lambda: None),
         ("it[1]", lambda: Pair(0, big())),
         ("it[2]", lambda: deque([1, 2, big()])),
-        ("it.args", lambda: functools.partial(print, big())),
+        ("it.args[0]", lambda: functools.partial(print, big())),
         ("it.gi_frame.f_locals['inside']", suspended),
         ("it.cache", lambda: None),
     ],
@@ -292,6 +292,55 @@ def test_the_random_states_that_a_checkpoint_keeps_are_its_graphs() -> None:
     found = taken({"leaf": leaf, "output": output}).holdings
     held = {one.path: one.bytes for one in found if one.role is Role.GRAPH_KEPT_ALIVE}
     assert held["output → graph"] == torch.get_rng_state().nbytes
+
+
+def test_the_graph_of_a_gradient_is_the_gradients() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it makes a cycle
+        model(torch.ones(256, 16)).sum().backward(create_graph=True)
+    try:
+        found = taken({"model": model})
+        assert holding(found, "model[0].weight.grad → graph").bytes >= 256 * 64 * 4
+        assert {one.role for one in found.holdings if one.path == "model[2].weight"} == {Role.PARAMETER}
+        assert found.bytes_of(Role.UNEXPLAINED) < 256 * 64 * 4
+    finally:
+        model.zero_grad()
+
+
+def test_what_the_collector_does_not_tell_of_is_said_where_memory_may_be_missing() -> None:
+    def notes(**known: int) -> str:
+        place = replace(HOST, **known)
+        program = census.Program(names=[("x", kept)], out_of_sight=12345)
+        (found,) = census.take(program, [(place, lambda tensor: tensor is kept)])
+        return " ".join(found.notes)
+
+    kept = big(1 << 20)
+    assert "hides 12,345 objects" in notes()
+    assert "hides 12,345 objects" in notes(allocated=2 * kept.nbytes)
+    assert notes(allocated=kept.nbytes) == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    pass\na = A()",
+        "class A:\n    __slots__ = ('x',)\na = A(); a.x = 1",
+        "class A:\n    __dict__ = property(lambda self: {})\na = A()",
+        (
+            "class A(torch.autograd.Function):\n    forward = staticmethod(lambda ctx, x: x * 2)\n"
+            "    backward = staticmethod(lambda ctx, g: g)\na = A.apply(torch.ones(3, requires_grad=True))"
+        ),
+    ],
+)
+def test_a_class_that_was_looked_at_is_let_go_of(source: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(source, namespace)
+    cls = weakref.ref(namespace["A"])
+    taken(namespace)
+    namespace.clear()
+    gc.collect()
+    assert cls() is None
 
 
 def test_what_a_hook_packs_out_of_sight_is_told() -> None:
@@ -545,6 +594,24 @@ def test_scripted_modules_are_looked_into() -> None:
     weight = holding(found, "loaded._modules['0'].weight")
     assert (weight.bytes, weight.role) == (4 * 32 * 32, Role.PARAMETER)
     assert holding(found, "loaded._modules['1'].running_var").role is Role.BUFFER
+
+
+def test_parts_of_a_traced_module_have_the_paths_of_the_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(Model(), torch.ones(1, 32))
+    loss = traced(torch.ones(256, 32)).exp().sum()
+    found = taken({"traced": traced, "loss": loss})
+    assert eval(holding(found, "traced.layer.weight").expression, {"traced": traced}) is traced.layer.weight
+    assert [module for one in found.holdings for module, _ in one.saved_in] == ["traced.layer"]
 
 
 def test_modules_found_before_large_containers_are_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,70 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
         "class Cache:\n    kept = big()\nx = Cache.kept",
         {"x": "del x, Cache.kept"},
     ),
+    "an attribute of a class that has instances": (
+        "class A:\n    kept = big()\nB = A\nclass C(A):\n    pass\na = A(); c = C()",
+        {"A.kept": "del A.kept"},
+    ),
+    "members that their class keeps": (
+        "import enum\nclass E(enum.Enum):\n    A = big()\n    B = 2",
+        {"E.__dict__['_value2member_map_'] → key": None},
+    ),
+    "what only the collector knows of": (
+        (
+            "x = big()\ndef made(x):\n    def f(*_):\n        return x\n    return f\nclass Text(str):\n    pass\n"
+            "a = staticmethod(made(x)); text = Text('b'); text.x = x"
+        ),
+        {"x": "del x, a, text"},
+    ),
+    "a property, and a part of a class of its own": (
+        "class Part(functools.partial):\n    pass\nx = big(); a = Part(print, x); b = property(lambda _, x=x: x)",
+        {"x": "del x, a, b"},
+    ),
+    "methods of what is called": (
+        (
+            "import types\nclass F:\n    def __init__(self, x):\n        self.x = x\n    def __call__(self, *_): pass\n"
+            "x = big(); a = types.MethodType(F(x), 5)"
+        ),
+        {"x": "del x, a"},
+    ),
+    "made in C, with a class of its own": (
+        (
+            "import contextvars\nclass Ever(itertools.cycle):\n    pass\n"
+            "x = big(); a = Ever([x]); next(a); b = contextvars.ContextVar('b', default=x)"
+        ),
+        {"x": "del x, a, b"},
+    ),
+    "a table of pandas": ("import pandas; x = big(); a = pandas.DataFrame({'of': [x, 1]})", {"x": "del x, a"}),
+    "an array with fields": (
+        "import numpy; x = big(); a = numpy.zeros(3, dtype=[('of', 'O'), ('n', 'i4')]); a['of'][1] = x",
+        {"x": "del x, a"},
+    ),
+    "a hook on what a loop left": (
+        "model = net(); many = list(model.parameters())\nfor p in many:\n    p.register_hook(lambda g, kept=big(): g)",
+        {},
+    ),
+    "gradients with a graph": (
+        (
+            "import warnings; warnings.simplefilter('ignore'); model = net(); xs = [big().requires_grad_()]\n"
+            "(model(x_of()).tanh().sum() + (xs[0] ** 3).sum()).backward(create_graph=True)"
+        ),
+        {"model[0].weight": None, "xs[0]": None, "xs[0].grad": "xs[0].grad = None"},
+    ),
+    "sparse": (
+        (
+            "import warnings; warnings.simplefilter('ignore'); x = torch.eye(300).to_sparse(); xs = [x]\n"
+            "y = torch.eye(300).to_sparse_csr()\n"
+            "e = nn.Embedding(100, 256, sparse=True); e(torch.arange(50)).sum().backward()"
+        ),
+        {"x": "del x, xs", "y": "del y", "e.weight.grad": "e.zero_grad(set_to_none=True)"},
+    ),
+    "a layer that a loop asked for": (
+        (
+            "layers = [nn.Linear(256, 256) for _ in range(3)]; x = x_of()\n"
+            "for at in range(3):\n    layer = layers[at]; x = layer(x).tanh()"
+        ),
+        {"layers[2].weight": "del layers, x, layer", "layers[0].weight": "del layers, x"},
+    ),
     "a scheduler": (
         f"model = net(); opt = {MOMENTUM}; {STEP}; sched = torch.optim.lr_scheduler.StepLR(opt, 1)",
         {"opt.state[model[0].weight]['momentum_buffer']": "del opt, sched", "model[0].weight": "del model, opt, sched"},
@@ -228,7 +292,7 @@ PROGRAMS: Final[dict[str, tuple[str, dict[str, str | None]]]] = {
     ),
     "a dictionary with a default": ("x = big(); d = defaultdict(lambda x=x: x)", {"x": "del x, d"}),
 }
-NOT_TOLD: Final = {"more names than can be told"}
+NOT_TOLD: Final = {"more names than can be told", "members that their class keeps"}
 
 
 def run(source: str) -> dict[str, Any]:

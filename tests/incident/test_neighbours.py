@@ -124,3 +124,17 @@ def test_a_full_table_of_locks_is_no_want_of_memory(text):
 def test_a_library_has_its_own_name(text, name, requested):
     (incident,) = from_text(text)
     assert (incident.format, incident.requested) == (name, requested)
+
+
+@pytest.mark.parametrize("words", ["not a failure, but may mean", "not a failure, but this may mean"])
+def test_what_the_pool_says_is_no_failure_is_none(words: str) -> None:
+    text = POOL.replace("requested by op", f" with freed_by_count=0. The caller indicates that this is {words} that")
+    assert not any(one.is_oom for one in from_text(text))
+
+
+def test_memory_of_a_tpu_is_told_by_its_address() -> None:
+    text = (
+        "RuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 3.91G. That was not "
+        "possible. There are 2.09G free.; (0x0x0_HBM0)"
+    )
+    assert [one.device for one in from_text(text)] == ["tpu"]

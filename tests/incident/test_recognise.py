@@ -74,6 +74,8 @@ def test_a_real_refusal_of_numpy_is_recognised_with_its_exact_size():
         (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 1.00 GiB."), Family.XPU),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"), Family.CUDA),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), Family.CUDNN),
+        (OSError(28, "No space left on device", "/psm_8f3a2b1c"), Family.SHM),
+        (OSError(28, "No space left on device", "/torch_1234_99_0"), Family.SHM),
         (RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "), Family.WORKER_KILLED),
         (OSError(12, "Cannot allocate memory"), Family.HOST),
         (type("MyMemory", (MemoryError,), {})("mine"), Family.HOST),
@@ -92,6 +94,7 @@ def test_one_exception(error, family):
         RuntimeError("CUDA error: device-side assert triggered"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         OSError(28, "No space left on device"),
+        OSError(28, "No space left on device", "/psm_runs/last.pt"),
         Exception(),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -175,6 +175,19 @@ def test_what_a_function_holds_is_read_past_its_containers() -> None:
     asked.clear()
     assert [value for _, value in held_by(function)] == [5, 6]
     assert [value for _, value in held_by(partial(function, 7, two=8))] == [function, 7, 8]
+    assert asked == []
+
+
+def test_partials_of_a_class_of_their_own_and_methods_of_what_is_no_function_hold_something() -> None:
+    class Part(partial[None]):
+        args = property(lambda self: asked.append("args"))  # type: ignore[assignment]
+
+    class Called:
+        def __call__(self, *_: object) -> None: ...
+
+    called = Called()
+    assert [value for _, value in held_by(Part(print, 7, sep=8))] == [print, 7, 8]
+    assert [value for _, value in held_by(MethodType(called, 5))] == [5, called]
     assert asked == []
 
 

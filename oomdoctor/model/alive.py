@@ -6,7 +6,7 @@ import gc
 from itertools import chain, compress, repeat, starmap
 from typing import Any, Final
 
-__all__ = ["alive", "classes_below"]
+__all__ = ["alive", "alive_exactly", "classes_below"]
 
 _MOST_TYPES: Final = 40
 """To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
@@ -15,9 +15,13 @@ _MADE_AT_RUN_TIME: Final = 1 << 9
 _flags: Final = vars(type)["__flags__"].__get__
 
 
-def alive(root: type) -> list[Any]:
-    """Return every object of the class ``root`` and of those below it; none is asked."""
-    classes = classes_below(root)
+def alive(*roots: type) -> list[Any]:
+    """Return every object of the classes ``roots`` and of those below them; none is asked."""
+    return alive_exactly(*{id(cls): cls for root in roots for cls in classes_below(root)}.values())
+
+
+def alive_exactly(*classes: type) -> list[Any]:
+    """Return every object of exactly these classes; none is asked."""
     # By their ``id``: as members of a set, types ask their metaclass for ``__hash__``.
     keys = frozenset(map(id, classes))
     # An object refers to its class if that was made at run time, as those of tensors were.
