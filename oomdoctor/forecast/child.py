@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import linecache
+import math
 import re
 import time
 from dataclasses import replace
@@ -38,10 +39,11 @@ from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loaders import orphan_workers
-from oomdoctor.forecast.loops import asker, follow_functions, follow_loops, to_follow
+from oomdoctor.forecast.loops import asker, follow_functions, follow_loops, is_followed, to_follow
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
-from oomdoctor.forecast.reading import Reading, one_sentence
+from oomdoctor.forecast.piled import Piled
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.settings import allocator_settings
@@ -190,6 +192,8 @@ def _run(
         tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
     pace = Pace(start.optimizers, asker, tracker.ledger)
     pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
+    # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
+    tracker.scalars.until = pace.until if card is None else -math.inf
     settings, is_left, missed, left_early = AllocatorSettings(), True, None, False
     try:
         if cached or card is not None:
@@ -204,7 +208,7 @@ def _run(
     except OutOfTime:
         end_alarm()  # it may have come once more while the limit was being left
         if not _is_steady(tracker.ledger, pace):
-            return Reading(why="out of time")
+            return Reading(why=OUT_OF_TIME)
     except StopForecast:
         left_early = True
     except SystemExit:
@@ -243,6 +247,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
     follow_lengths(session.namespace)
     follow_cycles(session.namespace)
     pace.bounded = Bounded(tracker, start.deques)
+    pace.piled = Piled(session.namespace, is_followed)
     follow_roles(tracker)
     replace_all(tracker, pace, session.shell)
     if isinstance(tracker, DeviceTracker):

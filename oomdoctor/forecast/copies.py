@@ -77,6 +77,14 @@ def _of_distances(args: Sequence[Any], _out: Any) -> int:
     return int(sum(_bytes(one) + 2 * one.shape[:-1].numel() * one.element_size() for one in args[:2]))
 
 
+def _of_ctc_loss_backward(args: Sequence[Any], _out: Any) -> int:
+    """Return the bytes of the backward sums, which are as many as the forward ones.
+
+    Source: ``ctc_loss_backward_cpu_template`` in ``LossCTC.cpp``.
+    """
+    return _bytes(args[6])
+
+
 def _of_linear_algebra(matrices: float, singles: float = 0.0) -> Callable[[Sequence[Any], Any], int]:
     """Return the rule for an operation that needs so many times its input, and so many times one matrix of it.
 
@@ -113,6 +121,8 @@ COPIES: Final[dict[Any, Callable[[Sequence[Any], Any], int]]] = {
     _aten.dist.default: _of_first,
     _aten._euclidean_dist.default: _of_distances,
     _aten.native_batch_norm_backward.default: _of_batch_norm_backward,
+    _aten._ctc_loss_backward.default: _of_ctc_loss_backward,
+    _aten._ctc_loss_backward.Tensor: _of_ctc_loss_backward,
     _aten.native_group_norm_backward.default: _of_group_norm_backward,
 }
 """Bytes beyond the results, by operation: ``(args, out)``."""

@@ -55,6 +55,7 @@ class Note:
         temporary: what it is for, where that is an operation's own need.
         in_graph: whether a tensor that requires grad lay in it; ``detached``: whether one was detached.
         fed: whether it was given to an operation that is differentiated, and is not itself.
+        is_bound: whether values decide how large it is, and it was taken for the largest.
     """
 
     line: int | None
@@ -65,6 +66,7 @@ class Note:
     in_graph: bool = False
     detached: bool = False
     fed: bool = False
+    is_bound: bool = False
 
 
 class _Entry:

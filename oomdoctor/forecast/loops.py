@@ -15,7 +15,7 @@ import dis
 import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.forecast.branches import BRANCH, asking_branch, counters_of
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Pace
 
-__all__ = ["asker", "follow_functions", "follow_loops", "to_follow"]
+__all__ = ["asker", "follow_functions", "follow_loops", "is_followed", "to_follow"]
 
 _ITEMS: Final = "_oomdoctor_items"
 _ROUNDS: Final = "_oomdoctor_rounds"
+_MARK: Final = "_oomdoctor_mark"
+_LISTED: Final = "_oomdoctor_listed"
 """Names by which rewritten code calls this module: builtins of the shadow."""
 
 _OWN: Final = __name__.partition(".")[0]
@@ -61,8 +63,15 @@ def follow_loops(pace: Pace, ledger: Ledger) -> None:
     def branch(outcome: Any, key: str, turns: Any, value: Any, is_target: bool) -> Any:
         return pace.branches.answer(outcome, key, turns, value, is_target, pace.innermost)
 
+    def listed(before: int, made: list[Any]) -> list[Any]:
+        if pace.piled is not None:
+            pace.piled.complete(made, pace.cuts[before:])
+        return made
+
     setattr(names, _ITEMS, items)
     setattr(names, _ROUNDS, rounds)
+    setattr(names, _MARK, lambda: len(pace.cuts))
+    setattr(names, _LISTED, listed)
     setattr(names, BRANCH, branch)
 
 
@@ -79,6 +88,11 @@ def asker() -> Asker:
     return found or Asker.LIBRARY
 
 
+def is_followed(frame: FrameType) -> bool:
+    """Return whether a frame runs code whose loops ask."""
+    return frame.f_code.co_filename in _followed
+
+
 def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any]) -> None:
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
@@ -91,6 +105,8 @@ def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any
     names: Any = builtins
     setattr(names, _ITEMS, lambda iterable, _is_statement: iterable)
     setattr(names, _ROUNDS, lambda _is_statement: lambda: True)
+    setattr(names, _MARK, lambda: 0)
+    setattr(names, _LISTED, lambda _before, made: made)
     setattr(names, BRANCH, lambda outcome, *_how: outcome)
     homes: dict[str, bool] = {}
     found: dict[str, list[FunctionType]] = {}
@@ -214,6 +230,14 @@ class _Asking(ast.NodeTransformer):
         if not node.is_async:
             node.iter = _call(_ITEMS, node.iter, False)
         return node
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.generators) > 1 or node.generators[0].ifs or node.generators[0].is_async:
+            return node
+        mark = ast.Call(func=ast.Name(id=_MARK, ctx=ast.Load()), args=[], keywords=[])
+        listed = ast.Call(func=ast.Name(id=_LISTED, ctx=ast.Load()), args=[mark, node], keywords=[])
+        return ast.copy_location(listed, node)
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         self.generic_visit(node)

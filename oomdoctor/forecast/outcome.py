@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
-from oomdoctor.forecast.answers import bound_bytes
+from oomdoctor.forecast.bounds import uncertain_bytes
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
 
@@ -78,7 +78,7 @@ def reading_of(
         over=events.over,
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
         is_estimate=is_estimate,
-        is_bound=bound_bytes() > margin * peak,
+        is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
         is_uncompiled=tracker.is_uncompiled,
     )
@@ -87,6 +87,8 @@ def reading_of(
 def _missed(tracker: Tracker, pace: Pace) -> str | None:
     if pace.missed:
         return "steps go on to change in size"
+    if tracker.scalars.missed:
+        return "a loop that values end goes on to pile up memory"
     return "what sparse tensors need is not seen" if tracker.has_sparse else None
 
 

@@ -25,6 +25,7 @@ from oomdoctor.forecast.windows import Windows
 if TYPE_CHECKING:
     from oomdoctor.forecast.bounded import Bounded
     from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.piled import Piled
 
 __all__ = ["Asker", "Loop", "Pace", "StopForecast"]
 
@@ -105,7 +106,7 @@ class Pace:
         ended_early: whether a loader was ended before its time.
         has_trained: whether a training loop was followed to its steady state.
         cuts: the loops that were cut.
-        bounded: fills what piles up only so far, None for nothing.
+        bounded: fills what piles up only so far, None for nothing; ``piled``: lengthens the lists that do without end.
         until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
         missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
         branches: those that loops take only every so many steps.
@@ -131,6 +132,7 @@ class Pace:
         self._first: Loop | None = None
         self._depth = 0
         self.bounded: Bounded | None = None
+        self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
         self.branches, self.insists = Branches(), False
         self._windows = Windows(ledger)
@@ -220,7 +222,11 @@ class Pace:
                 if loop.turns and left != 0:
                     loop.cut, loop.rise = len(self.cuts), self._ledger.live - loop.level
                     self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
+                    if self.piled is not None and left is not None:
+                        self.piled.lengthen(loop, left)
                 return False
+        if self.piled is not None and (loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards):
+            self.piled.note(loop)  # of others, which are many and short, none is cut
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
         loop.begins.append(loop.at)
         return True

@@ -256,7 +256,8 @@ class Planner:
         if least is None or (forecast.peak or 0) >= _SEEN * least:
             return forecast
         self._is_blind = True
-        return self.least("a shadow run of a few steps stays below what was seen: memory grows over the loop")
+        unseen = "memory grows over later steps, or is not that of tensors"
+        return self.least(f"a shadow run of a few steps stays below what was seen: {unseen}")
 
     def _end(self) -> None:
         """Take it that nothing more will be answered."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.calibration import widened
 from oomdoctor.forecast.nursery import Nursery, unsupported
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.sizes import format_size
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "lacked_card", "late", "price"]
 
 BASIS: Final = "shadow run"
-_OUT_OF_TIME: Final = "out of time"
 _ON_CARD: Final = "as on "
 
 
@@ -114,7 +113,7 @@ def late(timeout_s: float) -> str:
 
 def is_late(reading: Reading) -> bool:
     """Return whether a shadow was cut before it saw enough."""
-    return reading.why == _OUT_OF_TIME
+    return reading.why == OUT_OF_TIME
 
 
 def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | None) -> Forecast:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course
 
-__all__ = ["Reading", "one_sentence"]
+__all__ = ["OUT_OF_TIME", "Reading", "one_sentence"]
+
+OUT_OF_TIME: Final = "out of time"
+"""Why there is no figure of a shadow that was cut before it saw enough."""
 
 _LONGEST_REASON = 300
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
@@ -110,9 +111,13 @@ def _read_values(tracker: Tracker) -> None:
         with _disable_current_modes():
             values = tracker.values_of(tensor)
             if values is not None:
-                return read_numpy(values, **kwargs)
-            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
-        return np.ones(tuple(tensor.shape), dtype=dtype)
+                array = read_numpy(values, **kwargs)
+            else:
+                array = np.ones(tuple(tensor.shape), torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+            if values is not tensor:  # a true array would share the tensor's memory, and keep it alive
+                fake = tensor if isinstance(tensor, FakeTensor) else tracker.twin(tensor)
+                weakref.finalize(array, _nothing, fake.untyped_storage())
+        return array
 
     def as_list(tensor: torch.Tensor) -> Any:
         values = tracker.values_of(tensor)

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
 from oomdoctor.forecast.alike import ALIKE
-from oomdoctor.forecast.answers import ANSWERS, Scalars
+from oomdoctor.forecast.answers import ANSWERS, COMPARISONS, Scalars
+from oomdoctor.forecast.bounds import follow_bounds
 from oomdoctor.forecast.casts import cast_bytes
 from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
@@ -90,8 +91,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts_alone()
         # Fallback kernels would run for real, on zeros of full size.
         self.fake_mode = _Fakes(allow_fallback_kernels=False)
-        self.ledger, self.kernels, self.meter, self.scalars = ledger, kernels, Meter(kernels), Scalars()
-        self.host, self.ledgers, self.handlers = ledger, {"cpu": ledger}, dict(_HANDLERS)
+        self.ledger, self.kernels, self.meter = ledger, kernels, Meter(kernels)
+        self.scalars = Scalars(lambda: self.ledger.live)
+        self.host, self.ledgers = ledger, {"cpu": ledger}
+        self.handlers = _HANDLERS | dict.fromkeys(COMPARISONS, self.scalars.compare)
         self.has_sparse = self.is_uncompiled = False
         self._repointed: Any = WeakIdKeyDictionary()
         self._twins: Any = WeakIdKeyDictionary()
@@ -124,6 +127,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in WORKSPACES:
             self._account_as(f"workspace of {func.__name__}", out[3])
         self._account(out)
+        self._follow_bounds(func, fake_args, out)
         if torch.is_grad_enabled():
             self._note_graph(args, out)
         nbytes = self.kernels.scratch(func, fake_args, fake_kwargs, out)
@@ -239,6 +243,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aside, self.ledger.making = self.ledger.making, temporary
         self.ledger.hold(storage)
         self.ledger.making = aside
+
+    def _follow_bounds(self, func: Any, args: Any, out: Any) -> None:
+        given = (self.note_of(value) for value in _flat(args) if isinstance(value, torch.Tensor))
+        made = ((value, self.note_of(value)) for value in _flat((out,)) if isinstance(value, torch.Tensor))
+        follow_bounds(func, given, made)
 
     def _note_graph(self, args: Any, out: Any) -> None:
         """Take down which storages a differentiated operation puts into the graph, and which are fed to it."""

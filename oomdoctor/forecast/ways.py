@@ -20,16 +20,16 @@ from typing import Final
 
 from oomdoctor.forecast import sandbox
 from oomdoctor.forecast.forking import forked
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 
 __all__ = ["Ways", "answer_otherwise", "higher"]
 
 _REPORT_S: Final = 0.1
 """Time beyond its limit in which the copy may still report."""
 _PATIENCE: Final = 3
-_LEAST_S: Final = 0.5
+_LEAST_S: Final = 5.0
 """The copy may take so many times as long as this process did, and so long at the least: a loop may never end there."""
-
+_TOO_LONG: Final = "what comes if values decide otherwise takes too long to be followed"
 
 _first_answer = True
 
@@ -43,9 +43,12 @@ def answer_otherwise() -> None:
 def higher(first: Reading, second: Reading | None) -> Reading:
     """Return the reading of the way that needs more.
 
-    A way that ends in an error is not the one that the cell goes, unless both do.
+    A way that ends in an error is not the one that the cell goes, unless both do. One that took too long may need more
+    than the other.
     """
-    if second is None or second.why is not None or first.lacks is not None:
+    if second is None or second.why == OUT_OF_TIME:
+        return first if first.why is not None else replace(first, missed=first.missed or _TOO_LONG)
+    if second.why is not None or first.lacks is not None:
         return first
     if first.why is not None:
         return second

@@ -60,3 +60,22 @@ DISTANCES = "points = torch.randn(300, 32)\nnearest = torch.cdist(points, torch.
 def test_distances_are_those_of_a_product():
     ns = {"torch": torch}
     assert rise(ns, DISTANCES) == pytest.approx(measured_rise(ns, DISTANCES), rel=0.001)
+
+
+ALIGNED = """
+scores = torch.randn(200, 16, 30, requires_grad=True)
+targets = torch.randint(1, 30, (16, 70))
+lengths = torch.tensor([70] + [20] * 15)
+loss = nn.functional.ctc_loss(scores.log_softmax(-1), targets, torch.full((16,), 200), lengths, zero_infinity=True)
+loss.backward()
+"""
+
+
+def test_the_sums_of_a_ctc_loss_count_both_ways():
+    ns = {"torch": torch, "nn": nn}
+    assert rise(ns, ALIGNED) == pytest.approx(measured_rise(ns, ALIGNED), rel=0.005)
+
+
+def test_signals_are_made_of_their_spectra():
+    cell = "back = torch.istft(torch.randn(8, 257, 100, dtype=torch.cfloat), 512, 128, window=torch.hann_window(512))"
+    assert rise({"torch": torch}, cell) == pytest.approx(measured_rise({"torch": torch}, cell), rel=0.005)

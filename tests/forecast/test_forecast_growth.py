@@ -4,13 +4,15 @@ import collections
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from forecast_lab import STEP, measured_rise, rise
+from forecast_lab import STEP, forecast, measured_rise, rise
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from oomdoctor.forecast import windows
 from oomdoctor.forecast.steady import Cut, Lengthened, Tally
 
 MIB = 1 << 20
@@ -65,8 +67,71 @@ CELLS = {
     "put_together_and_cleared": "kept = []\nfor step in range(25):\n    x, y = batch"
     + STEP.format(indent="    ")
     + "    kept.append(out.detach())\n    if len(kept) == 8:\n        whole = torch.stack(kept)\n        kept.clear()",
+    "arrays_in_a_list": "kept = []\nfor x, y in loader:\n    kept.append(model(x).detach().cpu().numpy())",
+    "arrays_of_labels": "kept = []\nfor x, y in loader:\n    kept.append(torch.arange(8192).add(1).numpy())",
     "evaluation_in_a_loop": "kept = []\nfor x, y in loader:\n    kept.append(model(x))\nout = torch.cat(kept)",
 }
+
+
+PILED = {
+    "joined_in_a_function": """
+def evaluate(loader):
+    found = {"outputs": [], "targets": []}
+    for x, y in loader:
+        h = model(x)
+        found["outputs"].append(h)
+        found["targets"].append(y)
+    return torch.cat(found["outputs"]) - torch.cat(found["targets"])
+out = evaluate(fine)
+""",
+    "joined_by_an_object": """
+class Meter:
+    def __init__(self):
+        self.outputs = []
+    def update(self, out):
+        self.outputs.append(out)
+meter = Meter()
+for x, y in fine:
+    h = model(x)
+    meter.update(h)
+out = torch.cat(meter.outputs) + 1
+""",
+    "joined_of_a_comprehension": """
+out = torch.cat([model(x) for x, y in fine]) + 1
+""",
+    "joined_arrays": """
+kept = []
+for x, y in fine:
+    h = model(x)
+    kept.append(h.numpy())
+out = torch.tensor(np.concatenate(kept)) + 1
+""",
+    "numbers": """
+kept = []
+for x, y in fine:
+    h = model(x)
+    kept.extend(h.tolist())
+out = torch.tensor(kept) + 1
+""",
+}
+
+
+@pytest.mark.parametrize("name", PILED)
+def test_what_is_put_together_after_a_loop_is_all_that_the_loop_would_have_kept(name, monkeypatch):
+    monkeypatch.setattr(windows, "_MOST_OPERATIONS", 100)
+    ns = program() | {"__name__": "__main__", "np": np}
+    ns["fine"] = DataLoader(ns["data"], batch_size=2)
+    ns["model"].requires_grad_(False)
+    assert rise(ns, PILED[name]) == pytest.approx(measured_rise(ns, PILED[name]), rel=0.05)
+
+
+def test_a_list_that_a_loop_does_not_add_to_each_time_stays_as_long_as_it_is():
+    cell = (
+        "kept, last, fresh = [1, 2], [], []\nfor step in range(50):\n    x, y = batch"
+        + STEP.format(indent="    ")
+        + "    fresh = [step, step]\n    last[:] = [step]\nassert (len(kept), len(last), len(fresh)) == (2, 1, 2)"
+    )
+    assert "AssertionError" not in forecast(program(), cell).basis
 
 
 class Item:

@@ -296,6 +296,23 @@ def test_what_nobody_knows_is_taken_for_the_most_and_it_says_so():
     assert certain.verdict == "too large"
 
 
+ROUTED = """
+chosen = (data @ data[:4].T).topk(2, -1).indices
+out = torch.zeros_like(data)
+for k in range(4):
+    rows, columns = torch.where(chosen == k)
+    out.index_add_(0, rows, wide(data[rows]))
+"""
+
+
+def test_what_is_made_of_a_size_that_nobody_knows_is_as_uncertain():
+    """The rows that are found are few bytes themselves; what the layers of an expert make of them are many."""
+    ns = _namespace() | {"wide": nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))}
+    assert forecast(ns, ROUTED, budget=1).at_most
+    masked = "keep = torch.rand(1024) < 0.5\nsmall = targets[keep].float().mean()\nwide(data).sum().backward()"
+    assert not forecast(ns, masked, budget=1).at_most
+
+
 def test_steps_that_go_on_to_change_are_said_to():
     endless = "size = 1\nwhile True:\n    step(data[:16].repeat(size, 1), targets[:16].repeat(size))\n    size += 1"
     found = forecast(_namespace(), endless)
