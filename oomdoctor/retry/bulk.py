@@ -11,6 +11,7 @@ import operator
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -19,7 +20,7 @@ from oomdoctor.retry.held import GONE, length_of, living, mapped_by
 from oomdoctor.retry.light import LIGHT_TYPES, SetCopy
 from oomdoctor.retry.writes import given_names, last_name, written_names
 
-__all__ = ["LONG", "Allowance", "Large", "Long", "Writes"]
+__all__ = ["LONG", "Allowance", "Large", "Long", "Small", "Writes"]
 
 LONG: Final = 20_000
 _MOST_COPIED: Final = 1 << 18
@@ -170,6 +171,45 @@ def _shorten(container: Any, kind: Kind, length: int) -> None:
             base.pop(container)
 
 
+class Small:
+    """An array of a few bytes: copied before every cell.
+
+    Args:
+        array: of numpy's. held: how it is held.
+    """
+
+    __slots__ = ("_copy", "_form", "_held", "_is_writeable", "_path")
+
+    def __init__(self, array: Any, held: Any, path: str) -> None:
+        self._held, self._path = held, path
+        self._copy, self._form, self._is_writeable = array.copy(), _form(array), array.flags.writeable
+
+    def lost(self) -> Iterator[str]:
+        """Yield a sentence if its items are laid out in another way, which cannot be put back in place."""
+        yield from _formed_anew(living(self._held), self._form, self._path)
+
+    def restore(self) -> None:
+        """Put its items back."""
+        array = living(self._held)
+        if array is GONE or _form(array) != self._form:
+            return
+        with suppress(ValueError):  # its memory is another's, and may not be written to
+            if self._is_writeable and not array.flags.writeable:
+                array.flags.writeable = True
+        if array.flags.writeable:
+            array[...] = self._copy
+            array.flags.writeable = self._is_writeable
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    return array.dtype, array.shape, array.strides
+
+
+def _formed_anew(array: Any, form: tuple[Any, ...], path: str) -> Iterator[str]:
+    if array is not GONE and _form(array) != form:
+        yield f"`{path}` is an array that was given another shape or type in place"
+
+
 class Large:
     """An array or bytes of more than a few: written to or not, by a checksum, or by some of the contents.
 
@@ -177,7 +217,7 @@ class Large:
         array: of numpy's, a ``bytearray`` or an ``array.array``. held: how it is held.
     """
 
-    __slots__ = ("_held", "_is_summed", "_path", "_sample")
+    __slots__ = ("_form", "_held", "_is_summed", "_path", "_sample")
 
     def __init__(self, array: Any, held: Any, path: str, allowance: Allowance) -> None:
         self._held, self._path = held, path
@@ -185,13 +225,16 @@ class Large:
             allowance.sums(path, array.nbytes) and (array.nbytes <= _SUMMED_BYTES or array.flags.c_contiguous)
         )
         self._sample = _sample(array, is_whole=self._is_summed)
+        self._form = _form(array) if hasattr(array, "flags") else None
 
     def lost(self, writes: Writes) -> Iterator[str]:
         """Yield a sentence if it was written to, or may have been."""
         array = living(self._held)
         if array is GONE:
             return
-        if _sample(array, is_whole=self._is_summed) != self._sample:
+        if self._form is not None and _form(array) != self._form:
+            yield from _formed_anew(array, self._form, self._path)
+        elif _sample(array, is_whole=self._is_summed) != self._sample:
             yield f"`{self._path}` is a large array that was written to, and no copy was kept"
         elif not self._is_summed and writes(self._path):
             yield f"`{self._path}` is a large array that the cell may have written to, and no copy was kept"

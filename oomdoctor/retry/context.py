@@ -26,23 +26,33 @@ class ContextValues:
 
     def __init__(self) -> None:
         self._before = copy_context()
+        self._left: set[ContextVar[Any]] = set()
         self._attributes = {
             name: {key: entry.user_override for key, entry in config.items()}
             for name, config in _configs()
             if not _are_variables(config)
         }
 
+    def leave(self, later: ContextValues) -> None:
+        """Have those variables and settings stay as they are that a later cell has set."""
+        now = copy_context()
+        self._left |= {one for one in now if one not in later._before or later._before[one] is not now[one]}
+        for name, config in _configs():
+            known, before = later._attributes.get(name, {}), self._attributes.get(name, {})
+            before |= {key: one.user_override for key, one in config.items() if known.get(key) is not one.user_override}
+
     def lost(self, variables: Iterable[tuple[str, ContextVar[Any]]]) -> Iterator[str]:
         """Yield a sentence for each variable that had no value: one that was set cannot be taken away."""
         now = copy_context()
         for path, variable in variables:
-            if variable in now and variable not in self._before:
+            if variable in now and variable not in self._before and variable not in self._left:
                 yield f"`{path}` was set for the first time, which cannot be taken back"
 
     def restore(self, variables: Iterable[tuple[str, ContextVar[Any]]]) -> None:
         """Set the variables of the user's to what they were, and torch's settings."""
         for _, variable in variables:
-            if variable in self._before and variable.get(_UNSET) is not self._before[variable]:
+            is_left = variable in self._left or variable not in self._before
+            if not is_left and variable.get(_UNSET) is not self._before[variable]:
                 variable.set(self._before[variable])
         with warnings.catch_warnings(action="ignore"):  # of settings that are deprecated
             for name, config in _configs():
@@ -57,7 +67,7 @@ class ContextValues:
             now, before = held.get(), self._before.get(held, unset)
         else:
             now, before = held, known.get(key, unset)
-        if now is before:
+        if now is before or (isinstance(held, ContextVar) and held in self._left):
             return
         if before is unset:
             delattr(sys.modules[name], key)

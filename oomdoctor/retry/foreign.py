@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
-from oomdoctor.retry.held import GONE, Weak, living
+from oomdoctor.model.kinds import Kind, items_of, kind_of, plain_dict
+from oomdoctor.retry.held import GONE, Weak, length_of, living
 from oomdoctor.retry.light import LIGHT_TYPES, is_light
 
 __all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
-_LENGTHS: Final = (list, dict, set)
+_COPIED: Final = (list, dict, set)
 _FEW: Final = 20_000
 _SHORT: Final = 256
 _FRAME_CELLS: Final = 1 << 22
@@ -31,17 +31,22 @@ class _Standing:
 
     def __init__(self, value: Any) -> None:
         self.ident = id(value)
-        self.length = len(value) if type(value) in _LENGTHS else -1
+        self.length = _length(value)
         self.items = _idents(value) if 0 <= self.length <= _SHORT else None
 
     def is_still(self, value: Any) -> bool:
-        if id(value) != self.ident or (self.length >= 0 and len(value) != self.length):
+        if id(value) != self.ident or (self.length >= 0 and _length(value) != self.length):
             return False
         return self.items is None or self.items == _idents(value)
 
 
+def _length(container: Any) -> int:
+    kind = kind_of(type(container))
+    return -1 if kind is Kind.TUPLE else length_of(container, kind)
+
+
 def _idents(container: Any) -> tuple[int, ...]:
-    return tuple(map(id, container.values() if type(container) is dict else container))
+    return tuple(map(id, items_of(container, kind_of(type(container)))))
 
 
 class Foreign:
@@ -94,7 +99,7 @@ def _held(value: Any) -> Any:
     if type(value) in LIGHT_TYPES:
         return value
     if kind_of(type(value)) in _CONTAINERS:
-        is_copied = type(value) in _LENGTHS and len(value) <= _FEW and is_light(value)
+        is_copied = type(value) in _COPIED and len(value) <= _FEW and is_light(value)
         return value if is_copied else _Standing(value)
     try:
         return Weak(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -172,6 +173,7 @@ async def _attempt(
 ) -> BaseException | None:
     """Run one attempt from the restored state, with copies made just in time for the way back."""
     transaction.restore()
+    gc.collect()  # what the last run has made and is held in a cycle by itself, as every class is
     transaction.hold(attempt, accelerator.holds if accelerator.name != "cpu" else None)
     if lost := transaction.unrestored():
         raise StateError(f"{', '.join(lost)} could not be brought back")

@@ -7,7 +7,10 @@ from collections import OrderedDict
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleType
+from gc import get_referents
+from logging import Logger
+from threading import Condition
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.kinds import (
@@ -18,15 +21,17 @@ from oomdoctor.model.kinds import (
     members_of,
     module_of,
     mro_of,
+    name_of,
     plain_dict,
     registered,
 )
-from oomdoctor.retry.bulk import LONG, Large, Long
+from oomdoctor.retry.bulk import LONG, Large, Long, Small
 from oomdoctor.retry.foreign import Cached, Foreign, Frame, is_cached, is_frame
 from oomdoctor.retry.functions import Written
 from oomdoctor.retry.held import Recipe, weak
 from oomdoctor.retry.installed import is_installed, is_ours
 from oomdoctor.retry.light import LIGHT_TYPES, is_light
+from oomdoctor.retry.locks import is_lock, times_held
 from oomdoctor.retry.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
 from oomdoctor.retry.places import REGISTRY, Place, is_memory, places_of
 from oomdoctor.retry.rng import generator_state, is_random, spawned
@@ -60,6 +65,7 @@ plain holders of attributes."""
 _FOREIGN_DEPTH: Final = 3
 """How far objects of other libraries are looked into."""
 BOUND: Final = frozenset({BuiltinFunctionType, MethodWrapperType})
+_SHELL: Final = ("IPython.core.interactiveshell", "InteractiveShell")
 _OUTWARD: Final = frozenset(
     {
         *(("socket", "socket"), ("subprocess", "Popen"), ("sqlite3", "Connection"), ("sqlite3", "Cursor")),
@@ -210,8 +216,8 @@ def _note_array(shape: Shape, array: Any, path: str, held: Any, depth: int) -> N
         recipe.keys = range(array.size)
         recipe.values = [shape.hold(item, f"{path}[{at}]", depth - 1) for at, item in enumerate(array.flat)]
         shape.parts.append(Parts(held, recipe, ITEMS))
-    elif array.dtype.kind in "biufcSUmM" and array.nbytes <= LIGHT_BYTES:
-        shape.arrays.append((held, array.copy()))
+    elif not array.dtype.hasobject and array.nbytes <= LIGHT_BYTES:
+        shape.arrays.append(Small(array, held, path))
     else:
         shape.large.append(Large(array, held, path, shape.allowance))
     note_derived(shape, array, path, Kind.ARRAY, held, depth)
@@ -233,6 +239,12 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
     elif is_cached(cls):
         shape.caches.append(Cached(value, path))
         shape.hold(value.__wrapped__, path, depth - 1)
+    elif is_lock(cls):
+        shape.locks.append((path, held, times_held(value)))
+    elif cls is MappingProxyType:
+        _hold_shown(shape, value, path, depth)
+    elif cls is Logger or _is_shell(cls):  # put back, as far as a cell changes them, whether they have a name or not
+        return
     elif cls in (bytearray, array):
         if len(value) <= LIGHT_BYTES:
             shape.light.add(value)
@@ -242,6 +254,18 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         shape.iterators.append((path, held))
     else:
         _look_into(shape, value, path, _FOREIGN_DEPTH)
+
+
+def _is_shell(cls: type) -> bool:
+    """Return whether a class is of IPython's shells, which hold the namespace itself."""
+    return any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls))
+
+
+def _hold_shown(shape: Shape, value: Any, path: str, depth: int) -> None:
+    """Hold the dict that another object shows to be read, but for that of a class."""
+    for item in get_referents(value):
+        if type(item) is dict and "__module__" not in item:
+            shape.hold(item, path, depth - 1)
 
 
 def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
@@ -272,6 +296,8 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
     """Note the attributes of an object of another library's; look for modules, optimizers and tensors in it."""
     attributes = plain_dict(value)
     if depth == 0 or not attributes or len(shape.known) > MOST_OBJECTS or is_ours(type(value).__module__):
+        return
+    if type(value) is Condition:  # it knows of the threads that wait for it, and nothing else
         return
     shape.foreign.append(Foreign(value, attributes, path))
     for name, item in attributes.items():

@@ -6,6 +6,7 @@ Errs towards yes. Asked only after a failure.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dis import get_instructions
 from functools import cached_property
@@ -58,6 +59,18 @@ class Reach:
     def writes(self, path: str) -> bool:
         """Return whether the code writes items into what a path leads to, told by its last name."""
         return last_name(path) in self._written
+
+    def mentions(self, names: frozenset[str]) -> bool:
+        """Return whether the code has one of these names, as a global, an attribute or an import."""
+        if not names.isdisjoint(re.findall(r"\w+", self._source)):
+            return True
+        codes = list(self._codes)
+        while codes:
+            code = codes.pop()
+            if not names.isdisjoint(code.co_names):
+                return True
+            codes += [constant for constant in code.co_consts if type(constant) is CodeType]
+        return False
 
     @cached_property
     def _written(self) -> frozenset[str]:

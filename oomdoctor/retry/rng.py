@@ -71,7 +71,9 @@ def _apart(state: Any) -> Any:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one generator object."""
+    """Return the state of one generator object, None where it draws from the system and has none."""
+    if isinstance(generator, random.SystemRandom):
+        return None
     for read in ("get_state", "getstate"):
         if hasattr(generator, read):
             state = getattr(generator, read)()
@@ -99,6 +101,8 @@ def _is_seed(generator: Any) -> bool:
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Set one generator object back to what ``generator_state`` returned."""
+    if isinstance(generator, random.SystemRandom):
+        return
     for write in ("set_state", "setstate"):
         if hasattr(generator, write):
             getattr(generator, write)(state)

@@ -16,7 +16,7 @@ from weakref import ref
 
 from oomdoctor.model.kinds import Kind, items_of, kind_of
 from oomdoctor.model.names import is_users
-from oomdoctor.retry.bulk import LONG, Allowance, Large, Long
+from oomdoctor.retry.bulk import LONG, Allowance, Large, Long, Small
 from oomdoctor.retry.foreign import Cached, Foreign, Frame
 from oomdoctor.retry.functions import Written, is_bare
 from oomdoctor.retry.held import Recipe, Weak, length_of, mapped_by, weak
@@ -61,13 +61,13 @@ class Shape:
         objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
             own modules with theirs, ``counters`` those of them that no name leads to;
             ``foreign``: objects of other libraries, ``frames`` of pandas.
-        light: containers of numbers and text; ``arrays``: small arrays with copies of them; ``large``: the others;
+        light: containers of numbers and text; ``arrays``: small ones; ``large``: the others;
             ``closures``: ``(function, index, held)``.
         functions: their code and defaults; ``bare``: those that hold nothing, ``codes`` of them in the same order.
         parts: what objects hold elsewhere than in their ``__dict__``. ``classes``: ``(owner, class)`` of objects.
         caches: of functions. ``context``: variables of contexts. ``long``: long containers.
-        iterators: path and value of what advances; ``deep`` of what lies too deep to be looked at. ``unknown``:
-            sentences on what could not be looked at.
+        iterators: path and value of what advances; ``deep`` of what lies too deep to be looked at; ``locks`` with
+            how many times each was held. ``unknown``: sentences on what could not be looked at.
         random: generators with their states. ``modules``: of Python's and of libraries.
         buffers, pinned_gradients: what the first forward may change; ``gradients``: of each parameter, if it had one.
         is_whole: whether all was looked at.
@@ -91,7 +91,7 @@ class Shape:
         self.light = Light()
         self.random: list[tuple[Any, Any]] = []
         self.spawned: list[tuple[Any, int]] = []
-        self.arrays: list[tuple[Any, Any]] = []
+        self.arrays: list[Small] = []
         self.large: list[Large] = []
         self.functions: list[Written] = []
         self.bare: list[FunctionType] = []
@@ -104,6 +104,7 @@ class Shape:
         self.deep: list[tuple[str, Any]] = []
         self.long: list[Long] = []
         self.iterators: list[tuple[str, Any]] = []
+        self.locks: list[tuple[str, Any, int]] = []
         self.unknown: list[str] = []
         self.buffers: list[Weak] = []
         self.gradients: list[tuple[Callable[[], Any], Watched | None]] = []

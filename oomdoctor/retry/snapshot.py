@@ -16,15 +16,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
+from oomdoctor.model.kinds import registered, submodules
 from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.functions import Written, restore_function
 from oomdoctor.retry.held import GONE, Recipe, fill, living, revive, still_holds
 from oomdoctor.retry.installed import own_modules
+from oomdoctor.retry.locks import times_held
 from oomdoctor.retry.objects import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault, Watched
 
 __all__ = ["Snapshot"]
+
+_STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
+"""Functions of torch (2.13) that write into running statistics without counting it as a version."""
 
 
 class Snapshot:
@@ -58,7 +63,7 @@ class Snapshot:
                 own = own_modules()
                 self._shape = Shape(namespace, lambda: self.vault, source, own)
             self._context = ContextValues()
-            self._surroundings = Surroundings(self._shape.modules, own, collects=collects)
+            self._surroundings = Surroundings(self._shape.modules, own, source, collects=collects)
             self._patches = Patches(source, namespace)
         self._left: set[str] = set()
 
@@ -81,10 +86,15 @@ class Snapshot:
         """Whether a forward may change something that is not copied yet."""
         return bool(self._shape.buffers or self._shape.pinned_gradients)
 
-    def before_forward(self) -> None:
-        """Copy buffers and gradients, before the first forward of the cell, and let go of the gradients."""
+    def before_forward(self, module: Any) -> None:
+        """Copy buffers and gradients, before the first forward of the cell, and let go of the gradients.
+
+        Args:
+            module: the one that is called. Tensors of the user's may have become its buffers since the cell began.
+        """
         buffers = [buffer for held in self._shape.buffers if (buffer := held.get()) is not GONE]
-        self.vault.keep([*self._shape.pinned_gradients, *buffers])
+        found = [one for _, part in submodules(module) for _, one in registered(part, "_buffers") if one is not None]
+        self.vault.keep([*self._shape.pinned_gradients, *buffers, *found])
         if not self.vault.full:
             self._shape.buffers.clear()
             self._shape.pinned_gradients.clear()
@@ -119,9 +129,14 @@ class Snapshot:
             self._left.add(name)
             self._shape.bindings.pop(name, None)
 
-    def leave_streams(self, later: Snapshot) -> None:
-        """Have the streams stay as they are whenever the state is restored that a later cell has exchanged."""
+    def leave_surroundings(self, later: Snapshot) -> None:
+        """Have streams and settings stay as they are whenever the state is restored that a later cell has changed."""
         self._surroundings.leave(later._surroundings)
+        self._context.leave(later._context)
+
+    def set_by(self, later: Snapshot) -> str | None:
+        """Return a setting that the cell ran under and a later one has changed, None where there is none."""
+        return next((one.name for one in later._surroundings.chosen() if one.is_torchs), None)
 
     def check_left(self, names: frozenset[str]) -> None:
         """Refuse to go on with names that later cells have bound since.
@@ -179,6 +194,11 @@ class Snapshot:
             for label in self._vault.lost():
                 why = f" ({self._vault.full})" if self._vault.full else ""
                 yield f"`{label}` was written in place and no copy was kept{why}"
+            if reach.mentions(_STATISTICS):
+                waiting = {id(held.get()) for held in self._shape.buffers}  # for the first forward, which is to come
+                for tensor, label in self._vault.unsure():
+                    if id(tensor) not in waiting and reach.reaches(tensor):
+                        yield f"`{label}` may have been written to by a batch_norm, which leaves no trace"
             for label in self._vault.unhooked():
                 yield f"a hook of `{label}` was removed by the cell, and cannot be put back"
         yield from self._shape.light.lost()
@@ -197,10 +217,15 @@ class Snapshot:
             if (value := living(held)) is not GONE and reach.reaches(value):
                 yield f"`{path}` is an iterator, an open file or a connection that the cell may have advanced"
         yield from self._context.lost(self._shape.context)
+        for path, held, count in self._shape.locks:
+            if (lock := living(held)) is not GONE and times_held(lock) != count and reach.reaches(lock):
+                yield f"`{path}` is a lock that was taken or let go of, and others may wait for it"
         for long in self._shape.long:
             yield from long.lost(reach.writes)
         for large in self._shape.large:
             yield from large.lost(reach.writes)
+        for array in self._shape.arrays:
+            yield from array.lost()
         for foreign in self._shape.foreign:
             yield from foreign.lost()
         yield from self._patches.lost()
@@ -255,9 +280,8 @@ class Snapshot:
             self._shape.light.restore()
             for long in self._shape.long:
                 long.restore()
-            for array, values in self._shape.arrays:
-                if (alive := living(array)) is not GONE and alive.flags.writeable:
-                    alive[...] = values
+            for array in self._shape.arrays:
+                array.restore()
             for function, code in zip(self._shape.bare, self._shape.codes, strict=True):
                 restore_function(Written(function, code, None, None), memo)
                 function.__dict__.clear()

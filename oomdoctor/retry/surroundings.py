@@ -7,92 +7,26 @@ from __future__ import annotations
 
 import builtins
 import gc
-import logging
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache, partial
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from oomdoctor.retry.installed import is_installed, own_modules
+from oomdoctor.retry.loggers import Loggers
 from oomdoctor.retry.modes import Modes
+from oomdoctor.retry.settings import UNTOLD, Setting, read, settings
 
 __all__ = ["Surroundings"]
 
 _PATCHED: Final = frozenset({FunctionType, BuiltinFunctionType, type})
-
-
-_Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
-"""How to read a setting, and how to set it."""
-
-
-@cache
-def _torch_settings(torch: Any) -> list[_Setting]:
-    """Return torch's settings that a program may change; none of them initialises a device."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    calls = [
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-        (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
-    ]
-    calls += [(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)]
-    calls += [(partial(_default_device, torch), torch.set_default_device)]
-    if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
-        for device in ("cpu", "cuda"):
-            for read, put in (
-                ("is_autocast_enabled", "set_autocast_enabled"),
-                ("get_autocast_dtype", "set_autocast_dtype"),
-            ):
-                calls.append((partial(getattr(torch, read), device), partial(getattr(torch, put), device)))
-    calls += [(partial(getattr, cudnn, flag), partial(setattr, cudnn, flag)) for flag in _CUDNN]
-    kernels = [name for name in _SDP if hasattr(cuda, f"enable_{name}_sdp")]  # cudnn's came with torch 2.5
-    calls += [(getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")) for name in kernels]
-    return calls
-
-
-def _default_device(torch: Any) -> Any:
-    """Return the device that was set as default, None where none was. torch's own asking may initialise it."""
-    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-    return None if context is None else context.device
-
-
-def _process_settings() -> list[_Setting]:
-    """Return settings of Python and of the libraries that are loaded."""
-    calls: list[_Setting] = [
-        (os.getcwd, os.chdir),
-        (sys.getrecursionlimit, sys.setrecursionlimit),
-        (partial(getattr, logging.root, "level"), logging.root.setLevel),
-        (partial(_copied, logging.root.handlers), partial(_refill, logging.root.handlers)),
-        (gc.get_threshold, lambda counts: gc.set_threshold(*counts)),
-        (gc.get_debug, gc.set_debug),
-        (partial(_copied, gc.callbacks), partial(_refill, gc.callbacks)),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "set_printoptions"):
-        calls.append((numpy.geterr, lambda value: numpy.seterr(**value)))
-        calls.append((numpy.get_printoptions, lambda value: numpy.set_printoptions(**value)))
-    if (printed := getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)) is not None:
-        calls.append((partial(_copied, vars(printed)), partial(_refill, vars(printed))))
-    if (decimals := sys.modules.get("decimal")) is not None:
-        calls.append((lambda: decimals.getcontext().prec, partial(_set_on, decimals.getcontext, "prec")))
-    rc = getattr(sys.modules.get("matplotlib"), "rcParams", None)
-    if isinstance(rc, dict):
-        calls.append((partial(_copied, rc), partial(_refill, rc)))
-    if (figures := getattr(sys.modules.get("matplotlib._pylab_helpers"), "Gcf", None)) is not None:
-        calls.append((partial(set, figures.figs), partial(_keep_only, figures.figs)))
-    for name, tables in _GLOBAL_HOOKS.items():
-        home = vars(sys.modules[name]) if name in sys.modules else {}
-        found = [home[one] for one in tables if isinstance(home.get(one), dict)]
-        calls += [(partial(set, table), partial(_keep_only, table)) for table in found]
-    return calls
 
 
 def _streams() -> dict[str, Any]:
@@ -122,44 +56,42 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _copied(container: Any) -> Any:
-    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
-
-
-def _refill(container: Any, copy: Any) -> None:
-    base: Any = dict if isinstance(container, dict) else list
-    base.clear(container)
-    base.update(container, copy) if base is dict else base.extend(container, copy)
-
-
-def _keep_only(table: dict[Any, Any], names: set[Any]) -> None:
-    for name in [name for name in table if name not in names]:
-        del table[name]
-
-
-def _set_on(owner: Callable[[], Any], name: str, value: Any) -> None:
-    setattr(owner(), name, value)
-
-
-_GLOBAL_HOOKS: Final = {
-    "torch.nn.modules.module": (
-        *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
-        *("_global_forward_hooks_with_kwargs", "_global_backward_hooks", "_global_backward_pre_hooks"),
-        *("_global_buffer_registration_hooks", "_global_module_registration_hooks"),
-        "_global_parameter_registration_hooks",
-    ),
-    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-}
 _handler_of: Final[Callable[[int], Any]] = vars(sys.modules["_signal"])["getsignal"]
 """Without the names that ``signal.getsignal`` looks up: asked for each signal before each cell."""
 _SIGNALS: Final = tuple(sorted(set(map(int, signal.valid_signals())) - {signal.SIGINT}))
 """Those whose handlers are put back. SIGINT's is exchanged by the kernel around a cell, and by us around a restore."""
-_CUDNN: Final = ("enabled", "benchmark", "deterministic")
-_SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
 
 
-_UNTOLD: Final = (RuntimeError, OSError)
-"""torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
+class _Functions:
+    """The names of the functions and classes of a module. They are asked for before each cell.
+
+    Only what is put back: whatever else a module holds, as ``sys`` does a traceback, must not live on for this.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.of, self.length = names, len(names)
+        self.names = tuple(name for name, value in names.items() if type(value) in _PATCHED)
+        self.get = itemgetter(*self.names) if len(self.names) > 1 else lambda held: tuple(map(held.get, self.names))
+
+    def is_of(self, names: dict[str, Any]) -> bool:
+        """Return whether they are of this module, and it has as many names as it had."""
+        return self.of is names and self.length == len(names)
+
+
+_known: Final[dict[int, _Functions]] = {}
+
+
+def _functions(module: ModuleType) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names of the functions and classes of a module, and what they are now."""
+    names, known = vars(module), _known.get(id(module))
+    for _ in range(2):
+        if known is None or not known.is_of(names):
+            known = _known[id(module)] = _Functions(names)
+        try:
+            return known.names, known.get(names)
+        except KeyError:  # one has gone, and another one has come
+            known = None
+    return (), ()
 
 
 class _Environment:
@@ -174,6 +106,14 @@ class _Environment:
         self._is_systems = self._variables is not environ  # and not what a test has put in its place
         self._before = self._variables.copy()
 
+    def leave(self, later: _Environment) -> None:
+        """Have those variables stay as they are that a later cell has set or deleted."""
+        now, then = self._variables, later._before
+        for key in [key for key in now.keys() | then.keys() if now.get(key) != then.get(key)]:
+            self._before.pop(key, None)
+            if key in now:
+                self._before[key] = now[key]
+
     def restore(self) -> None:
         """Put all variables back."""
         now, before = self._variables, self._before
@@ -185,17 +125,10 @@ class _Environment:
             for key, value in before.items():
                 if now.get(key) != value:
                     os.putenv(key, value)
+            if hasattr(time, "tzset"):  # Windows has none
+                time.tzset()
         now.clear()
         now.update(before)
-
-
-def _read(settings: Iterable[_Setting]) -> Iterator[tuple[_Setting, Any]]:
-    """Yield each setting that can be read, with what it is."""
-    for setting in settings:
-        try:
-            yield setting, setting[0]()
-        except _UNTOLD:
-            continue
 
 
 class Surroundings:
@@ -203,41 +136,70 @@ class Surroundings:
 
     Args:
         modules: those that names of the user's lead to. own: those of the user's own.
-        collects: whether the garbage collector was on.
+        collects: whether the garbage collector was on. source: the cell's text.
     """
 
-    def __init__(self, modules: Iterable[ModuleType], own: Iterable[ModuleType], *, collects: bool) -> None:
+    def __init__(
+        self, modules: Iterable[ModuleType], own: Iterable[ModuleType], source: str, *, collects: bool
+    ) -> None:
         self._environ = _Environment(os.environ)
         self._filters = list(warnings.filters)
         self._path = list(sys.path)
-        # Only what is put back: whatever else a module holds, as ``sys`` does a traceback, must not live on for this.
-        self._modules = [
-            (module, {name: value for name, value in vars(module).items() if type(value) in _PATCHED})
-            for module in (builtins, *modules)
-        ]
+        self._modules = [(module, *_functions(module)) for module in (builtins, *modules)]
         torch = sys.modules.get("torch")
         self._own = {module.__name__ for module in own}
-        self._settings = list(_read([*_process_settings(), *(_torch_settings(torch) if torch is not None else ())]))
+        self._settings = list(read(settings()))
         self._modes = None if torch is None else Modes(torch)
         self._handlers, self._on_interrupt = _handlers(), _handler_of(signal.SIGINT)
         self._collects = collects
         self._streams = self._left = _streams()
-        self._logs = dict(_log_sizes())
+        self._loggers = Loggers(source)
 
     def end(self) -> None:
         """Note the streams that the cell leaves. Those of a later cell may be exchanged for reasons of its own."""
         self._left = _streams()
 
+    def chosen(self) -> Iterator[Setting]:
+        """Yield the settings that are not what they were."""
+        yield from (setting for setting, value in self._settings if not setting.is_still(value))
+
     def leave(self, later: Surroundings) -> None:
-        """Have the streams stay as they are that a later cell has exchanged."""
+        """Have all that a later cell has changed stay as it is."""
         exchanged = {name: now for name, now in later._left.items() if now is not later._streams[name]}
         self._streams = {**self._streams, **exchanged}
+        chosen = {setting.name for setting in later.chosen()}
+        self._settings = [one for one in self._settings if one[0].name not in chosen]
+        self._environ.leave(later._environ)
+        self._loggers.leave(later._loggers)
+        if warnings.filters != later._filters:
+            self._filters = _merged(self._filters, later._filters, list(warnings.filters))
+        if sys.path != later._path:
+            self._path = _merged(self._path, later._path, sys.path)
+        if gc.isenabled() is not later._collects:
+            self._collects = gc.isenabled()
+        self._own |= {module.__name__ for module in own_modules()} - later._own
+        now, before = _handlers(), self._handlers
+        self._handlers = tuple(
+            new if new != old else own for own, old, new in zip(before, later._handlers, now, strict=True)
+        )
+        changed = {
+            (id(module), name): value
+            for module, names, values in later._modules
+            for name, old in zip(names, values, strict=True)
+            if (value := vars(module).get(name)) is not old
+        }
+        self._modules = [
+            (
+                module,
+                names,
+                tuple(changed.get((id(module), name), value) for name, value in zip(names, values, strict=True)),
+            )
+            for module, names, values in self._modules
+        ]
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each log file that was written to, and for what cannot be set back."""
-        for path, size in _log_sizes():
-            if self._logs.get(path, size) != size:
-                yield f"the log file {path} was written to"
+        yield from self._loggers.lost()
         if self._modes is not None:
             yield from self._modes.lost()
         now = _handler_of(signal.SIGINT)
@@ -254,18 +216,19 @@ class Surroundings:
             list.extend(vars(warnings)["filters"], self._filters)
         if sys.path != self._path:
             sys.path[:] = self._path
-        for module, before in self._modules:
+        for module, names, values in self._modules:
             now = vars(module)
-            for name, value in before.items():
+            for name, value in zip(names, values, strict=True):
                 if now.get(name) is not value:
                     now[name] = value
         for module in own_modules():
             if module.__name__ not in self._own:
                 _forget(module.__name__)
-        for (read, put), value in self._settings:
-            with suppress(*_UNTOLD):
-                if read() != value:
-                    put(value)
+        for setting, value in self._settings:
+            if not setting.is_still(value):
+                with suppress(*UNTOLD):
+                    setting.put(value)
+        self._loggers.restore()
         (gc.enable if self._collects else gc.disable)()
         _put_handlers(self._handlers)
         for name, before in self._streams.items():
@@ -275,6 +238,11 @@ class Surroundings:
             self._modes.restore()
 
 
+def _merged(before: list[Any], then: list[Any], now: list[Any]) -> list[Any]:
+    """Return what a later cell has left, without what was added between ``before`` and ``then``."""
+    return [one for one in now if one in before or one not in then]
+
+
 def _forget(name: str) -> None:
     """Take back the first import of a module of the user's: to import it is to run it."""
     module = sys.modules.pop(name, None)
@@ -282,10 +250,3 @@ def _forget(name: str) -> None:
     holder = vars(sys.modules[parent]) if parent in sys.modules else {}
     if module is not None and holder.get(own) is module:
         del holder[own]
-
-
-def _log_sizes() -> Iterator[tuple[str, int]]:
-    for handler in [reference() for reference in list(vars(logging)["_handlerList"])]:
-        if isinstance(handler, logging.FileHandler):
-            with suppress(OSError):
-                yield handler.baseFilename, os.stat(handler.baseFilename).st_size  # noqa: PTH116 - asked before each cell

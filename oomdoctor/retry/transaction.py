@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,8 +86,8 @@ class Transaction:
         self._handles = []
 
     def _before_forward(self, module: Any, args: Any) -> None:
-        del module, args
-        self._keep(Snapshot.before_forward)
+        del args
+        self._keep(lambda snapshot: snapshot.before_forward(module))
         self._handles.pop().remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -164,7 +165,9 @@ class Transaction:
         if self._snapshot is None:
             return (self.fault,)
         with held_back():
-            return self._snapshot.settle()
+            missing = self._snapshot.settle()
+        gc.collect()  # what the cell has made and is held in a cycle by itself, as every class is
+        return missing
 
     @property
     def bytes_to_copy(self) -> int:
@@ -175,11 +178,14 @@ class Transaction:
         """Return whether a name, a container or a tensor is another one than at the start of the cell."""
         return bool(self._snapshot is None or self._snapshot.rebound() or next(self._snapshot.changes(), None))
 
-    def moved_on_by(self, later: Transaction) -> str | None:
+    def moved_on_by(self, later: Transaction, *, is_healed: bool = False) -> str | None:
         """Return what a later cell has done that this one cannot be run again after, or taken back; None for nothing.
 
         Names that it has bound, and that this cell has no use for, stay as they are from then on, and so do the streams
-        that it has exchanged.
+        and the settings that it has changed.
+
+        Args:
+            is_healed: whether this cell may be taken back, and not be run again.
         """
         if self._snapshot is None or later._snapshot is None:
             return "run, and what it has changed is not known"
@@ -190,6 +196,8 @@ class Transaction:
             return f"bound `{needed[0]}`, which the failed cell uses"
         if (lost := next((told for told in later.losses()), None)) is not None:
             return f"run, and {lost}"
+        if not is_healed and (setting := self._snapshot.set_by(later._snapshot)) is not None:
+            return f"changed a setting of torch's ({setting}), and the failed cell ran under the other"
         self._snapshot.leave(names)
-        self._snapshot.leave_streams(later._snapshot)
+        self._snapshot.leave_surroundings(later._snapshot)
         return None

@@ -187,6 +187,14 @@ class TensorVault:
             and (watched.uncopied or not watched.unchanged(tensor))
         ]
 
+    def unsure(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """Yield living tensors that may be running statistics and have no copy, each with its label."""
+        for watched in self._watched.values():
+            if watched.copy is not None or (tensor := watched.ref()) is None or tensor.requires_grad:
+                continue
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                yield tensor, watched.label
+
     def unhooked(self) -> list[str]:
         """Return the labels of living tensors that lack a hook which they had."""
         return [

@@ -28,7 +28,8 @@ _METHODS: Final = frozenset(
         *("symmetric_difference_update", "fill", "put", "partition", "resize", "itemset", "setfield", "byteswap"),
     }
 )
-"""Methods that change their object. ``append`` and ``extend`` show in the length."""
+"""Methods that change their object, beside those that make it longer."""
+_GROWING: Final = frozenset({"append", "extend", "appendleft", "extendleft"})
 _FUNCTIONS: Final = frozenset(
     {
         *("shuffle", "insort", "insort_left", "insort_right", "heapify", "heappush", "heappop", "heapreplace"),
@@ -58,10 +59,17 @@ def written_names(source: str) -> frozenset[str]:
     """Return the names that ``source``, its functions included, writes items into."""
     nodes = _nodes(source)
     written = {name for node in nodes for name in _written_by(node)}
+    # What grows shows that in its length, but not the container that it is an item of.
+    grown = {name for node in nodes for name in _grown_by(node)}
     aliases = [alias for node in nodes for alias in _aliases(node)]
-    while grown := {name for made, of in aliases if made & written for name in of - written}:
-        written |= grown
-    return frozenset(written)
+    while True:
+        more = {name for made, of, _ in aliases if made & written for name in of - written}
+        more |= {name for made, of, is_item in aliases if is_item and made & grown for name in of - written}
+        longer = {name for made, of, is_item in aliases if not is_item and made & grown for name in of - grown}
+        if not more and not longer:
+            return frozenset(written)
+        written |= more
+        grown |= longer
 
 
 @lru_cache(maxsize=64)
@@ -96,15 +104,30 @@ def _written_by(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else call_name(node)
         is_in_place = name[-1:] == "_" and name[-2:] != "__"  # as torch names its methods
-        if isinstance(node.func, ast.Attribute) and (name in _METHODS or is_in_place):
+        is_of_item = name in _GROWING and isinstance(node.func, ast.Attribute) and _lies_in_another(node.func.value)
+        if isinstance(node.func, ast.Attribute) and (name in _METHODS or is_in_place or is_of_item):
             yield from _items_of(node.func.value)
         if name in _FUNCTIONS or is_in_place:
             yield from (found for one in node.args for found in _items_of(one))
         yield from (found for one in node.keywords if one.arg == "out" for found in _items_of(one.value))
 
 
-def _aliases(node: ast.AST) -> Iterator[tuple[set[str], set[str]]]:
-    """Yield the names that a statement binds, and those whose items they may share."""
+def _grown_by(node: ast.AST) -> Iterator[str]:
+    """Yield the name of a container that is made longer; one that lies in another is that one's item."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING:
+        if _lies_in_another(node.func.value):
+            return
+        yield from _items_of(node.func.value)
+
+
+def _lies_in_another(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return not isinstance(node, ast.Name)
+
+
+def _aliases(node: ast.AST) -> Iterator[tuple[set[str], set[str], bool]]:
+    """Yield the names that a statement binds, those whose items they may share, and whether they may be items."""
     if isinstance(node, ast.Assign):
         pairs = [(target, node.value) for target in node.targets]
     elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
@@ -114,7 +137,8 @@ def _aliases(node: ast.AST) -> Iterator[tuple[set[str], set[str]]]:
     else:
         return
     for target, value in pairs:
-        yield set(_items_of(target)), set(_items_of(value))
+        is_item = not isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) or _lies_in_another(value)
+        yield set(_items_of(target)), set(_items_of(value)), is_item
 
 
 def _items_of(node: ast.AST) -> Iterator[str]:
@@ -126,6 +150,8 @@ def _items_of(node: ast.AST) -> Iterator[str]:
             yield from _items_of(node.value)
         else:
             yield node.attr
+            if isinstance(node.value, (ast.Subscript, ast.Call)):  # it lies in an item
+                yield from _items_of(node.value)
     elif isinstance(node, (ast.Subscript, ast.Starred)):
         yield from _items_of(node.value)
     elif isinstance(node, (ast.Tuple, ast.List)):

@@ -226,7 +226,7 @@ class Extension:
         if case is None:
             return
         call = may_change(transaction.source)
-        done = case.transaction.moved_on_by(transaction)
+        done = case.transaction.moved_on_by(transaction, is_healed=self.open is None)
         if call is not None or done is not None:
             cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
             self.passed = f"{cell} has {done or f'run `{call}`, which may have changed the state'}"

@@ -256,6 +256,16 @@ def test_what_escapes_a_trial_goes_on_after_the_state_is_back(error: type[BaseEx
     assert log == [0]
 
 
+def test_the_classes_of_an_attempt_that_failed_are_gone_when_the_next_one_begins() -> None:
+    class Base:
+        pass
+
+    cell = "class Made(Base): pass\nlog.append(len(Base.__subclasses__()))\n"
+    outcome, _, namespace = outcome_of([cell + "raise Doomed", cell], more={"Base": Base})
+    assert outcome.kind is OutcomeKind.HEALED
+    assert namespace["log"] == [0, 1]
+
+
 def test_what_replays_bind_anew_comes_back() -> None:
     namespace: dict[str, Any] = {"log": [0], "Doomed": Doomed, "__name__": "__main__"}
     exec("def step(): return 1\nimport torch\nloader = torch.utils.data.DataLoader([1, 2], batch_size=2)", namespace)

@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
@@ -22,7 +25,8 @@ from torch import nn
 from oomdoctor.retry import Transaction, writes
 
 IMPORTS = """
-import abc, array, collections, contextvars, ctypes, functools, gc, io, random, signal, sys, threading
+import abc, array, collections, contextvars, ctypes, decimal, functools, gc, io, logging, random, signal, sys
+import threading, types
 from collections import Counter, OrderedDict, deque
 import numpy as np, torch
 from torch import nn
@@ -175,6 +179,56 @@ PUT_BACK = {
     "the streams": (
         "kept = sys.stdout, sys.stderr", "sys.stdout = sys.stderr = io.StringIO()", "(sys.stdout, sys.stderr)",
     ),
+    "more settings of torch": (
+        "",
+        "torch.set_autocast_cache_enabled(False); torch.utils.deterministic.fill_uninitialized_memory = False\n"
+        "torch.backends.cudnn.allow_tf32 = False; torch.backends.mkldnn.deterministic = True\n"
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False\n"
+        "torch.set_warn_always(True); torch.backends.mha.set_fastpath_enabled(False)\n"
+        "torch.autograd.set_multithreading_enabled(False); torch.__future__.set_swap_module_params_on_conversion(True)",
+        "(torch.is_autocast_cache_enabled(), torch.utils.deterministic.fill_uninitialized_memory,\n"
+        "torch.backends.cudnn.allow_tf32, torch.backends.mkldnn.deterministic, torch.is_warn_always_enabled(),\n"
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,\n"
+        "torch.backends.mha.get_fastpath_enabled(),\n"
+        "torch._C._is_multithreading_enabled(), torch.__future__.get_swap_module_params_on_conversion())",
+    ),
+    "the precision that is set for all of a backend": (
+        "", "torch.set_float32_matmul_precision('medium')",
+        "(torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision,\n"
+        "torch.backends.cuda.matmul.fp32_precision)",
+    ),
+    "denormal numbers": ("", "torch.set_flush_denormal(True)", "float(torch.tensor(1e-40) * torch.tensor(1.0))"),
+    "the context of decimals": (
+        "", "context = decimal.getcontext(); context.prec = 5; context.rounding = decimal.ROUND_DOWN\n"
+        "context.traps[decimal.FloatOperation] = True; third = decimal.Decimal(1) / 3", "decimal.getcontext()",
+    ),
+    "loggers that no name leads to": (
+        "logging.getLogger('seen before').setLevel(10)",
+        "logging.getLogger('seen before').setLevel(40); logging.getLogger('seen before').propagate = False\n"
+        "logging.getLogger('asyncio').disabled = True\n"
+        "made = logging.getLogger('made by the cell'); made.addHandler(logging.NullHandler()); made.setLevel(30)\n"
+        "logging.disable(10)",
+        "(logging.getLogger('asyncio').disabled, logging.getLogger('seen before').level,\n"
+        "logging.getLogger('seen before').propagate,\n"
+        "logging.getLogger('made by the cell').handlers, logging.getLogger('made by the cell').level,\n"
+        "logging.root.manager.disable)",
+    ),
+    "a logger with a name": (
+        "log = logging.getLogger('a name'); log.addHandler(logging.NullHandler())",
+        "logging.getLogger('a name of its own').setLevel(10); log.addHandler(logging.NullHandler()); log.setLevel(10)",
+        "(len(log.handlers), log.level, logging.getLogger('a name of its own').level)",
+    ),
+    "a dict that is shown to be read": (
+        "shown = types.MappingProxyType({'a': [1]})", "shown['a'].append(2)", "dict(shown)",
+    ),
+    "an array that is not to be written to": (
+        "table = np.arange(3); table.flags.writeable = False; other = np.arange(3)",
+        "table.flags.writeable = True; table[0] = 9; other[1] = 9; other.flags.writeable = False",
+        "(table, table.flags.writeable, other, other.flags.writeable)",
+    ),
+    "an array of records": (
+        "rows = np.zeros(2, [('x', 'f4'), ('y', 'i4')])", "rows['x'][0] = 3; rows[1] = (1, 2)", "rows.tolist()",
+    ),
     "the collector": (
         "", "gc.disable(); gc.set_threshold(7); gc.callbacks.append(lambda *_: None)",
         "(gc.isenabled(), gc.get_threshold(), len(gc.callbacks))",
@@ -203,6 +257,22 @@ TOLD = {
         "long = dict.fromkeys(range(300_000))\ndef put(): globals()['lo' + 'ng'].update({-1: 1})", "put()",
         "`long` has more than",
     ),
+    "a list in an item of a long list": (
+        "rows = [{'n': [0]} for _ in range(30_000)]", "rows[5]['n'].append(1)", "`rows` has more than 20000 items",
+    ),
+    "a list in an object in a long list": (
+        "errors = [ValueError([1]) for _ in range(30_000)]", "errors[5].args[0].append(1)", "`errors` has more than",
+    ),
+    "lists in a long list": (
+        "rows = [[0] for _ in range(30_000)]", "for row in rows[:3]: row.append(1)", "`rows` has more than 20000 items",
+    ),
+    "the shape of an array": (
+        "grid = np.arange(6)", "np.ndarray.shape.__set__(grid, (2, 3))", "`grid` is an array that was given another",
+    ),
+    "the shape of a large array": (
+        "grid = np.zeros(1_000_000)", "np.ndarray.shape.__set__(grid, (1000, 1000))",
+        "`grid` is an array that was given another shape",
+    ),
     "one item of a very large array": (
         "big = np.zeros((1000, 1000))", "big[3, 4] += 1", "`big` is a large array",
     ),
@@ -229,6 +299,23 @@ TOLD = {
         "def make():\n    def f(a=torch.zeros(1 << 16)): return a\n    return f\nf = make()",
         "f.__defaults__ = (1,)",
         "`f.__defaults__[0]` was replaced by the cell, and the old one is gone",
+    ),
+    "running statistics that nobody counts": (
+        "mean, var, x = torch.zeros(4), torch.ones(4), torch.randn(8, 4)\n"
+        "def f(): return torch.nn.functional.batch_norm(x, mean, var, training=True)",
+        "f()", "`mean` may have been written to by a batch_norm",
+    ),
+    "a deque of an object of a library": (
+        "import contextlib; stack = contextlib.ExitStack()", "stack.callback(print, 1)",
+        "`stack._exit_callbacks` was changed",
+    ),
+    "a lock that was taken": ("lock = threading.Lock()", "lock.acquire()", "`lock` is a lock that was taken"),
+    "a lock of a thread that was taken again": (
+        "lock = threading.RLock(); lock.acquire()", "lock.acquire()", "`lock` is a lock that was taken",
+    ),
+    "a lock that was let go of": (
+        "class Job: pass\njob = Job(); job.lock = threading.Lock(); job.lock.acquire()", "job.lock.release()",
+        "`job.lock` is a lock that was taken or let go of",
     ),
     "a mode that was left": (
         "mode = TorchFunctionMode(); mode.__enter__()", "mode.__exit__(None, None, None)", "a mode of torch's",
@@ -313,6 +400,16 @@ def test_it_is_told(name: str) -> None:
         assert failed("n = 1 + 1", namespace).losses() == (), "a cell that leaves it alone is not refused for it"
 
 
+def test_statistics_that_became_a_models_are_copied_before_its_first_forward() -> None:
+    with begun("net = nn.BatchNorm1d(4); kept = {k: v.clone() for k, v in net.state_dict().items()}") as namespace:
+        before = repr(namespace["kept"])
+        transaction = failed("net.load_state_dict(kept, assign=True); net(torch.randn(8, 4))", namespace)
+        assert repr(namespace["kept"]) != before, "the cell changed it"
+        assert transaction.losses() == ()
+        transaction.restore()
+        assert repr(namespace["kept"]) == before
+
+
 def own_module(folder: Path, text: str) -> ModuleType:
     """A module of the user's own, whose functions' texts can be read."""
     module = ModuleType("own_rows")
@@ -334,6 +431,15 @@ class Rows:
         labels = self.labels
         labels[at] = 1
 """
+
+
+@pytest.mark.parametrize("cell", ["rows.append([1])", "same = rows; same.extend([[1]])"])
+def test_a_long_list_that_grows_is_put_back(cell: str) -> None:
+    with begun("rows = [[0] for _ in range(30_000)]") as namespace:
+        transaction = failed(cell, namespace)
+        assert transaction.losses() == ()
+        transaction.restore()
+        assert len(namespace["rows"]) == 30_000
 
 
 def test_what_is_too_long_to_copy_is_told_where_a_function_writes_to_it(
@@ -411,6 +517,86 @@ def test_an_attribute_of_a_library_that_a_later_cell_sets_is_left_alone() -> Non
         assert nn.Linear.noted is later
         assert not hasattr(nn.Conv2d, "noted")
         del nn.Linear.noted
+
+
+SET = """
+import os, warnings
+os.environ['OOM_TEST'] = {0!r}; os.environ['OOM_TEST_' + {0!r}.upper()] = '1'
+warnings.filterwarnings('ignore', message={0!r})
+torch.set_printoptions(precision={1}); torch.set_num_threads({1}); step.set({1})
+logging.getLogger('a test').setLevel({1}); np.set_printoptions(precision=8)
+"""
+
+
+def test_what_a_later_cell_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OOM_TEST", "OOM_TEST_FIRST", "OOM_TEST_LATER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    setup = "step = contextvars.ContextVar('step'); step.set(0)"
+    first, second = (SET.format(*given) for given in (("first", 5), ("later", 6)))
+    with begun(setup) as namespace:
+        outer = Transaction(namespace, second, lambda: 1 << 30)
+        transaction = failed(first + "np.set_printoptions(precision=3)", namespace)
+        later = Transaction(namespace, second, lambda: 1 << 30)
+        with later.armed():
+            exec(second, namespace)
+        assert transaction.moved_on_by(later, is_healed=True) is None
+        transaction.restore()
+        assert os.environ["OOM_TEST"] == "later"
+        assert "OOM_TEST_FIRST" not in os.environ
+        assert os.environ["OOM_TEST_LATER"] == "1"
+        filtered = [str(one[1]) for one in warnings.filters]
+        assert any("later" in one for one in filtered)
+        assert not any("first" in one for one in filtered)
+        assert torch.get_num_threads() == torch._tensor_str.PRINT_OPTS.precision == 6
+        assert namespace["step"].get() == logging.getLogger("a test").level == 6
+        outer.restore()
+        logging.getLogger("a test").setLevel(0)
+
+
+def test_a_cell_is_not_run_again_under_a_setting_of_torch_that_a_later_one_has_changed() -> None:
+    with begun("") as namespace:
+        transaction, before = failed("n = 1", namespace), torch.get_default_dtype()
+        later = Transaction(namespace, "", lambda: 1 << 30)
+        with later.armed():
+            torch.set_default_dtype(torch.float64)
+        told = transaction.moved_on_by(later)
+        torch.set_default_dtype(before)
+        assert told == "changed a setting of torch's (default dtype), and the failed cell ran under the other"
+
+
+def test_a_logger_of_a_library_that_the_cell_loads_stays_as_the_library_made_it() -> None:
+    with begun("") as namespace:
+        cell = "sys.modules['a loaded one'] = types.ModuleType('a loaded one'); logging.getLogger('mine').setLevel(10)"
+        transaction = failed(cell, namespace)
+        logging.getLogger("made when it was loaded").setLevel(30)
+        transaction.restore()
+        assert logging.getLogger("mine").level == 0
+        assert logging.getLogger("made when it was loaded").level == 30
+        del sys.modules["a loaded one"]
+        logging.getLogger("made when it was loaded").setLevel(0)
+
+
+def test_a_thread_that_waits_for_an_event_is_no_reason() -> None:
+    with begun("done = threading.Event(); waiting = threading.Thread(target=done.wait, args=(60,))") as namespace:
+        transaction = failed("waiting.start()\nwhile not done._cond._waiters: pass", namespace)
+        told = transaction.losses()
+        namespace["done"].set()
+        namespace["waiting"].join()
+        assert [one for one in told if "done" in one] == []
+
+
+def test_an_alarm_that_would_end_the_process_is_switched_off() -> None:
+    left = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        with begun("") as namespace:
+            failed("signal.signal(signal.SIGALRM, print); signal.alarm(600)", namespace).restore()
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+            signal.alarm(600)
+            failed("n = 1", namespace).restore()
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "one that was set before goes on"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)
 
 
 def test_signals_are_told_where_they_cannot_be_put_back() -> None:

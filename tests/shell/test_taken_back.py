@@ -156,6 +156,35 @@ def test_what_an_attempt_has_replaced_takes_no_memory_of_the_device_meanwhile() 
         assert names["part"].untyped_storage().data_ptr() == names["shared"].untyped_storage().data_ptr()
 
 
+TELLING: Final = """from IPython.core.magic import register_line_magic
+def count(*args): counted.append(1)
+shell.events.register("post_run_cell", count)
+shell.input_transformers_post.append(lambda lines: lines)
+@register_line_magic
+def counts(line): return len(counted)
+for i in range(4):
+    loss = F.mse_loss(model(torch.ones(8, 8)), torch.ones(8, 1)); loss.backward(); opt.step()"""
+"""A cell that gives functions to the shell."""
+
+
+def test_what_an_attempt_gave_to_the_shell_is_taken_back(shell: InteractiveShell) -> None:
+    assert run(shell, NEEDS + "\ncounted, shell = [], get_ipython()")[0].success
+
+    def held() -> tuple[int, int, bool]:
+        callbacks, transformers = shell.events.callbacks["post_run_cell"], shell.input_transformers_post
+        return len(callbacks), len(transformers), "counts" in shell.magics_manager.magics["line"]
+
+    before = held()
+    with third_loss_fails():
+        assert not run(shell, TELLING)[0].success
+    assert held() == (before[0] + 1, before[1] + 1, True)
+    said(shell, "%oomdoctor fix chunked_forward")
+    assert known().outcome.kind is OutcomeKind.HEALED, known().outcome
+    assert held() == (before[0] + 1, before[1] + 1, True), "once, although the cell has run twice"
+    said(shell, "%oomdoctor undo")
+    assert held() == before
+
+
 # What a retry has found to be wrong ---------------------------------------------------------------------------------
 
 MIXED: Final = """import torch, torch.nn as nn, torch.nn.functional as F
@@ -352,3 +381,5 @@ def test_that_a_cell_cannot_be_retried_has_one_reason(broken: InteractiveShell) 
     assert said(broken, "%oomdoctor undo").endswith(
         f"can no longer be undone: In[{number}] has bound `log`, which the failed cell uses\n"
     )
+    since = f"{label} healed it, and In[{number}] has bound `log`, which the failed cell uses"
+    assert f"{since}: to try another change, run it again" in said(broken, "%oomdoctor fix chunked_forward")

@@ -1,0 +1,89 @@
+"""Loggers: their levels and handlers are put back; what was written to a log file is told.
+
+No name of the user's needs to lead to one: they are asked for by their own names, and a handler that a cell adds is
+there twice when the cell has run twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+from oomdoctor.retry.installed import is_installed
+
+__all__ = ["Loggers"]
+
+_Stand = tuple[Any, ...]
+_NEW: Final[_Stand] = (logging.NOTSET, True, False, [], [])
+
+
+class Loggers:
+    """All loggers but the root, as they were when it was taken, and the sizes of log files.
+
+    Args:
+        source: the cell's text.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source, self._loaded = source, len(sys.modules)
+        self._before, self._names = _stands(), set(logging.root.manager.loggerDict)
+        self._files = dict(_sizes())
+
+    def leave(self, later: Loggers) -> None:
+        """Have those loggers stay as they are that a later cell has changed."""
+        now, then = _stands(), later._before
+        for name in now.keys() | then.keys():
+            if now.get(name, _NEW) != then.get(name, _NEW):
+                self._before[name] = now.get(name, _NEW)
+
+    def lost(self) -> Iterator[str]:
+        """Yield a sentence for each log file that was written to."""
+        for path, size in _sizes():
+            if self._files.get(path, size) != size:
+                yield f"the log file {path} was written to"
+
+    def restore(self) -> None:
+        """Put back what was changed; one of the user's own that is new is as if nobody had touched it.
+
+        Handlers of a library's logger are left alone: it may have added them itself, and does so once.
+        """
+        stands = _stands()
+        for name in stands.keys() | self._before.keys():
+            is_librarys, now = self._is_librarys(name), stands.get(name, _NEW)
+            before = self._before.get(name, now if is_librarys and name not in self._names else _NEW)
+            if now == before:
+                continue
+            logger = logging.getLogger(name)
+            level, logger.propagate, logger.disabled, handlers, filters = before
+            logger.setLevel(level)
+            if not is_librarys:
+                logger.handlers[:], logger.filters[:] = handlers, filters
+
+    def _is_librarys(self, name: str) -> bool:
+        """Return whether a library may have made a logger: it bears its name, or was loaded by the cell."""
+        package = name.partition(".")[0]
+        if package in sys.modules:
+            return is_installed(package)
+        is_told = f'"{name}"' in self._source or f"'{name}'" in self._source
+        return not is_told and name not in self._names and len(sys.modules) != self._loaded
+
+
+def _stands() -> dict[str, _Stand]:
+    """Return how each logger stands that is not as it was made."""
+    return {
+        name: (one.level, one.propagate, one.disabled, one.handlers[:], one.filters[:])
+        for name, one in logging.root.manager.loggerDict.items()
+        if not isinstance(one, logging.PlaceHolder)
+        and (one.level or one.handlers or not one.propagate or one.disabled or one.filters)
+    }
+
+
+def _sizes() -> Iterator[tuple[str, int]]:
+    for handler in [reference() for reference in list(vars(logging)["_handlerList"])]:
+        if isinstance(handler, logging.FileHandler):
+            with suppress(OSError):
+                yield handler.baseFilename, os.stat(handler.baseFilename).st_size  # noqa: PTH116 - asked before each cell
