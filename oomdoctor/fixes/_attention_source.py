@@ -170,8 +170,10 @@ def _check_order(parsed: _cst.ParsedCell, attention: Attention) -> None:
         NotRead: a statement in between may have changed it.
     """
     steps = [tree for node in attention.steps for tree in trees(parsed, node)]
-    needed = {name for tree in steps for name in reads(tree)} - attention.names
     for node in attention.between:
+        # A name that is bound before any step reads it is the same in the call, which stands below both.
+        earlier = [one for one in attention.steps if parsed.lines_of(one).start < parsed.lines_of(node).start]
+        needed = {name for one in earlier for tree in trees(parsed, one) for name in reads(tree)} - attention.names
         (tree, *more) = trees(parsed, node)
         plain = isinstance(tree, ast.Assign) and all(isinstance(target, ast.Name) for target in tree.targets)
         if not plain or more or bound(tree) & needed:

@@ -209,12 +209,27 @@ class Book:
             known = [[replace(one, is_choice=True) for one in found] for found in known]
         elif isinstance(expr, ast.Name):
             known = [self.numbers(value, place, depth - 1, expr.id) for value, place in self.values(expr.id, at)]
+        elif isinstance(expr, ast.Attribute | ast.Subscript) and (others := self._other_names(expr, at)):
+            known = [self.numbers(other, place, depth - 1) for other, place in others]
         elif isinstance(expr, ast.Attribute | ast.Subscript):
             text = ast.unparse(expr)
             known = [self.numbers(value, place, depth - 1, entry=text) for value, place in self._member(expr, at)]
         else:
             return []
         return [one for found in known for one in found] if all(known) else []
+
+    def _other_names(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return ``cfg.size`` for ``c.size`` where ``c`` is another name of ``cfg``, such as a parameter."""
+        whole, key = expr.value, key_of(expr)
+        if not isinstance(whole, ast.Name) or key is None or self._set(whole, key, at) is not None:
+            return []
+        given = self.values(whole.id, at)
+        if not all(isinstance(value, ast.Name | ast.Attribute | ast.Subscript) for value, _ in given):
+            return []
+        copies = [(ast.parse(ast.unparse(expr), mode="eval").body, value, place) for value, place in given]
+        for copy, value, _ in copies:
+            copy.value = value  # type: ignore[attr-defined]
+        return [(copy, place) for copy, _, place in copies]
 
     def constant(self, expr: ast.expr, at: Place, depth: int = _DEEPEST) -> ast.Constant | None:
         """Return what ``expr`` stands for at ``at`` where the cells write it out, the same wherever they bind it."""

@@ -17,6 +17,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst
+from oomdoctor.fixes._batch_bindings import binds
 from oomdoctor.fixes._batch_needs import (
     DEFINITIONS,
     can_be_set,
@@ -206,10 +207,18 @@ class _Again:
         if not isinstance(node, ast.Assign | ast.Expr) or (isinstance(node, ast.Assign) and not can_be_set(node)):
             return []
         changes = self._changed_entries(old, place)
+        if isinstance(node, ast.Assign) and any(self._is_rebound(entry_of(n)[0], old, place) for n in changes):
+            return []
         for number in changes:
             root, key = entry_of(number)
             self._entries.setdefault(root, set()).add(key)
         return [f"{number.entry} = {value}" for number, value in changes.items()]
+
+    def _is_rebound(self, name: str, old: Page, place: int) -> bool:
+        """Whether an earlier cell binds ``name`` to something else after a statement."""
+        number = old.cell.number
+        later = [node for page in self._book.pages[:-1] if page.cell.number > number for node in page.tree.body]
+        return any(binds(node, name) for node in [*old.tree.body[place + 1 :], *later])
 
     def _mark(self, old: Page, place: int, node: ast.stmt) -> None:
         """Note what is another thing now that ``node`` runs again: all of it, or an entry of settings."""

@@ -16,7 +16,7 @@ from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["Steps", "hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller", "steps_of"]
+__all__ = ["Steps", "fixed_schedule", "hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller", "steps_of"]
 
 _DIVISORS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
@@ -258,6 +258,19 @@ def _is_another(book: Book, part: ast.AST, where: Place, numbers: Sequence[Numbe
         return False
     found = book.numbers(part, where)
     return bool(found) and all(one.value in values and one.node not in nodes for one in found)
+
+
+def fixed_schedule(book: Book) -> str | None:
+    """Return a call that makes a schedule over a number of steps that is written down, and that raises beyond it."""
+    for page in book.pages:
+        for call in calls(page.tree):
+            if call_name(call).rpartition(".")[2] != "OneCycleLR":
+                continue
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            steps = given.get("total_steps") or given.get("steps_per_epoch") or next(iter(call.args[2:]), None)
+            if steps is not None and book.numbers(steps, book.place(page, call)):
+                return f"OneCycleLR(..., {ast.unparse(steps)})"
+    return None
 
 
 class Steps(Enum):

@@ -13,26 +13,75 @@ __all__ = ["Binding", "last_binding"]
 
 
 class Binding(NamedTuple):
-    """An assignment to a name, and what it is from: the whole value where that is not taken apart as it stands."""
+    """An assignment to a name.
 
-    statement: cst.SimpleStatementLine
-    value: cst.BaseExpression
+    Attributes:
+        statement: the assignment, or the statement on whose line it stands.
+        value: what it is from, the whole where that is not taken apart as it stands; None where it shares a line.
+        whole: the statement after which the name is bound in any case: the assignment, or the branches that it stands
+            in where the name is bound outside of its own branch as well.
+    """
+
+    statement: _cst.Statement
+    value: cst.BaseExpression | None
+    whole: _cst.Statement
 
 
-def last_binding(parsed: _cst.ParsedCell, name: str) -> Binding | None:
-    """Return the last assignment to ``name`` in the text of the cell."""
-    found = _Assignments(name)
-    parsed.module.visit(found)
-    return found.last
+def last_binding(parsed: _cst.ParsedCell, name: str, *, bound_before: bool = False) -> Binding | None:
+    """Return the last assignment to ``name`` in the text of the cell.
+
+    Args:
+        parsed: the cell.
+        name: what is assigned to.
+        bound_before: an earlier cell binds the name.
+    """
+    every = _assignments(parsed.module, name)
+    if not every:
+        return None
+    statement, value = every[-1]
+    path = _cst.path_to(parsed, parsed.lines_of(statement).start)
+    for node in path:
+        if isinstance(node, cst.If | cst.Try):
+            # What the branch of the assignment does not bind is bound elsewhere.
+            inside = [[at for at, _ in _assignments(one, name, node)] for one in _branches(node)]
+            here = next(found for found in inside if statement in found)
+            if bound_before or len(here) < len(every):
+                return Binding(statement, value, node)
+    return Binding(statement, value, statement)
+
+
+def _branches(node: cst.If | cst.Try) -> Iterator[cst.CSTNode]:
+    others = [node.orelse] if isinstance(node, cst.If) else [*node.handlers, node.orelse, node.finalbody]
+    yield from (one for one in [node.body, *others] if one is not None)
+
+
+def _assignments(
+    node: cst.CSTNode, name: str, owner: _cst.Statement | None = None
+) -> list[tuple[_cst.Statement, cst.BaseExpression | None]]:
+    """Return the assignments within ``node``, which stands in ``owner``, in their order."""
+    found = _Assignments(name, owner)
+    node.visit(found)
+    return found.all
 
 
 class _Assignments(cst.CSTVisitor):
-    """Finds the last assignment to a name."""
+    """Finds the assignments to a name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, owner: _cst.Statement | None) -> None:
         super().__init__()
         self._name = name
-        self.last: Binding | None = None
+        self._within = [owner] if owner is not None else []
+        self.all: list[tuple[_cst.Statement, cst.BaseExpression | None]] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.BaseCompoundStatement):
+            self._within.append(node)
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        if isinstance(original_node, cst.BaseCompoundStatement):
+            self._within.pop()
+        super().on_leave(original_node)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
         return False
@@ -44,7 +93,13 @@ class _Assignments(cst.CSTVisitor):
         for small in node.body:
             for target, value in _assigned(small):
                 if isinstance(target, cst.Name) and target.value == self._name:
-                    self.last = Binding(node, value)
+                    self.all.append((node, value))
+        return False
+
+    def visit_SimpleStatementSuite(self, node: cst.SimpleStatementSuite) -> bool:  # noqa: N802
+        targets = (target for small in node.body for target, _ in _assigned(small))
+        if any(isinstance(target, cst.Name) and target.value == self._name for target in targets):
+            self.all.append((self._within[-1], None))
         return False
 
 

@@ -27,12 +27,15 @@ __all__ = [
     "New",
     "ParsedCell",
     "Statement",
+    "apart",
+    "block",
     "edit",
     "enclosing",
     "exchange",
     "fresh_name",
     "is_import",
     "join",
+    "lines_apart",
     "loop_at",
     "path_to",
     "read",
@@ -111,6 +114,34 @@ def loop_at(parsed: ParsedCell, line: int) -> cst.For | cst.While | None:
     """Return the loop that begins on ``line``."""
     loops = (node for node in reversed(path_to(parsed, line)) if isinstance(node, cst.For | cst.While))
     return next((loop for loop in loops if parsed.lines_of(loop).start == line), None)
+
+
+def apart(node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.SimpleStatementLine]:
+    """Return the statements that share a line, each on a line of its own."""
+    if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1:
+        return [node]
+    lines = [
+        cst.SimpleStatementLine(body=[small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for small in node.body
+    ]
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=node.trailing_whitespace)
+    lines[0] = lines[0].with_changes(leading_lines=getattr(node, "leading_lines", ()))
+    return lines
+
+
+def lines_apart(loop: cst.For | cst.While) -> list[cst.BaseStatement]:
+    """Return the statements of a loop's body, each on a line of its own."""
+    body = loop.body
+    if isinstance(body, cst.SimpleStatementSuite):
+        return list(apart(body))
+    lines = (apart(node) if isinstance(node, cst.SimpleStatementLine) else [node] for node in body.body)
+    return [one for line in lines for one in line]  # type: ignore[misc]
+
+
+def block(loop: cst.For | cst.While, lines: Sequence[cst.BaseStatement]) -> cst.IndentedBlock:
+    """Return the body of a loop with these statements in it."""
+    if isinstance(loop.body, cst.IndentedBlock):
+        return loop.body.with_changes(body=lines)
+    return cst.IndentedBlock(body=lines)
 
 
 def enclosing(parsed: ParsedCell, line: int) -> Definition | None:

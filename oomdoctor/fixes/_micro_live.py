@@ -2,19 +2,22 @@
 
 While it is in force, in a loop over one of the session's loaders: ``backward`` weighs a mean loss by its part's
 share of the batch; ``zero_grad`` acts while no gradients are pending; clipping and the steps of optimizers and
-schedulers act on the last part alone. Whether a loss is a mean or a sum is read from its autograd node, never from
-tensors that it saved. All is put back on exit, whatever happens.
+schedulers act on the last part alone. Whether a loss is a mean or a sum is read from its graph. All is put back on
+exit, whatever happens.
 
-Limits: losses that couple samples by other means than a product of two activations are not recognised, and values
-that the loop prints are of parts. An optimizer that the session does not know may not step in such a loop.
+The body of the loop runs once for each part, so what it does by itself must not add up: it has to ask for a step in
+each part, and may change neither gradients, weights nor the settings of an optimizer between the parts of a batch. A
+loop that ends before its batches do has counted parts. An optimizer that the session does not know may not step in it.
+
+Limits: values that the loop prints are of parts, and a mean that it multiplies by a count of samples counts parts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -22,38 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._forward import is_shadow_run
+from oomdoctor.fixes._micro_place import Place
 from oomdoctor.model.kinds import submodules
 from oomdoctor.model.session import Session
 
 __all__ = ["in_parts"]
 
-_UNKNOWN: Final = 0
-_MEAN: Final = 1
-_SUM: Final = 2
-"""Values of ``_saved_reduction``. Source: ``at::Reduction`` in ATen/core/Reduction.h: None 0, Mean 1, Sum 2."""
-
-_NO_IGNORE: Final = {-100, 2**64 - 100}
-"""The default ``ignore_index``, which autograd nodes show as an unsigned number."""
-
-_ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Squeeze", "View", "Alias")
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_")
 _MISSING: Final = object()
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where the loop stands: which share of its batch the part at hand has, and what is still to come.
-
-    Attributes:
-        share: None outside of a loop over a known loader.
-        pending: gradients of earlier parts wait for the step.
-    """
-
-    share: float | None = None
-    is_last: bool = True
-    pending: bool = False
-    checked: bool = False
-    owners: set[int] = field(default_factory=set)
 
 
 @contextmanager
@@ -64,20 +43,24 @@ def in_parts(session: Session, parts: int) -> Iterator[None]:
         OomDoctorError: on entering or in the loop, with the reason why the meaning would not be kept.
     """
     _check(session)
-    place = _Place(owners={id(optimizer) for _, optimizer in session.optimizers})
+    modules = [module for _, module in session.modules]
+    weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
+    place = Place(optimizers=[optimizer for _, optimizer in session.optimizers], weights=weights)
     with ExitStack() as undo:
         _gate_loaders(undo, place, [loader for _, loader in session.loaders], parts)
-        for _, optimizer in session.optimizers:
-            _gate(undo, optimizer, "zero_grad", lambda: not place.pending)
-            _gate(undo, optimizer, "step", lambda: place.is_last, done=lambda: _stepped(place))
-        for _, scheduler in session.schedulers:
-            _gate(undo, scheduler, "step", lambda: place.is_last)
-        for _, module in session.modules:
-            _gate(undo, module, "zero_grad", lambda: not place.pending)
+        for optimizer in place.optimizers:
+            _gate(undo, optimizer, "zero_grad", place.may_zero)
+            _gate(undo, optimizer, "step", place.may_step, done=place.stepped)
+        for module in modules:
+            _gate(undo, module, "zero_grad", place.may_zero)
+        _gate_schedulers(undo, place, [type(scheduler) for _, scheduler in session.schedulers])
         _gate_clipping(undo, place, session.namespace)
         _weigh_backward(undo, place)
-        undo.callback(register_optimizer_step_pre_hook(functools.partial(_check_owner, place)).remove)
+        _refuse_other_gradients(undo, place)
+        undo.callback(register_optimizer_step_pre_hook(place.check_owner).remove)
         yield
+        if place.unfinished and not is_shadow_run():
+            raise OomDoctorError("the loop ended before its batches did: it may have counted parts of them")
 
 
 def _check(session: Session) -> None:
@@ -97,9 +80,6 @@ def _check(session: Session) -> None:
             if kinds & {"RNNBase", "MultiheadAttention"} and not module.__dict__.get("batch_first"):
                 raise OomDoctorError(f"{name} takes the batch in dimension 1, not 0")
             _check_loss(name, module)
-    for name, value in session.namespace.items():
-        if type(value).__name__ == "GradScaler" and value.__dict__.get("_enabled"):
-            raise OomDoctorError(f"{name} scales gradients and counts steps, which live parts would upset")
 
 
 def _check_loss(name: str, module: Any) -> None:
@@ -111,7 +91,7 @@ def _check_loss(name: str, module: Any) -> None:
         raise OomDoctorError(f"{name} has class weights, so its mean is not one over samples")
 
 
-def _gate_loaders(undo: ExitStack, place: _Place, loaders: list[Any], parts: int) -> None:
+def _gate_loaders(undo: ExitStack, place: Place, loaders: list[Any], parts: int) -> None:
     known = {id(loader) for loader in loaders}
     for cls in {type(loader) for loader in loaders}:
         original = cls.__iter__
@@ -123,7 +103,8 @@ def _gate_loaders(undo: ExitStack, place: _Place, loaders: list[Any], parts: int
         _replace(undo, cls, "__iter__", iterate)
 
 
-def _parts_of(batches: Iterator[Any], place: _Place, parts: int) -> Iterator[Any]:
+def _parts_of(batches: Iterator[Any], place: Place, parts: int) -> Iterator[Any]:
+    took_parts = False
     try:
         for batch in batches:
             # Without gradients (evaluation) there is nothing to accumulate, and metrics are of whole batches.
@@ -134,11 +115,18 @@ def _parts_of(batches: Iterator[Any], place: _Place, parts: int) -> Iterator[Any
                 raise OomDoctorError("a batch ended without a step of the optimizer: the loop accumulates already")
             rows = _rows(batch)
             bounds = [(start, min(start + -(-rows // parts), rows)) for start in range(0, rows, -(-rows // parts))]
+            if len(bounds) > 1 and not took_parts:
+                took_parts = True
+                place.unfinished += 1
             for start, end in bounds:
-                place.share, place.is_last = (end - start) / rows, end == rows
+                place.begin(start, end, rows)
+                written = place.written()
                 yield _slice(batch, rows, start, end)
+                place.check(written)
+        place.unfinished -= took_parts
     finally:
         place.share, place.is_last, place.pending = None, True, False
+        place.gradients = place.factors = None
 
 
 def _rows(batch: Any) -> int:
@@ -184,11 +172,12 @@ def _gate(
     undo: ExitStack, owner: Any, name: str, opens: Callable[[], bool], done: Callable[[], None] | None = None
 ) -> None:
     """Have ``owner.name`` do nothing while ``opens`` says no."""
+    before = vars(owner).get(name, _MISSING)
     original = getattr(owner, name)
 
     # ``wraps`` carries over the marks by which schedulers know a step that they have wrapped.
     @functools.wraps(original)
-    def gated(*args: Any, **kwargs: Any) -> Any:
+    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and callable(args[0]) and name == "step":
             raise OomDoctorError("the optimizer calls a closure, which cannot be taken in parts")
         if not opens():
@@ -198,14 +187,36 @@ def _gate(
             done()
         return result
 
-    _replace(undo, owner, name, gated)
+    # A method, as schedulers that the cell makes take it apart.
+    method = vars(owner)[name] = MethodType(gated, owner)
+
+    def put_back() -> None:
+        # What such a scheduler has put in its place stays there.
+        if vars(owner).get(name) is method:
+            _put(owner, name, before)
+
+    undo.callback(put_back)
 
 
-def _stepped(place: _Place) -> None:
-    place.pending = False
+def _gate_schedulers(undo: ExitStack, place: Place, known: Sequence[type]) -> None:
+    """Have schedulers step with the last part alone, those that the cell makes as well."""
+    todo, classes = [torch.optim.lr_scheduler.LRScheduler, *known], dict.fromkeys(known)
+    while todo:
+        cls = todo.pop()
+        classes[cls] = None
+        todo += cls.__subclasses__()
+    for cls in classes:
+        if "step" in vars(cls):
+            original = vars(cls)["step"]
+
+            @functools.wraps(original)
+            def step(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                return original(*args, **kwargs) if place.is_last else None
+
+            _replace(undo, cls, "step", step)
 
 
-def _gate_clipping(undo: ExitStack, place: _Place, namespace: dict[str, Any]) -> None:
+def _gate_clipping(undo: ExitStack, place: Place, namespace: dict[str, Any]) -> None:
     home = torch.nn.utils
     for name in _CLIPS:
         original = getattr(home, name)
@@ -219,8 +230,9 @@ def _gate_clipping(undo: ExitStack, place: _Place, namespace: dict[str, Any]) ->
             undo.callback(namespace.__setitem__, key, original)
 
 
-def _weigh_backward(undo: ExitStack, place: _Place) -> None:
+def _weigh_backward(undo: ExitStack, place: Place) -> None:
     original: Callable[..., None] = torch.Tensor.backward
+    within = False
 
     def backward(
         loss: torch.Tensor,
@@ -229,100 +241,57 @@ def _weigh_backward(undo: ExitStack, place: _Place) -> None:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        if place.share is not None:
+        nonlocal within
+        # A mode that sees torch's functions, such as a default device, comes back here on its way.
+        outermost = not within
+        if place.share is not None and outermost:
             if gradient is not None or loss.dim() or retain_graph or create_graph or inputs is not None:
                 raise OomDoctorError("backward is called with arguments, which cannot be weighted by a part's share")
-            if not place.checked:
-                _check_graph(loss.grad_fn)
-                place.checked = True
-            place.pending = True
-            weight = place.share if _reduction(loss.grad_fn) == _MEAN else 1.0
+            weight = place.weight(loss.grad_fn)
             gradient = torch.full_like(loss, weight)
-        original(loss, gradient, retain_graph, create_graph, inputs)
+        within = True
+        try:
+            original(loss, gradient, retain_graph, create_graph, inputs)
+        finally:
+            within = not outermost
+        if place.share is not None:
+            place.gradients = place.collected()
 
     _replace(undo, torch.Tensor, "backward", backward)
 
 
-def _reduction(node: Any) -> int:
-    """Return how the loss made by ``node`` reduces.
+def _refuse_other_gradients(undo: ExitStack, place: Place) -> None:
+    """Refuse what makes gradients by other ways than ``backward`` of the loss."""
+    differentiate: Callable[..., Any] = torch.autograd.grad
 
-    Raises:
-        OomDoctorError: it cannot be told, or its terms reduce in different ways.
-    """
-    found = set(_reductions(node))
-    if len(found) != 1 or _UNKNOWN in found:
-        raise OomDoctorError("the loss is not known to be a mean or a sum over the samples of the batch")
-    return found.pop()
+    @functools.wraps(differentiate)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if place.share is not None:
+            raise OomDoctorError("the loop takes derivatives itself, which are not weighted by a part's share")
+        return differentiate(*args, **kwargs)
 
+    _replace(undo, torch.autograd, "grad", grad)
+    scaled: Callable[..., Any] = torch.amp.GradScaler.scale
 
-def _reductions(node: Any) -> Iterator[int]:
-    name = node.name() if node is not None else ""
-    if name.startswith("Mean") and "0" in name:
-        yield _MEAN
-    elif name.startswith("Sum") and "0" in name:
-        yield _SUM
-    elif (kind := getattr(node, "_saved_reduction", None)) in {_MEAN, _SUM}:
-        if kind == _MEAN and getattr(node, "_saved_ignore_index", -100) not in _NO_IGNORE:
-            raise OomDoctorError("the loss passes over some targets, so its mean is not one over samples")
-        yield int(kind)
-    elif name.startswith(_ARITHMETIC):
-        if name.startswith("Div") and getattr(node.next_functions[0][0], "name", str)().startswith("Sum"):
-            # A sum that a count of the samples divides is a mean; by what it was divided, the graph does not tell.
-            raise OomDoctorError("the loss is a sum that is divided, and by what is not known")
-        for child, _ in node.next_functions:
-            if child is not None:
-                yield from _reductions(child)
-    else:
-        yield _UNKNOWN
+    @functools.wraps(scaled)
+    def scale(scaler: Any, outputs: Any) -> Any:
+        if place.share is not None and scaler.is_enabled():
+            raise OomDoctorError("a GradScaler scales gradients and counts steps, which live parts would upset")
+        return scaled(scaler, outputs)
 
-
-def _check_graph(root: Any) -> None:
-    """Look through the graph of the first part for what couples samples: batch statistics, similarity matrices."""
-    todo, seen = [root], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        children = [child for child, _ in node.next_functions]
-        name = node.name()
-        if "BatchNorm" in name and getattr(node, "_saved_training", True):
-            raise OomDoctorError("a layer normalises over the batch in training mode")
-        if name == "MmBackward0" and not any(child is None or _is_weight(child) for child in children[:2]):
-            raise OomDoctorError("the loss compares the samples of a batch with one another")
-        todo += children
-
-
-def _is_weight(node: Any) -> bool:
-    while node is not None and node.name() in {"TBackward0", "TransposeBackward0", "ToCopyBackward0"}:
-        node = node.next_functions[0][0]
-    return node is None or "AccumulateGrad" in node.name()
-
-
-def _check_owner(place: _Place, optimizer: Any, args: Any, kwargs: Any) -> None:
-    if place.share is not None and id(optimizer) not in place.owners:
-        raise OomDoctorError("an optimizer that the cell made itself steps in the loop: its steps cannot be held back")
+    _replace(undo, torch.amp.GradScaler, "scale", scale)
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = vars(owner).get(name, _MISSING)
-    if before is _MISSING:
-        undo.callback(_drop, owner, name)
-    else:
-        undo.callback(type.__setattr__ if isinstance(owner, type) else _put, owner, name, before)
+    undo.callback(_put, owner, name, vars(owner).get(name, _MISSING))
     _put(owner, name, value)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
-        setattr(owner, name, value)
+        delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+    elif value is _MISSING:
+        vars(owner).pop(name, None)
     else:
         # Past ``nn.Module.__setattr__`` and its like, which keep registers of their own.
         vars(owner)[name] = value
-
-
-def _drop(owner: Any, name: str) -> None:
-    if isinstance(owner, type):
-        delattr(owner, name)
-    else:
-        vars(owner).pop(name, None)

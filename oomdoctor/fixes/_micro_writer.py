@@ -41,14 +41,9 @@ class Writer:
         """Return ``old`` with its body taken apart.
 
         Raises:
-            NotProven: its statements cannot be told apart line by line.
+            NotProven: what is used after the step cannot be put together again.
         """
-        body = old.body
-        if not isinstance(body, cst.IndentedBlock) or any(
-            isinstance(node, cst.SimpleStatementLine) and len(node.body) != 1 for node in body.body
-        ):
-            raise NotProven("several statements of the loop share a line")
-        lines = list(body.body)
+        lines = _cst.lines_apart(old)
         step = self._step
         start = [f"{self._sum} = 0.0"] if self._sum else []
         start += [f"{total} = 0.0" for total in self._sums.values()]
@@ -71,7 +66,7 @@ class Writer:
             *(lines[place] for place in step.after),
             *lines[max(step.inner) + 1 :],
         ]
-        return old.with_changes(body=body.with_changes(body=new))
+        return old.with_changes(body=_cst.block(old, new))
 
     def _inner(self, lines: list[cst.BaseStatement]) -> _cst.Statement:
         step = self._step
@@ -98,6 +93,12 @@ class Writer:
             chunks = [f"{name}.chunk({parts})" for name in step.names]
             head = f"for {', '.join(self._micro.values())} in "
             head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
+        elif step.keys:
+            ((name, micro),) = self._micro.items()
+            self._each = each = self._fresh("chunks")
+            keys = ", ".join(map(self._quoted, step.keys)) + ("," if len(step.keys) == 1 else "")
+            head = f"for {each} in zip(*({name}[key].chunk({parts}) for key in ({keys})), strict=True)"
+            first = [f"{micro} = dict(zip(({keys}), {each}, strict=True))"]
         else:
             ((name, micro),) = self._micro.items()
             values = f"{name}.values()" if step.kind == "dict" else name
@@ -117,19 +118,23 @@ class Writer:
         names = {node.id for node in ast.walk(ast.parse(target)) if isinstance(node, ast.Name)}
         if not names <= set(self._step.names):
             raise NotProven(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
-        text = target.replace("'", '"') if self._doubly_quoted() else target
+        text = self._quoted(target)
         if micro:
             text = _renamed(cst.parse_module(text), self._micro).code
         return f"({text} != {ignored}).sum()"
 
-    def _doubly_quoted(self) -> bool:
-        return self._parsed.source.count('"') > self._parsed.source.count("'")
+    def _quoted(self, text: str) -> str:
+        """Return a text with the quotes that the cell has most of."""
+        doubly = self._parsed.source.count('"') > self._parsed.source.count("'")
+        return text.replace("'", '"') if doubly else text
 
     def _share(self) -> str:
         step = self._step
         if step.form.counted is not None:
             return f"{self._kept} / {self._counts(micro=False)}"
         name, micro = next(iter(self._micro.items()))
+        if step.keys:
+            return f"len({self._each}[0]) / len({name}[{self._quoted(step.keys[0])}])"
         if step.kind == "dict":
             return f"len({self._each}[0]) / len(next(iter({name}.values())))"
         item = "[0]" if step.kind == "list" else ""

@@ -75,23 +75,17 @@ def _made(cells: Cells, facts: OptimizerFacts, read: Read) -> Made | Refused:
                 return parsed
             continue
         bound = last_binding(parsed, facts.path)
-        if bound is not None and not isinstance(bound.value, cst.Call):
+        if bound is not None and bound.whole is not bound.statement:
+            return Refused(f"which of several branches of cell {cell.number} makes `{facts.path}` is not followed")
+        if bound is None:
+            continue
+        if not isinstance(bound.value, cst.Call) or not isinstance(bound.statement, cst.SimpleStatementLine):
             line = parsed.lines_of(bound.statement)[0]
             return Refused(f"line {line} of cell {cell.number} makes `{facts.path}` in a way that is not followed")
-        if bound is not None and isinstance(bound.value, cst.Call):
-            return _followed(
-                cells,
-                facts,
-                read,
-                Made(
-                    path=facts.path,
-                    cell=cell,
-                    parsed=parsed,
-                    call=bound.value,
-                    statement=bound.statement,
-                    bound_in=cell,
-                ),
-            )
+        making = Made(
+            path=facts.path, cell=cell, parsed=parsed, call=bound.value, statement=bound.statement, bound_in=cell
+        )
+        return _followed(cells, facts, read, making)
     return Refused(f"no cell makes `{facts.path}`")
 
 

@@ -98,10 +98,6 @@ def _loops(parsed: _cst.ParsedCell, tree: ast.Module, line: int) -> tuple[cst.Fo
     node, loop = _cst.loop_at(parsed, line), loop_at(tree, line)
     if node is None or loop is None:
         raise _NotSafe("the loop is not where it was found before")
-    if not isinstance(node.body, cst.IndentedBlock) or any(
-        isinstance(one, cst.SimpleStatementLine) and len(one.body) != 1 for one in node.body.body
-    ):
-        raise _NotSafe("several statements of the loop share a line")
     return node, loop
 
 
@@ -169,7 +165,7 @@ def _check_numpy(tree: ast.Module, loop: Loop, made: set[str]) -> None:
 def _wrapped(
     parsed: _cst.ParsedCell, old: cst.For | cst.While, step: _Step, device: str, dtype: str
 ) -> cst.For | cst.While:
-    lines = list(old.body.body)
+    lines = _cst.lines_apart(old)
     inner = lines[step.start : step.end + 1]
     (head,) = _cst.statements(f"with torch.autocast({device}, dtype=torch.{dtype}):\n    pass\n", parsed)
     first = inner[0]
@@ -178,7 +174,7 @@ def _wrapped(
     block = cst.ensure_type(head, cst.With)
     block = block.with_changes(leading_lines=above, body=block.body.with_changes(body=inner))
     body = [*lines[: step.start], block, *lines[step.end + 1 :]]
-    return old.with_changes(body=old.body.with_changes(body=body))
+    return old.with_changes(body=_cst.block(old, body))
 
 
 def _check_scaled(loop: Loop, facts: TrainingLoop) -> None:
@@ -205,7 +201,7 @@ def _check_scaled(loop: Loop, facts: TrainingLoop) -> None:
     if bool(schedules) != ("schedule" in facts.order):
         raise _NotSafe("which scheduler is stepped in the loop cannot be told")
     for call in schedules:
-        after = [one for one in block if one.lineno > steps[0].lineno]
+        after = block[next(i for i, one in enumerate(block) if any(steps[0] is part for part in ast.walk(one))) :]
         if not any(isinstance(one, ast.Expr) and one.value is call for one in after):
             raise _NotSafe(f"`{ast.unparse(call)}` does not follow the step of the optimizer")
 
@@ -250,17 +246,32 @@ class _Scale(cst.CSTTransformer):
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        if len(updated_node.body) != 1:
-            return updated_node
-        try:
-            node = ast.parse(cst.Module([updated_node.with_changes(leading_lines=())]).code.strip()).body[0]
-        except SyntaxError:
-            return updated_node
-        lines = list(self._lines(node, updated_node))
-        if lines == [updated_node]:
+        lines = self._scaled(updated_node)
+        if lines is None:
             return updated_node
         lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         return cst.FlattenSentinel(lines)
+
+    def leave_SimpleStatementSuite(  # noqa: N802
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.BaseSuite:
+        lines = self._scaled(updated_node)
+        return updated_node if lines is None else cst.IndentedBlock(body=lines)
+
+    def _scaled(self, node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.BaseStatement] | None:
+        """Return the statements of a line with the scaler in them, None where it has to do with none of them."""
+        old = _cst.apart(node)
+        new = [list(self._with_scaler(line)) for line in old]
+        if new == [[line] for line in old]:
+            return None
+        return [line for lines in new for line in lines]
+
+    def _with_scaler(self, line: cst.SimpleStatementLine) -> Iterator[cst.BaseStatement]:
+        try:
+            node = ast.parse(cst.Module([line.with_changes(leading_lines=())]).code.strip()).body[0]
+        except SyntaxError:
+            return iter([line])
+        return self._lines(node, line)
 
     def _lines(self, node: ast.stmt, line: cst.SimpleStatementLine) -> Iterator[cst.BaseStatement]:
         bare = line.with_changes(leading_lines=())

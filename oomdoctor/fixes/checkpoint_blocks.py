@@ -28,11 +28,13 @@ from oomdoctor.fixes import _cst, _imports, _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import found_or_asked, why_not_short
 from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.fixes._micro_names import model_facts
+from oomdoctor.fixes._recomputing import SWITCHES, recomputes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.kinds import child_path
+from oomdoctor.model.names import bound_names
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -51,9 +53,6 @@ _KEPT_RATIO: Final = 2 / 34
 _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
 
-_SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""The model's own switch: the name of transformers since 5.23, where the older one warns and is gone in 6."""
-_RECOMPUTES: Final = re.compile(rf"torch\.utils\.checkpoint|\b({'|'.join(_SWITCHES)})\b|\bset_grad_checkpointing\b")
 _MISSING: Final = object()
 
 
@@ -98,7 +97,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes import _forward
 
-    if any(_RECOMPUTES.search(cell.source) for cell in session.cells.history):
+    if recomputes(session.cells):
         raise OomDoctorError("the code recomputes activations already")
     chosen: dict[int, tuple[str, Any]] = {}
     every = dose.number("every")
@@ -171,7 +170,7 @@ def _switch(model: Any) -> tuple[str, str] | None:
     """Return the method by which the model recomputes its own layers, as those of transformers do, and its argument."""
     if inspect.getattr_static(type(model), "supports_gradient_checkpointing", None) is not True:
         return None
-    for name in _SWITCHES:
+    for name in SWITCHES:
         switch, argument = inspect.getattr_static(type(model), name, None), name.replace("enable", "kwargs")
         if inspect.isfunction(switch) and argument in inspect.signature(switch).parameters:
             return name, argument
@@ -212,7 +211,7 @@ def _switched(model: Any, every: int) -> Iterator[None]:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a loop over the blocks behind the line that makes the model."""
-    if any(_RECOMPUTES.search(cell.source) for cell in cells.history):
+    if recomputes(cells):
         return Refused("the code recomputes activations already")
     through = _trainer_source.patched("checkpoint_blocks", cells, evidence, dose) if dose["every"] == 1 else None
     if through is not None:
@@ -300,8 +299,9 @@ def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...], *, cop
             if cell is cells.failing:
                 return parsed
             continue
-        bound = last_binding(parsed, root)
-        made = bound.statement if bound is not None else None
+        before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
+        bound = last_binding(parsed, root, bound_before=before)
+        made = bound.whole if bound is not None else None
         if made is None and cell is not cells.failing:
             continue
         if made is not None:

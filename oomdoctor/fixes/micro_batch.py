@@ -136,5 +136,5 @@ FIX: Final = Fix(
     apply=apply,
     patch=patch,
     guard=guard,
-    live_caveat="counters and lists of the loop count parts of batches",
+    live_caveat="counters and lists of the loop count parts of batches, and random numbers are drawn for each part",
 )

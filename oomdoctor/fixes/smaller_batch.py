@@ -16,7 +16,7 @@ from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number
 from oomdoctor.fixes._batch_replay import exchange_numbers
-from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of, smaller, steps_of
+from oomdoctor.fixes._batch_sizes import Steps, fixed_schedule, hard_coded, sizes_of, smaller, steps_of
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
@@ -95,6 +95,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             id(number.node): number for number in _chosen(found, _size(evidence, [loop])) if number.value > size
         }
         largest = max([largest, *(number.value for number in found)])
+    if steps_of(code, loops) is not Steps.FIXED and (call := fixed_schedule(book)) is not None:
+        return Refused(f"`{call}` is a schedule over so many steps and raises beyond it: there would be more")
     if not numbers:
         return Refused(f"the cells set batches of {largest} samples, which are not larger than {size}")
     odd = next((number.value for number in numbers.values() if number.value % size), None)

@@ -82,7 +82,22 @@ BY_HELPER = """
         optimizer.step()
         losses.append(loss.item())
 """
+SHARED_LINES = """
+    for step, (x, y) in enumerate(loader):
+        logits = model(x); loss = criterion(logits, y); loss.backward()  # as ever
+        if step % 2: nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step(); optimizer.zero_grad()
+        losses.append(loss.item())
+"""
+SHARED_BRANCH = """
+    for step, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        loss.backward(); losses.append(loss.item())
+        if step % 2:
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+"""
 NOTEBOOKS = {
+    "shared lines": (SETUP, SHARED_LINES),
+    "shared branch": (SETUP, SHARED_BRANCH),
     "plain": (SETUP, PLAIN),
     "between": (SETUP, BETWEEN),
     "accumulating": (SETUP, ACCUMULATING),

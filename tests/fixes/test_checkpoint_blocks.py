@@ -516,3 +516,68 @@ def test_of_several_models_the_one_that_is_trained_is_recomputed() -> None:
     neither = patch(cells, live.evidence(*facts), ALL)
     why = "several models have repeated blocks: which of them to recompute is for the user to say"
     assert both == neither == Refused(why)
+
+
+USED = {
+    "imported from its module": "from torch.utils.checkpoint import checkpoint\nout = checkpoint(f, x)\n",
+    "by another name": "import torch.utils.checkpoint as cp\nout = cp.checkpoint_sequential(net, 2, x)\n",
+    "its module imported": "from torch.utils import checkpoint\nout = checkpoint.checkpoint(f, x)\n",
+    "written out": "import torch.utils.checkpoint\nout = torch.utils.checkpoint.checkpoint(f, x)\n",
+    "handed on": "from torch.utils.checkpoint import checkpoint as c\nrun = partial(c, use_reentrant=False)\n",
+    "the switch of a model": "model.gradient_checkpointing_enable()\n",
+    "the switch of timm": "model.set_grad_checkpointing()\n",
+}
+NOT_USED = {
+    "a comment": "# TODO: model.gradient_checkpointing_enable(), or torch.utils.checkpoint\n",
+    "an import": "from torch.utils.checkpoint import checkpoint\n",
+    "a text": "notes = 'torch.utils.checkpoint'\n",
+    "a file": "checkpoint = torch.load('checkpoint.pt')\nmodel.load_state_dict(checkpoint)\n",
+    "a switch turned off": "model.set_grad_checkpointing(False)\n",
+}
+
+
+@pytest.mark.parametrize("name", [*USED, *NOT_USED])
+def test_only_what_recomputes_already_is_left_alone(name: str) -> None:
+    first, _, rest = {**USED, **NOT_USED}[name].partition("\n")
+    for cells in (live.cells_of(f"{first}\n{rest}", MAKES, TRAINS), live.cells_of(first, rest + MAKES, TRAINS)):
+        made = patch(cells, FACTS, ALL)
+        assert isinstance(made, Refused) == (name in USED)
+        bound = replace(live.session(model=Net()), cells=cells)
+        refused = pytest.raises(OomDoctorError, match="already") if name in USED else nullcontext()
+        with refused, FIX.apply(bound, ALL):
+            pass
+
+
+def test_a_cell_that_holds_the_patch_is_not_patched_again() -> None:
+    (edit,) = patch(live.cells_of(MAKES, TRAINS), FACTS, ALL).edits
+    assert patch(live.cells_of(edit.after, TRAINS), FACTS, ALL) == Refused("the code recomputes activations already")
+
+
+BRANCHES = {
+    "if": "if small:\n    model = Net(drop=0.5)\nelse:\n    model = Net()\n",
+    "elif": "if small:\n    model = Net()\nelif small is None:\n    model = Net(drop=0.5)\nelse:\n    model = Net()\n",
+    "try": "try:\n    assert small\n    model = Net(drop=0.5)\nexcept AssertionError:\n    model = Net()\n",
+    "made anew": "model = Net()\nif small:\n    model = Net(drop=0.5)\n",
+    "of an earlier cell": "if small:\n    model = Net(drop=0.5)\n",
+    "on one line": "if small: model = Net(drop=0.5)\nelse: model = Net()\n",
+    "made anew on one line": "model = Net()\nif small: model = Net(drop=0.5)\n",
+}
+
+
+@pytest.mark.parametrize("small", [True, False, None])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_whichever_branch_makes_the_model_its_blocks_are_recomputed(name: str, small: bool | None) -> None:
+    cells = live.cells_of("model = Net()\n" if "earlier" in name else "y = 1\n", BRANCHES[name] + "x = 1\n", TRAINS)
+    (edit,) = patch(cells, FACTS, ALL).edits
+    namespace: dict[str, Any] = {"Net": Net, "small": small}
+    exec(cells.history[0].source, namespace)
+    exec(edit.after, namespace)
+    assert all(isinstance(block.forward, partial) for block in namespace["model"].blocks)
+
+
+def test_a_model_that_one_branch_alone_makes_is_recomputed_there() -> None:
+    (edit,) = patch(live.cells_of("if train:\n    model = Net()\n", TRAINS), FACTS, ALL).edits
+    exec(edit.after, {"Net": Net, "train": False})
+    namespace: dict[str, Any] = {"Net": Net, "train": True}
+    exec(edit.after, namespace)
+    assert all(isinstance(block.forward, partial) for block in namespace["model"].blocks)

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence.code import facts
-from oomdoctor.fixes import _micro_live, _micro_writer
+from oomdoctor.fixes import _micro_place, _micro_writer
+from oomdoctor.fixes._loss_graph import SUM as SUMMED
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
@@ -47,6 +49,13 @@ class Pairs(Dataset[Any]):
         return {"x": self.x[at], "labels": self.y[at]}
 
 
+class Named(Pairs):
+    """The same with the name of each sample, which makes a list of texts of the batch."""
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        return {"name": f"sample {at}", **super().__getitem__(at)}
+
+
 class Keywords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +80,7 @@ def program(**other: Any) -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
         "loader": DataLoader(TensorDataset(x, y), batch_size=16),
         "dicts": DataLoader(Pairs(x, y), batch_size=16),
+        "named": DataLoader(Named(x, y), batch_size=16),
         "losses": [],
         "correct": 0,
     }
@@ -206,6 +216,21 @@ DICT = """
         scheduler.step()
         optimizer.zero_grad()
 """
+SHARED_LINES = """
+    for x, y in loader:
+        # as in the paper
+        optimizer.zero_grad(); out = model(x); loss = criterion(out, y)  # all of it
+        loss.backward(); optimizer.step(); losses.append(loss.item())
+"""
+NAMED = """
+    for batch in named:
+        optimizer.zero_grad()
+        out = model(batch["x"])
+        loss = criterion(out, batch["labels"])
+        loss.backward()
+        optimizer.step()
+        losses.append((loss.item(), len(batch["name"]))[0])
+"""
 DICT_ITEMS = """
     for batch in dicts:
         optimizer.zero_grad()
@@ -283,6 +308,9 @@ LOOPS = {
     "indexed": INDEXED,
     "dict": DICT,
     "dict items": DICT_ITEMS,
+    "named": NAMED,
+    "shared lines": SHARED_LINES,
+    "one line": "for x, y in loader: optimizer.zero_grad(); criterion(model(x), y).backward(); optimizer.step()\n",
     "no loader": NO_LOADER,
     "fetched": FETCHED,
     "ignoring": IGNORING,
@@ -435,18 +463,30 @@ def test_a_model_that_draws_by_itself_is_refused() -> None:
     )
 
 
+class Rows(TorchFunctionMode):
+    """The rows that linear layers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            self.seen.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
 # The live form reads no source: losses that pass over targets or mix reductions, and batches that come from
 # elsewhere, are not for it.
 @pytest.mark.parametrize("name", sorted(LOOPS.keys() - {"penalty", "ignoring", "no loader", "fetched", "scaled"}))
 def test_live_form_leaves_the_same_parameters(name: str) -> None:
     sources = [textwrap.dedent(source) for source in (SETUP, LOOPS[name])]
     plain, split = program(**own_model(name)), program(**own_model(name))
-    rows = rows_seen(split["model"])
     run(sources, plain)
-    with apply(session(split), PARTS):
+    with Rows() as rows, apply(session(split), PARTS):
         run(sources, split)
     assert distance(plain, split) <= TOLERANCE
-    assert max(rows) == 4
+    assert max(rows.seen) == 4
     assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
 
 
@@ -569,7 +609,7 @@ def test_without_the_weights_the_parameters_differ(monkeypatch: pytest.MonkeyPat
     split = run(after(made, (SETUP, ZERO_FIRST)), program())
     assert distance(plain, split) > 100 * TOLERANCE
 
-    monkeypatch.setattr(_micro_live, "_reduction", lambda node: _micro_live._SUM)
+    monkeypatch.setattr(_micro_place, "reduction", lambda node: (SUMMED, ()))
     sources = [textwrap.dedent(source) for source in (SETUP, UNPACKED)]
     plain, split = run(sources, program() | sgd()), program() | sgd()
     with apply(session(split), PARTS):
@@ -792,7 +832,6 @@ REFUSED = {
     "counts the classes": HEAD + "    loss = (model(x) - F.one_hot(y)).pow(2).mean()\n" + TAIL,
     "mixes samples|combines the samples": HEAD + "    z = model(x)\n    loss = (z - z.mean()).pow(2).mean()\n" + TAIL,
     "does not write out its ignore_index": HEAD + "    loss = F.cross_entropy(model(x), y, ignore_index=pad)\n" + TAIL,
-    "share a line": HEAD + "    loss = criterion(model(x), y); loss.backward()\n    optimizer.step()\n",
 }
 
 
@@ -970,7 +1009,7 @@ def test_undone_functions_of_torch_are_the_very_same() -> None:
 
 
 def test_live_form_refuses_on_entering() -> None:
-    for lacking, reason in ((["loader", "dicts"], "no DataLoader"), (["optimizer"], "no optimizer")):
+    for lacking, reason in ((["loader", "dicts", "named"], "no DataLoader"), (["optimizer"], "no optimizer")):
         namespace = {name: value for name, value in program().items() if name not in lacking}
         with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
             pass
@@ -992,6 +1031,40 @@ LIVE_REFUSED = {
     + TAIL,
     "accumulates already": "for x, y in loader:\n    criterion(model(x), y).backward()\n",
     "closure": HEAD + "    optimizer.step(lambda: criterion(model(x), y))\n",
+    # What the loop counts are parts.
+    "ended before its batches": "it = iter(loader)\nfor step in range(len(loader)):\n    x, y = next(it)\n"
+    "    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n" + TAIL,
+    "the loop accumulates": "for i, (x, y) in enumerate(loader):\n    (criterion(model(x), y) / 2).backward()\n"
+    "    if i % 2:\n        optimizer.step()\n        optimizer.zero_grad()\n",
+    "sets the optimizer anew": "for i, (x, y) in enumerate(loader):\n    optimizer.param_groups[0]['lr'] = 0.01 * i\n"
+    "    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n" + TAIL,
+    # What it does to weights and gradients would be done for each part.
+    "writes to weights": HEAD
+    + "    loss = criterion(model(x), y)\n"
+    + TAIL
+    + "    with torch.no_grad():\n        model[2].weight.mul_(0.99)\n",
+    "changes gradients": HEAD.replace("optimizer.zero_grad()", "[setattr(p, 'grad', None) for p in model.parameters()]")
+    + "    loss = criterion(model(x), y)\n"
+    + TAIL,
+    "zeroed between backward": HEAD
+    + "    criterion(model(x), y).backward()\n    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n"
+    + TAIL,
+    "several for a batch": HEAD + "    loss = criterion(model(x), y)\n" + TAIL + "    model(x).mean().backward()\n",
+    "takes derivatives": HEAD
+    + "    loss = criterion(model(x), y)\n    torch.autograd.grad(loss, model[0].weight, retain_graph=True)\n"
+    + TAIL,
+    "GradScaler": "scaler = torch.amp.GradScaler('cpu')\n"
+    + HEAD
+    + "    scaler.scale(criterion(model(x), y)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+    # What the loss is.
+    "may be a count": HEAD + "    loss = F.cross_entropy(model(x), y, reduction='sum') / len(x)\n" + TAIL,
+    "known to be a mean or": HEAD + "    loss = criterion(model(x), y) * model(x).square().mean()\n" + TAIL,
+    "class weights": "weights = torch.tensor([1.0, 2.0, 3.0, 4.0])\n"
+    + HEAD
+    + "    loss = F.cross_entropy(model(x), y, weights)\n"
+    + TAIL,
+    "with one another": HEAD + "    z = model(x)\n    loss = torch.cdist(z, z).mean()\n" + TAIL,
+    "made over the samples": HEAD + "    z = model(x)\n    loss = criterion(z - z.mean(0), y)\n" + TAIL,
 }
 
 
@@ -1000,6 +1073,44 @@ def test_live_form_stops_where_it_would_lie(reason: str) -> None:
     namespace = program()
     with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
         run([textwrap.dedent(SETUP), LIVE_REFUSED[reason]], namespace)
+
+
+@pytest.mark.parametrize("schedule", ["OneCycleLR(optimizer, 0.1, total_steps=4)", "StepLR(optimizer, 1, gamma=0.5)"])
+def test_a_scheduler_that_the_cell_makes_steps_once_a_batch(schedule: str) -> None:
+    source = f"schedule = torch.optim.lr_scheduler.{schedule}\n{HEAD}    loss = criterion(model(x), y)\n{TAIL}"
+    source += "    schedule.step()\n"
+    plain, split = run([textwrap.dedent(SETUP), source], program()), program()
+    with apply(session(split), PARTS):
+        run([textwrap.dedent(SETUP), source], split)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["schedule"].last_epoch == plain["schedule"].last_epoch
+    split["optimizer"].step()
+    split["schedule"].step()
+    assert split["schedule"].last_epoch == plain["schedule"].last_epoch + 1
+
+
+def test_live_form_looks_through_the_graph_of_the_model() -> None:
+    class Centred(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self[0](x)
+            return functional.relu(self[1](hidden - hidden.mean(0)))
+
+    namespace = program(model=Centred(nn.Linear(8, 16), nn.Linear(16, 4)))
+    source = HEAD + "    loss = criterion(model(x), y)\n" + TAIL
+    with pytest.raises(OomDoctorError, match="made over the samples"), apply(session(namespace), PARTS):
+        run([textwrap.dedent(SETUP), source], namespace)
+
+
+@pytest.mark.parametrize(
+    ("factor", "why"), [("-0.5 *", ""), ("1 / 16 *", "may be a count"), ("1 / (y.sum() + 0.3) *", "otherwise")]
+)
+def test_a_sum_may_be_multiplied_by_what_does_not_count(factor: str, why: str) -> None:
+    source = HEAD + f"    loss = {factor} (model(x) * 0.1).square().sum()\n" + TAIL
+    plain, split = run([textwrap.dedent(SETUP), source], program() | sgd()), program() | sgd()
+    refused = pytest.raises(OomDoctorError, match=why) if why else nullcontext()
+    with refused, apply(session(split), PARTS):
+        run([textwrap.dedent(SETUP), source], split)
+    assert why or distance(plain, split) <= TOLERANCE
 
 
 def test_live_form_leaves_evaluation_alone() -> None:

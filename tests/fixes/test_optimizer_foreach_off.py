@@ -176,6 +176,8 @@ def test_an_optimizer_made_by_a_function_of_the_notebook() -> None:
         (("optimizer = torch.optim.Adam(model.parameters(), **options)",), "unpacked"),
         (("optimizer = Adam if big else None",), "not followed"),
         (("optimizer = OPTIMIZERS['adam'](model.parameters())",), "not followed"),
+        (("if big:\n    optimizer = Adam(p)\nelse:\n    optimizer = Adam(p, lr=1e-4)",), "which of several branches"),
+        (("optimizer = Adam(p)\nif big: optimizer = Adam(p, lr=1e-4)",), "not followed"),
         (("x = 1",), "no cell makes"),
         (("optimizer = make(",), "not Python"),
     ],

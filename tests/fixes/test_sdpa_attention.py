@@ -157,6 +157,11 @@ s = F.softmax(s.float(), dim=-1).type_as(q)
 s = F.dropout(s, p=0.0, training=self.training)
 y = s @ v
 """,
+    """s = (q @ k.mT) * self.scale
+later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+s = s.masked_fill(later, float("-inf"))
+y = s.softmax(-1) @ v
+""",
 )
 
 
@@ -454,6 +459,7 @@ def test_a_function_that_the_cell_does_not_define_is_refused() -> None:
         ("p = (q @ k.mT).softmax(-1)\ny = p.mT @ v\n", "no product was found"),
         ("p = (q @ k.mT).softmax(-1)\nq.mul_(2)\ny = p @ v\n", "stands between"),
         ("p = (q @ k.mT).softmax(-1)\nk = k * 2\ny = p @ v\n", "stands between"),
+        ("s = q @ k.mT\nk = k * 2\ns = s.masked_fill(k[0, 0] < 0, -1e9)\ny = s.softmax(-1) @ v\n", "stands between"),
         ("p = (q @ make(k).mT).softmax(-1)\nw = v * 2\ny = p @ w\n", "called later"),
         ("p = torch.einsum('bihd,bjhd->bhij', q, k).softmax(-1)\ny = p @ v\n", "cannot be told"),
         ("p = (q @ k.mT).softmax(-1)\np, r = p * 2, 1\ny = p @ v\n", "no product"),

@@ -259,6 +259,26 @@ NOTEBOOKS = {
         *(IMPORTS, DATACLASS, DATA, MODEL.replace("lr=0.1", "lr=cfg.lr")),
         *("train_loader = DataLoader(train_set, batch_size=cfg.batch_size)", LOOP),
     ),
+    "settings passed to a function": (
+        *(IMPORTS, DATACLASS, DATA, MODEL.replace("lr=0.1", "lr=cfg.lr")),
+        "def make_loader(settings, data):\n    return DataLoader(data, batch_size=settings.batch_size)",
+        *("train_loader = make_loader(cfg, train_set)", LOOP),
+    ),
+    "arguments passed to main": (
+        *(IMPORTS, DATA, MODEL, PARSER),
+        "def main(opt):\n    train_loader = DataLoader(train_set, batch_size=opt.batch_size)\n"
+        + textwrap.indent(textwrap.dedent(LOOP), "    "),
+        "main(args)",
+    ),
+    "another name of the settings": (
+        *(IMPORTS, DATA, MODEL, "config = {'batch_size': 32}\nc = config"),
+        *("train_loader = DataLoader(train_set, batch_size=c['batch_size'])", LOOP),
+    ),
+    "settings made of others of their name": (
+        *("from types import SimpleNamespace\n" + textwrap.dedent(IMPORTS), DATA, MODEL),
+        "config = {'train': {'batch_size': 32}}\nconfig = SimpleNamespace(**config['train'])",
+        *("train_loader = DataLoader(train_set, batch_size=config.batch_size)", LOOP),
+    ),
     "conditional": (
         *(IMPORTS, DATA, MODEL, "batch_size = 64 if torch.cuda.is_available() else 32"),
         *("train_loader = DataLoader(train_set, batch_size=batch_size)", LOOP),
@@ -355,6 +375,14 @@ REFUSALS = {
     "a schedule over the steps": (
         (IMPORTS, DATA, MODEL, LOADER, ONE_CYCLE, LOOP + "        scheduler.step()\n"),
         "line 2 of cell 5 made something of it that the failing cell needs",
+    ),
+    "a schedule over steps that are written down": (
+        (
+            *(IMPORTS, DATA, MODEL, LOADER),
+            "steps = 3\n" + textwrap.dedent(ONE_CYCLE).replace("epochs=1, steps_per_epoch=len(train_loader)", "steps"),
+            LOOP + "        scheduler.step()\n",
+        ),
+        "`OneCycleLR(..., steps)` is a schedule over so many steps",
     ),
     "noise of the batch's size": (
         (IMPORTS, DATA, MODEL, LOADER, "noise = torch.randn(batch_size, 8)", LOOP.replace("(x)", "(x + noise)")),

@@ -1,0 +1,52 @@
+"""Whether the cells recompute activations already, as their calls tell: words in comments and imports alone do not.
+
+Limits: a call is taken to be made, wherever it stands, and what an imported module does is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from oomdoctor.fixes._dataflow import parsed
+from oomdoctor.model.names import call_name
+from oomdoctor.model.session import Cells
+
+__all__ = ["SWITCHES", "recomputes"]
+
+SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The model's own switch: the name of transformers since 5.23, where the older one warns and is gone in 6."""
+
+_HOME: Final = "torch.utils.checkpoint"
+_METHODS: Final = frozenset({*SWITCHES, "set_grad_checkpointing"})
+
+
+def recomputes(cells: Cells) -> bool:
+    """Return whether a cell uses what ``torch.utils.checkpoint`` has, or calls a model's switch for it."""
+    trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
+    # Names are of one namespace: one cell imports what another one calls.
+    aliases = dict(alias for tree in trees for alias in _imported(tree))
+    return any(_uses(node, aliases) for tree in trees for node in ast.walk(tree))
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the names that imports bind, and what to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((one.asname, one.name) for one in node.names if one.asname is not None)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
+
+
+def _uses(node: ast.AST, aliases: dict[str, str]) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        return not _turns_off(node.args)
+    if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
+        return False
+    root, dot, rest = call_name(node).partition(".")
+    return f"{aliases.get(root, root)}{dot}{rest}".startswith(f"{_HOME}.")
+
+
+def _turns_off(args: Sequence[ast.expr]) -> bool:
+    return bool(args) and isinstance(args[0], ast.Constant) and args[0].value is False
