@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import tomllib
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -112,3 +115,17 @@ def test_the_gallery_lists_every_notebook_and_the_settings_that_are_named_exist(
     named = set(re.findall(r"OomDoctor\.(\w+)", README))
     assert named <= set(OomDoctor.class_own_traits(config=True))
     assert named >= {"auto", "forecasts", "keep_forecasts", "snapshot_share"}
+
+
+def test_the_extra_for_the_gallery_has_what_its_notebooks_import() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert all(name in extras for name in re.findall(r"'\.\[(\w+)\]'", README))
+    assert "oomdoctor[demo]" in extras["gallery"]
+    named = [*project["dependencies"], *extras["demo"], *extras["gallery"], "oomdoctor"]
+    had = {re.match(r"[\w-]+", requirement)[0] for requirement in named} | sys.stdlib_module_names  # type: ignore[index]
+    cells = [cell for path in ROOT.glob("notebooks/*.ipynb") for cell in json.loads(path.read_text())["cells"]]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    imported = set(re.findall(r"^(?:import|from) (\w+)", code, re.M))
+    assert {"torch", "matplotlib", "transformers"} <= imported
+    assert imported - had == set()

@@ -1,6 +1,6 @@
 """What a user puts together in the panel: another dose than the plan's, or two changes at once.
 
-Neither has a shadow run, so both carry an estimate that says what it is made of.
+Neither has a shadow run: of another dose there is an estimate that says what it is made of, of two changes a bound.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def together(case: Case, session: Session, chosen: tuple[Candidate, ...]) -> Can
         title=f"{first.title}; {second.title[:1].lower()}{second.title[1:]}",
         dose=Dose((*first.dose.values, *second.dose.values)),
         effect=max((one.effect for one in chosen), key=_EFFECTS.index),
-        forecast=_both(case.plan, first.forecast, second.forecast),
+        forecast=_both(first.forecast, second.forecast),
         patch=patch,
         applies_live=True,
         caveat="; ".join(dict.fromkeys(filter(None, (one.caveat for one in chosen)))) or None,
@@ -121,19 +121,21 @@ def together(case: Case, session: Session, chosen: tuple[Candidate, ...]) -> Can
     )
 
 
-def _both(plan: Plan, first: Forecast, second: Forecast) -> Forecast:
-    """Return the estimate for both: each leaves its share of what the other leaves."""
-    from oomdoctor.forecast.ladder import ESTIMATE_ERROR
+def _both(first: Forecast, second: Forecast) -> Forecast:
+    """Return what both need at most: no more than that of them which needs less.
 
-    before = plan.unchanged.peak
-    known = before and first.peak is not None and second.peak is not None
+    What they need at least is not known from what each needs: both may save the same memory.
+    """
+    bounds = [one for one in (first, second) if one.peak is not None and not one.at_least]
+    less = min(bounds, key=lambda one: one.peak or 0) if bounds else Forecast(basis="not known of either")
     times = [one.slowdown for one in (first, second) if one.slowdown is not None]
-    return Forecast(
-        basis="analytic estimate: each change leaves its share of what the other leaves",
-        budget=plan.unchanged.budget,
-        peak=int(first.peak * second.peak / before) if known else None,  # type: ignore[operator]
+    return replace(
+        less,
+        basis=f"at most, as with one of the two alone: {less.basis}",
+        at_most=True,
+        peak_line=None,
         slowdown=times[0] * times[1] if len(times) == 2 else None,
-        error_ratio=ESTIMATE_ERROR,
+        course=None,
     )
 
 

@@ -73,8 +73,10 @@ def why_not_retried(extension: Extension, outcome: Outcome) -> str:
         outcome: how it ended.
     """
     if outcome.kind is OutcomeKind.HEALED:
-        back = "`%oomdoctor undo` takes it back" if extension.healed is not None else "run it again"
-        return f"{', '.join(outcome.fixes)} healed it: {back}"
+        healed = f"{', '.join(outcome.fixes)} healed it"
+        if extension.healed is not None:
+            return f"{healed}: `%oomdoctor undo` takes it back"
+        return f"{healed}, and {extension.passed or 'its start is no longer kept'}: to try another change, run it again"
     if extension.passed:
         return f"{extension.passed}: run it again"
     if not extension.config.snapshot:

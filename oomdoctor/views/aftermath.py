@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["CHANGED", "COMMANDS", "Aftermath", "aftermath"]
+__all__ = ["CHANGED", "COMMANDS", "WHY", "Aftermath", "aftermath"]
 
 _KEEP, _BACK, _OFFERED, _ANYWAY = COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
 
 CHANGED: Final = "Changed"
 """Name of the facts that say what a healed cell ran with."""
+
+WHY: Final = "Why"
+"""Name of the fact that says why a cell was not healed, or what a healed one did not get back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
     priced = used[0].as_priced if len(used) == 1 else None
     forecast = priced.forecast if priced is not None else None
-    facts = [("Why", words.clean(outcome.why, 600))]
+    facts = [(WHY, words.clean(outcome.why, 600))]
     facts += [(did, _change(one)) for one in used]
     if outcome.kind is OutcomeKind.HEALED:
         facts += [("Mind", words.clean(one, 600)) for one in _caveats(used) if one != outcome.why]
@@ -158,20 +161,20 @@ def _time(case: Case, forecast: Forecast | None) -> str:
 def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
     """Return how to keep a change or take it back; where there was none, what can still be done."""
     if case.outcome.kind is OutcomeKind.HEALED:
-        kept = [
-            (_KEEP, _keep(one, one.candidate))
-            for one in used
-            if one.candidate is not None and not isinstance(one.candidate.patch, Refused)
-        ]
+        kept = [(_KEEP, _keep(one, one.candidate)) for one in used if one.candidate is not None]
         return [*kept, (_BACK, "`%oomdoctor undo`")]
     offered = _untried(case)
-    commands = [(_OFFERED, f"`{offered.apply}` {offered.title}")] if offered else []
-    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts and offered:
-        commands.append((_ANYWAY, f"`{offered.apply} --anyway` retries all the same; what is named stays as it is"))
-    return commands
+    if offered is None:
+        return []
+    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts:  # and so would any other change be
+        told = f"`{offered.apply} --anyway` ({offered.title}) retries all the same; what is named stays as it is"
+        return [(_ANYWAY, told)]
+    return [(_OFFERED, f"`{offered.apply}` {offered.title}")]
 
 
 def _keep(used: _Used, candidate: Candidate) -> str:
+    if isinstance(candidate.patch, Refused):
+        return f"there is no diff: {words.clean(candidate.patch.reason)}"
     shows = f"`%oomdoctor diff {used.number}` shows the change to make in your source"
     if used.as_priced is not None:
         return f"{shows}, `%oomdoctor fix {used.number} --insert` puts it into the next cell"

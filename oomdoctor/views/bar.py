@@ -63,7 +63,7 @@ def device_bar(
         pieces += [("asked", inside, within), ("over", "request, beyond the budget", asked - within)]
     if total is not None:
         pieces.append(("free", "free", total - used - (asked or 0)))
-    return _bar(words.device_name(device), total, pieces)
+    return _bar(words.limited_name(device), total, pieces)
 
 
 def _held(device: DeviceMemory, census: Census | None, total: int | None) -> Iterator[tuple[str, str, int]]:
@@ -93,7 +93,10 @@ def _outside(device: DeviceMemory, rest: int) -> Iterator[tuple[str, str, int]]:
     for kind, label, size in known:
         yield kind, label, max(min(size or 0, rest), 0)
         rest -= size or 0
-    yield "outside", "in use otherwise" if device.name == "cpu" else "other use of the device", rest
+    if device.name == "cpu" and device.basis == "RLIMIT_DATA":  # which counts nothing of other processes
+        yield "process", "this process", rest
+    else:
+        yield "outside", "in use otherwise" if device.name == "cpu" else "other use of the device", rest
 
 
 def ceiling(host: HostMemory) -> tuple[int, int, str] | None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING
 
-from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["Live"]
+if TYPE_CHECKING:
+    from oomdoctor.model.case import OutcomeKind
 
-_ENDS: Final[dict[OutcomeKind | None, str]] = {
-    OutcomeKind.HEALED: "✓ Healed",
-    OutcomeKind.REFUSED: "! Not healed: no change kept its promise, and every change was undone,",
-    OutcomeKind.ROLLED_BACK: "! Not healed: rolled back",
-    OutcomeKind.FAILED: "! Not healed: the retry failed",
-}
+__all__ = ["Live"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +41,9 @@ class Live:
 
     @property
     def end(self) -> str:
-        """How it ended and how long it took, in words."""
+        """That it came to no result and how long it took, in words."""
         attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
-        how = _ENDS.get(self.outcome, "! Ended without a result")
-        if self.outcome is OutcomeKind.REFUSED and not self.attempt:
-            how = "! Not retried: refused"
-        return f"{how} after {self.elapsed_s:.1f} s{attempts}."
+        return f"! Ended without a result after {self.elapsed_s:.1f} s{attempts}."
 
     def _memory(self) -> str:
         if self.allocated is None:

@@ -24,6 +24,11 @@ def wrapping(widgets: Any) -> Any:
     return widgets.Layout(flex_flow="row wrap", align_items="center")
 
 
+def _fitting(widgets: Any) -> Any:
+    """Return a layout as wide as the button's name: the width that ipywidgets gives leaves no room for a dose."""
+    return widgets.Layout(width="auto", min_width="7em")
+
+
 def code(text: str) -> str:
     """Return code as HTML within a sentence."""
     return f'<code dir="ltr" style="font-family:{_MONO};background:none;color:inherit">{escape(text)}</code>'
@@ -44,7 +49,7 @@ class Buttons:
 
     def add(self, name: str, tooltip: str, do: Callable[[], None], *, enabled: bool = True) -> Any:
         """Return a new button that does ``do``."""
-        button = self._widgets.Button(description=name, tooltip=tooltip)
+        button = self._widgets.Button(description=name, tooltip=tooltip, layout=_fitting(self._widgets))
         button.on_click(lambda _: self._press(button, do))
         self.enable(button, enabled)
         return button
@@ -78,7 +83,7 @@ def opener(widgets: Any, name: str, tooltip: str, fill: Callable[[], list[Any]])
     It runs nothing, so the other buttons stay as they are. What is in the part is made when it is opened.
     """
     part = widgets.VBox([], layout=widgets.Layout(display="none"))
-    button = widgets.Button(description=f"Show {name}", tooltip=tooltip)
+    button = widgets.Button(description=f"Show {name}", tooltip=tooltip, layout=_fitting(widgets))
 
     def toggle(_: Any) -> None:
         hidden = part.layout.display == "none"
@@ -148,7 +153,10 @@ class Progress:
         self.box.layout.display = self._bar.layout.display = ""
 
     def end(self, live: Live) -> None:
-        """Show that it has ended."""
+        """Show that it has ended; where it came to a result, the notice that was put out says it all."""
+        if live.outcome is not None:
+            self.hide()
+            return
         self._bar.layout.display = "none"
         self._text.value = escape(live.end)
 

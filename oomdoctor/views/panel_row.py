@@ -100,7 +100,7 @@ class Row:
             self._choice.observe(lambda _: changed(), "value")
             controls.append(self._choice)
         if len(self._doses) > 1 and row.apply and retry is not None:
-            controls += self._dosing()
+            controls.append(widgets.HBox(self._dosing(), layout=wrapping(widgets)))
         lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
         self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
 
@@ -166,8 +166,8 @@ class Row:
         self._doser.observe(self._moved, "value")
         if not numeric:
             return [self._doser]
-        width = self._widgets.Layout(width="12em")
-        slider = self._widgets.SelectionSlider(options=options, value=place, readout=False, layout=width)
+        beside = self._widgets.Layout(width="12em", margin="2px 12px")  # else the box cuts the knob off at the ends
+        slider = self._widgets.SelectionSlider(options=options, value=place, readout=False, layout=beside)
         self._widgets.link((self._doser, "index"), (slider, "index"))
         return [self._doser, slider]
 

@@ -179,14 +179,14 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
         gauge=_gauge(forecast, unchanged),
         apply=f"%oomdoctor fix {number}" if applied else None,
         diff=f"%oomdoctor diff {number}" if written else None,
-        notes=tuple(_notes(candidate)),
+        notes=tuple(_notes(candidate, unchanged)),
     )
 
 
-def _notes(candidate: Candidate) -> list[str]:
+def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     notes = [f"Refused when it was tried: {words.clean(candidate.refuted, 600)}"] if candidate.refuted else []
     notes += [words.clean(candidate.caveat, 600)] if candidate.caveat else []
-    if candidate.forecast.refused:
+    if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
         lacking = "forecast" if candidate.forecast.peak is None else "better forecast"
         notes.append(f"No {lacking}: {words.clean(candidate.forecast.refused)}")
     if isinstance(candidate.patch, Refused):

@@ -18,7 +18,7 @@ from oomdoctor.model.memory import Census, DeviceMemory
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-from oomdoctor.views.aftermath import CHANGED, aftermath
+from oomdoctor.views.aftermath import CHANGED, WHY, aftermath
 from oomdoctor.views.bar import Bar, device_bar
 from oomdoctor.views.grouping import within
 from oomdoctor.views.holders import Holders, holders
@@ -180,7 +180,7 @@ def _fate(incident: Incident) -> str | None:
 
 
 def _request(incident: Incident, device: DeviceMemory | None) -> str:
-    where = words.device_name(device) if device else _bare_name(incident)
+    where = words.limited_name(device) if device else _bare_name(incident)
     total = words.known(incident.total, device.total if device else None)
     free = words.known(incident.free, device.free if device else None)
     if incident.requested is None:
@@ -240,7 +240,7 @@ def _next(case: Case, retry: Retry) -> tuple[str, ...]:
     """Return what happened, or what to type next: what is said to be run is what would be."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)
-        return (f"{end.mark} {end.title}", *(f"{name}: {text}." for name, text in end.facts if name == CHANGED))
+        return (f"{end.mark} {end.title}", *(f"{name}: {text}." for name, text in end.facts if name in (WHY, CHANGED)))
     if case.plan.pending:
         return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
     rows = [row for row in prices(case.plan).fixes if row.apply]

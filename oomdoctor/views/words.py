@@ -126,6 +126,12 @@ def device_name(device: DeviceMemory) -> str:
     return f"{name} (simulated)" if device.simulated else name
 
 
+def limited_name(device: DeviceMemory) -> str:
+    """Return the device as it is called beside its capacity: of the host's memory, which limit that is."""
+    is_limit = device.name == "cpu" and device.basis not in ("", "the machine's memory")
+    return f"{device_name(device)} ({clean(device.basis)})" if is_limit else device_name(device)
+
+
 def known(*values: Measured | None) -> int | None:
     """Return the first value that could be had."""
     return next((value for value in values if isinstance(value, int)), None)

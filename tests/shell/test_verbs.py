@@ -22,7 +22,7 @@ from oomdoctor.model import primitives
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Effect, Patch, Proposal
-from oomdoctor.model.plan import Candidate
+from oomdoctor.model.plan import Candidate, Forecast, Verdict
 from oomdoctor.retry.digest import state_digests
 from oomdoctor.shell import choosing
 
@@ -430,6 +430,7 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
         by_id = {one.fix: one for one in case.plan.candidates}
         both = choosing.together(case, opened.session, (by_id[two[0]], by_id[two[1]]))
         assert isinstance(both, Candidate)
+        assert (both.forecast.peak, both.forecast.verdict) == (None, Verdict.UNKNOWN)
         plan, number = choosing.with_candidate(case.plan, both)
         pipeline.record(replace(case, plan=plan))
         for named in (both.fix, both.label, str(number)):
@@ -441,6 +442,25 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
         assert "remembered" not in said(shell, "%oomdoctor status")
         assert run(shell, "%oomdoctor undo")[0].success
         assert differing(state_digests(shell.user_ns), before) == []
+
+
+def test_two_changes_together_are_said_to_need_no_more_than_one_of_them(shell: InteractiveShell) -> None:
+    two = ("checkpoint_blocks", "micro_batch")
+    few = {one: importlib.import_module(f"oomdoctor.fixes.{one}").FIX for one in two}
+    with mock.patch.object(fixes, "catalogue", return_value=few):
+        for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}", TRAIN):
+            run(shell, cell)
+        case, opened = known(), _extension(shell).open
+        by_id = {one.fix: one for one in case.plan.candidates}
+        for peaks, lowest, fits in (((90, 70), 70, True), ((90, 110), 90, True), ((130, 150), 130, None)):
+            priced = [
+                replace(by_id[one], forecast=Forecast(basis=f"run of {one}", budget=100, peak=peak))
+                for one, peak in zip(two, peaks, strict=True)
+            ]
+            both = choosing.together(case, opened.session, tuple(priced))
+            assert isinstance(both, Candidate)
+            assert (both.forecast.peak, both.forecast.fits) == (lowest, fits)
+            assert both.forecast.basis.endswith(f"run of {two[peaks.index(lowest)]}")
 
 
 # What no retry cures ------------------------------------------------------------------------------------------------

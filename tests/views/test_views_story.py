@@ -6,7 +6,7 @@ import cases
 import pytest
 from cases import CASES
 
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.incident import CellLine, Family
@@ -340,8 +340,9 @@ def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
         "Unchanged, this cell needs ≈ 9.50 GiB (allocated) of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
         "No better forecast: the cell opens a file."
     )
-    (row,) = fix_rows(Plan(unchanged=least, candidates=(replace(cases.MICRO_BATCH, caveat=None, forecast=least),)))
-    assert row.notes == ("No better forecast: the cell opens a file.",)
+    own = replace(least, refused="the changed cell opens two files.")
+    (row,) = fix_rows(Plan(unchanged=least, candidates=(replace(cases.MICRO_BATCH, caveat=None, forecast=own),)))
+    assert row.notes == ("No better forecast: the changed cell opens two files.",)
 
 
 def test_what_was_not_priced_yet_is_not_called_impossible() -> None:
@@ -356,6 +357,51 @@ def test_every_ending_has_a_notice(kind: OutcomeKind) -> None:
     assert "In[5]" in end.title
     assert ("Why", "because of the log") in end.facts
     assert (end.mark == "✓") is (kind is OutcomeKind.HEALED)
+
+
+def test_a_change_that_would_be_refused_for_the_same_reason_is_not_offered() -> None:
+    facts = dict(aftermath(cases.refused()).facts)
+    assert "Offered" not in facts
+    assert facts["Anyway"].startswith("`%oomdoctor fix 1 --anyway` (Run each batch in micro-batches")
+
+
+def test_the_diagnosis_says_why_a_cell_was_not_retried() -> None:
+    """What a button puts out is not in the notebook's file."""
+    case = cases.refused()
+    assert f"Why: {case.outcome.why}." in tell(case).next
+
+
+def test_a_fix_that_has_no_diff_says_so_where_it_healed() -> None:
+    case = cases.healed()
+    bare = tuple(replace(one, patch=Refused("no loop <was> found")) for one in case.plan.candidates)
+    facts = dict(aftermath(replace(case, plan=replace(case.plan, candidates=bare))).facts)
+    assert facts["Keep it"] == "there is no diff: no loop <was> found"
+
+
+def test_a_reason_that_is_said_of_the_cell_is_not_said_of_each_fix() -> None:
+    why = "the cell would write to log.txt"
+    unchanged = cases.forecast(None, refused=why)
+    same, other = (
+        fix_row(1, replace(cases.MICRO_BATCH, forecast=cases.forecast(None, refused=reason)), unchanged).notes
+        for reason in (why, "not priced within 10 s")
+    )
+    assert not any(why in note for note in same)
+    assert "No forecast: not priced within 10 s" in other
+
+
+def test_a_limit_of_this_process_is_not_told_as_the_machines_memory() -> None:
+    uncounted = Unavailable("the host's allocator keeps no count of tensors")
+    sizes = {"total": 700, "free": 100, "allocated": uncounted, "reserved": uncounted}
+    limited = cases.device(name="cpu", basis="RLIMIT_DATA", **sizes)
+    bar = device_bar(limited, None, asked=150)
+    assert bar is not None
+    assert (bar.title, bar.segments[0].label) == ("host memory (RLIMIT_DATA)", "this process")
+    asked = cases.incident(device="cpu", requested=150, total=None, free=None)
+    told = headline(asked, cases.evidence(devices=(limited,)))
+    assert "50 B more than was free of the 700 B of host memory (RLIMIT_DATA)" in told
+    whole = device_bar(replace(limited, basis="the machine's memory"), None)
+    assert whole is not None
+    assert (whole.title, whole.segments[0].label) == ("host memory", "in use otherwise")
 
 
 def test_what_was_tried_is_not_offered_again() -> None:
