@@ -142,9 +142,10 @@ class Ledger:
             entry.watch = weakref.ref(storage, lambda _: self._end(key))
             self._allocate(entry, None)
         elif entry.bytes != nbytes:
+            role = self.note(entry.number).role
             self._free(entry)
             entry.bytes = nbytes
-            self._allocate(entry, self._notes[entry.number - 1].role)
+            self._allocate(entry, role)
 
     def take(self, nbytes: int, role: Role) -> _Entry:
         """Count memory that nothing in this process stands for, until it is given to ``give_back``."""
@@ -198,15 +199,18 @@ class Ledger:
     def _allocate(self, entry: _Entry, role: Role | None) -> None:
         line, statement = (None, None) if self.begun is None else _place()
         self._notes.append(Note(line, statement, self.turn, role, self.making))
-        entry.number = len(self._notes)
-        self.events.append(("alloc", entry.number, entry.bytes))
+        number = len(self._notes)
+        self.events.append(("alloc", number, entry.bytes))
+        entry.number = number  # not before: the time may be up anywhere, and what was not counted is not freed
         self.live += entry.bytes
         if self.live > self.peak:
             self.peak, self.raised_at, self.peak_at = self.live, self.clock, len(self.events)
 
     def _free(self, entry: _Entry) -> None:
-        self.events.append(("free", entry.number))
-        self.live -= entry.bytes
+        number, entry.number = entry.number, 0
+        if number:
+            self.events.append(("free", number))
+            self.live -= entry.bytes
 
 
 def _place() -> tuple[int | None, int | None]:

@@ -1,5 +1,6 @@
 """Whatever the shadowed cell does, the process that asked stays as it was."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -18,7 +19,7 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, open_descriptors, session, transformer
 
-from oomdoctor.forecast import child, price, survey
+from oomdoctor.forecast import child, ledger, price, survey
 from oomdoctor.model.session import Attempt
 
 
@@ -130,6 +131,40 @@ def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatc
     found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=15.0)
     assert found.refused is None
     assert found.peak >= 8 << 20
+
+
+def test_a_ledger_in_which_the_time_was_up_frees_nothing_that_it_has_not_counted():
+    def events_ended_at(place):
+        """Return the events of a storage that is made, resized and freed; the time is up at that line of the ledger."""
+        held, book, lines = torch.ones(4).untyped_storage(), ledger.Ledger(), 0
+
+        def up(frame, event, _arg):
+            nonlocal lines
+            if frame.f_code.co_filename != ledger.__file__:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == place:
+                raise child.OutOfTime
+            return up
+
+        sys.settrace(up)
+        try:
+            with contextlib.suppress(child.OutOfTime):
+                book.hold(held)
+                held.resize_(64)
+                book.hold(held)
+        finally:
+            sys.settrace(None)
+        del held
+        return lines, book.events
+
+    whole, events = events_ended_at(0)
+    assert [event[0] for event in events] == ["alloc", "free", "alloc", "free"]
+    for place in range(1, whole + 1):
+        _, events = events_ended_at(place)
+        counted = set()
+        for event in events:
+            counted.add(event[1]) if event[0] == "alloc" else counted.remove(event[1])
 
 
 WRITERS = {
