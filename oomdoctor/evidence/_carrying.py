@@ -12,17 +12,8 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import (
-    Loop,
-    Program,
-    Scope,
-    Statement,
-    own_nodes,
-    place,
-    statements,
-    target_names,
-)
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Loop, Program, Scope, Statement, place, statements, target_names
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["carries_state"]
 

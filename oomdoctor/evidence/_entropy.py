@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, own_nodes
+from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.model.code import LossFacts
 from oomdoctor.model.kinds import plain_dict, submodules
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["classes", "cross_entropies"]
 

@@ -12,9 +12,9 @@ from types import FunctionType
 from typing import Any, Final
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, own_nodes, place, short, statements
+from oomdoctor.evidence._program import Program, Scope, place, short, statements
 from oomdoctor.model.kinds import plain_dict
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = [
     "batch_sizes",

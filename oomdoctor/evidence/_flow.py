@@ -9,7 +9,8 @@ import ast
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from oomdoctor.evidence._program import Scope, own_nodes, target_names
+from oomdoctor.evidence._program import Scope, target_names
+from oomdoctor.model.names import own_nodes
 
 __all__ = ["Flow"]
 

@@ -14,8 +14,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from oomdoctor.evidence._program import Function, Program, Scope, own_nodes
-from oomdoctor.model.names import FirstUse, first_uses
+from oomdoctor.evidence._program import Function, Program, Scope
+from oomdoctor.model.names import FirstUse, first_uses, own_nodes
 
 __all__ = ["Ground", "ground"]
 

@@ -12,8 +12,8 @@ from typing import Final
 from oomdoctor.evidence._flow import Flow
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._kept import ADDING, NO_TENSORS, NUMBERS, SMALL, off_device
-from oomdoctor.evidence._program import Program, Scope, own_nodes, place, target_names
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Program, Scope, place, target_names
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["hooks"]
 

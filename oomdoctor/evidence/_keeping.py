@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._program import Program, Scope, own_nodes, statements, target_names
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Program, Scope, statements, target_names
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["history_appends"]
 

@@ -14,16 +14,8 @@ from typing import Final
 from oomdoctor.evidence._flow import Flow
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._loops import called_like_a_model
-from oomdoctor.evidence._program import (
-    Program,
-    Scope,
-    Statement,
-    own_nodes,
-    place,
-    statements,
-    target_names,
-)
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Program, Scope, Statement, place, statements, target_names
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = [
     "ADDING",

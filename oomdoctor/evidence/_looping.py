@@ -9,8 +9,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.evidence._program import Program, Scope, own_nodes
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Program, Scope
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["looped"]
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from oomdoctor.evidence._program import Loop, Program, Scope, own_nodes, target_names
+from oomdoctor.evidence._program import Loop, Program, Scope, target_names
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["called_like_a_model", "training_loops"]
 

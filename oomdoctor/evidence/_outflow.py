@@ -25,8 +25,8 @@ from oomdoctor.evidence._naming import (
     stored_in,
 )
 from oomdoctor.evidence._passage import Passage
-from oomdoctor.evidence._program import Program, Scope, own_nodes
-from oomdoctor.model.names import FirstUse, first_uses
+from oomdoctor.evidence._program import Program, Scope
+from oomdoctor.model.names import FirstUse, first_uses, own_nodes
 
 __all__ = ["Outflow"]
 

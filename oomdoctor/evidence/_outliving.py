@@ -16,7 +16,8 @@ from oomdoctor.evidence._flow import Flow
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
 from oomdoctor.evidence._passage import Passage
-from oomdoctor.evidence._program import Program, Scope, own_nodes, with_gradients
+from oomdoctor.evidence._program import Program, Scope, with_gradients
+from oomdoctor.model.names import own_nodes
 
 __all__ = ["outliving", "runs_model"]
 

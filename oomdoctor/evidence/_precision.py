@@ -11,8 +11,8 @@ import torch
 
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._models import parameters, sizes
-from oomdoctor.evidence._program import own_nodes, place
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import place
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["apex", "autocast", "half_weights", "native_bfloat16"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from oomdoctor.model.magics import MaskedCell, mask
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, own_nodes
 from oomdoctor.model.session import Cells
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Scope",
     "Statement",
     "is_gradless",
-    "own_nodes",
     "place",
     "read",
     "short",
@@ -35,7 +34,6 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 _LONGEST: Final = 72
-_INNER: tuple[type[ast.AST], ...] = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,14 +119,6 @@ def read(cells: Cells) -> Program:
         masked=masked,
         arguments={function.name: _arguments(function, scopes) for function in kept.values()},
     )
-
-
-def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of ``body`` in the order of the text, not going into functions and classes defined there."""
-    for node in body:
-        yield node
-        if not isinstance(node, _INNER):
-            yield from own_nodes(ast.iter_child_nodes(node))
 
 
 def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless: bool = False) -> Iterator[Statement]:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
-from oomdoctor.evidence._program import Program, Scope, own_nodes, short
+from oomdoctor.evidence._program import Program, Scope, short
 from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["not_repeatable"]
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from oomdoctor.evidence._models import parameters
-from oomdoctor.evidence._program import Program, own_nodes
+from oomdoctor.evidence._program import Program
 from oomdoctor.model.kinds import Kind, kind_of, pairs_of, plain_dict
-from oomdoctor.model.names import FirstUse, first_uses, is_users, read_names
+from oomdoctor.model.names import FirstUse, first_uses, is_users, own_nodes, read_names
 
 __all__ = ["stale"]
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, own_nodes
+from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
 from oomdoctor.evidence.frames import home_of, locals_of
 from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.code import TrainerFacts, TrainingLoop
 from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, imported, own_nodes
 
 __all__ = ["Passed", "passed", "trainers"]
 
@@ -188,7 +188,7 @@ def _literal(node: ast.expr) -> Setting:
 
 def _calls(program: Program, under: Ground) -> Iterator[_Maker]:
     """Yield the calls that the failing cell rests on and that make settings of a library known here."""
-    imports = dict(_imports(program.scopes))
+    imports = dict(pair for scope in program.scopes for node in own_nodes(scope.body) for pair in imported(node))
     for scope in under.basis:
         for node in own_nodes(scope.body):
             if isinstance(node, ast.Call):
@@ -202,13 +202,3 @@ def _named_trainers(under: Ground) -> Iterator[ast.Call]:
         for node in own_nodes(scope.body):
             if isinstance(node, ast.Call) and call_name(node).endswith("Trainer"):
                 yield node
-
-
-def _imports(scopes: Iterable[Scope]) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import binds, and what it stands for."""
-    for node in (node for scope in scopes for node in own_nodes(scope.body)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)

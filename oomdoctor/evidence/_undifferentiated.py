@@ -15,8 +15,8 @@ from typing import Final
 
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._outflow import Outflow
-from oomdoctor.evidence._program import Program, Scope, is_gradless, own_nodes, short, with_gradients
-from oomdoctor.model.names import call_name
+from oomdoctor.evidence._program import Program, Scope, is_gradless, short, with_gradients
+from oomdoctor.model.names import call_name, own_nodes
 
 __all__ = ["undifferentiated"]
 

@@ -272,16 +272,20 @@ class _Count:
 
         It leads to the tensor, and the tensor to the gradient: no name lets go of this cycle, as C++ alone knows it.
         """
-        saved = None if self._skips_graphs else self._graphs.behind(gradient)
+        saved = self._saved_behind(gradient, path)
         if saved is not None:
-            here = Holder(path, is_graph=True)
-            self._graphs_at.append(here)
-            self._walk.ways.add(here, Holder(_NAMELESS))
-            role = Role.ACTIVATION if path.root.origin is Origin.FRAME else Role.GRAPH_KEPT_ALIVE
+            self._walk.ways.add(Holder(path, is_graph=True), Holder(_NAMELESS))
             parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
             self._claim(parameters, Role.PARAMETER, path, suffix=_GRAPH)
-            self._claim(saved.tensors, role, path, suffix=_GRAPH)
+            self._claim(saved.tensors, _role_of_graph(path), path, suffix=_GRAPH)
             self._claim((*saved.leaves, *saved.again), Role.USER_TENSOR, path, suffix=_GRAPH)
+
+    def _saved_behind(self, tensor: Any, path: Path) -> Saved | None:
+        """Return what is behind a tensor whose graph is held at ``path``, None where there is none or it may change."""
+        saved = None if self._skips_graphs else self._graphs.behind(tensor)
+        if saved is not None:
+            self._graphs_at.append(Holder(path, is_graph=True))
+        return saved
 
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
         self._claims.append((tensors, path, more.get("suffix", "")))
@@ -409,20 +413,17 @@ class _Count:
     def _claim_base(self, base: Any, path: Path, suffix: str) -> None:
         """Claim what the view was made of that stands at ``path``, or that the graph there holds."""
         self._ledger.claim((base,), Role.USER_TENSOR, path, suffix=suffix)
-        saved = None if self._skips_graphs else self._graphs.behind(base)
+        saved = self._saved_behind(base, path)
         if saved is not None:
-            self._graphs_at.append(Holder(path, is_graph=True))
-            role = Role.ACTIVATION if path.root.origin is Origin.FRAME else Role.GRAPH_KEPT_ALIVE
-            self._claim((*saved.tensors, *saved.leaves, *saved.again), role, path, suffix=_GRAPH)
+            self._claim((*saved.tensors, *saved.leaves, *saved.again), _role_of_graph(path), path, suffix=_GRAPH)
 
     def _claim_rest(self, tensors: list[Any]) -> None:
         """Claim what no path leads to: temporaries of running code, locals of C++ callers, garbage in a cycle."""
         role = Role.ACTIVATION if self._program.in_step else Role.UNEXPLAINED
         self._claim(tensors, role, _NAMELESS)
         for tensor in compress(tensors, map(_grad_fn, tensors)) if not self._skips_graphs else ():
-            saved = self._graphs.behind(tensor)
+            saved = self._saved_behind(tensor, _NAMELESS)
             if saved is not None:
-                self._graphs_at.append(Holder(_NAMELESS, is_graph=True))
                 self._claim((*saved.tensors, *saved.leaves, *saved.again), role, _NAMELESS, suffix=_GRAPH)
 
     def _share_arrays(self) -> None:
@@ -467,6 +468,10 @@ class _Count:
                 f"gc.freeze() hides {self._program.out_of_sight:,} objects: tensors among them that no name leads to "
                 "are not found"
             )
+
+
+def _role_of_graph(path: Path) -> Role:
+    return Role.ACTIVATION if path.root.origin is Origin.FRAME else Role.GRAPH_KEPT_ALIVE
 
 
 def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:

@@ -90,17 +90,18 @@ class _Assignments(cst.CSTVisitor):
         return False
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
-        for small in node.body:
-            for target, value in _assigned(small):
-                if isinstance(target, cst.Name) and target.value == self._name:
-                    self.all.append((node, value))
+        self.all += [(node, value) for value in self._values(node)]
         return False
 
     def visit_SimpleStatementSuite(self, node: cst.SimpleStatementSuite) -> bool:  # noqa: N802
-        targets = (target for small in node.body for target, _ in _assigned(small))
-        if any(isinstance(target, cst.Name) and target.value == self._name for target in targets):
+        if self._values(node):
             self.all.append((self._within[-1], None))
         return False
+
+    def _values(self, node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.BaseExpression]:
+        """Return what a line assigns to the name."""
+        pairs = [pair for small in node.body for pair in _assigned(small)]
+        return [value for target, value in pairs if isinstance(target, cst.Name) and target.value == self._name]
 
 
 def _assigned(small: cst.BaseSmallStatement) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:

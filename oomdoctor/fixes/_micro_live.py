@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._forward import is_shadow_run
 from oomdoctor.fixes._micro_place import Place
+from oomdoctor.model.alive import classes_below
 from oomdoctor.model.kinds import submodules
 from oomdoctor.model.session import Session
 
@@ -200,12 +201,8 @@ def _gate(
 
 def _gate_schedulers(undo: ExitStack, place: Place, known: Sequence[type]) -> None:
     """Have schedulers step with the last part alone, those that the cell makes as well."""
-    todo, classes = [torch.optim.lr_scheduler.LRScheduler, *known], dict.fromkeys(known)
-    while todo:
-        cls = todo.pop()
-        classes[cls] = None
-        todo += cls.__subclasses__()
-    for cls in classes:
+    roots = (torch.optim.lr_scheduler.LRScheduler, *known)
+    for cls in dict.fromkeys(cls for root in roots for cls in classes_below(root)):
         if "step" in vars(cls):
             original = vars(cls)["step"]
 

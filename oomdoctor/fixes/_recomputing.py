@@ -6,11 +6,11 @@ Limits: a call is taken to be made, wherever it stands, and what an imported mod
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from oomdoctor.fixes._dataflow import parsed
-from oomdoctor.model.names import call_name
+from oomdoctor.model.names import call_name, imported
 from oomdoctor.model.session import Cells
 
 __all__ = ["SWITCHES", "recomputes"]
@@ -26,17 +26,8 @@ def recomputes(cells: Cells) -> bool:
     """Return whether a cell uses what ``torch.utils.checkpoint`` has, or calls a model's switch for it."""
     trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
     # Names are of one namespace: one cell imports what another one calls.
-    aliases = dict(alias for tree in trees for alias in _imported(tree))
+    aliases = dict(alias for tree in trees for node in ast.walk(tree) for alias in imported(node))
     return any(_uses(node, aliases) for tree in trees for node in ast.walk(tree))
-
-
-def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the names that imports bind, and what to."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((one.asname, one.name) for one in node.names if one.asname is not None)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
 
 
 def _uses(node: ast.AST, aliases: dict[str, str]) -> bool:

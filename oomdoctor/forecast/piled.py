@@ -17,6 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from oomdoctor.model.kinds import module_of, plain_dict
+
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Loop
     from oomdoctor.forecast.steady import Cut
@@ -96,11 +98,8 @@ def _lists_in(value: Any, namespace: dict[str, Any]) -> Iterable[list[Any]]:
     """Return the lists that a dict, or an object of a class of the user's, holds itself or in its dicts."""
     if type(value) is dict:
         return [item for item in value.values() if type(item) is list] if value is not namespace else ()
-    if type(value).__module__ != namespace.get("__name__", "__main__"):
-        return ()
-    held = inspect.getattr_static(value, "__dict__", None)
-    held = value.__dict__ if inspect.isgetsetdescriptor(held) else held
-    if type(held) is not dict:
+    held = plain_dict(value) if module_of(type(value)) == namespace.get("__name__", "__main__") else None
+    if held is None:
         return ()
     found = [item for item in held.values() if type(item) is list]
     return found + [item for one in held.values() if type(one) is dict for item in one.values() if type(item) is list]

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Final
 
 from oomdoctor.model.magics import mask
 
-__all__ = ["FirstUse", "bound_names", "call_name", "first_uses", "is_users", "loop_targets", "read_names"]
+__all__ = [
+    "FirstUse",
+    "bound_names",
+    "call_name",
+    "first_uses",
+    "imported",
+    "is_users",
+    "loop_targets",
+    "own_nodes",
+    "read_names",
+]
 
+_INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _SHELL_NAMES: Final = frozenset({"In", "Out", "get_ipython", "exit", "quit"})
 _SHELL_UNDERSCORED: Final = re.compile(r"_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__|__[a-z]+")
 
@@ -36,6 +47,23 @@ def call_name(node: ast.AST) -> str:
         base = call_name(node.value)
         return f"{base}.{node.attr}" if base else ""
     return ""
+
+
+def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of ``body`` in the order of the text, not going into functions and classes defined there."""
+    for node in body:
+        yield node
+        if not isinstance(node, _INNER):
+            yield from own_nodes(ast.iter_child_nodes(node))
+
+
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield each name that an import binds, and what it stands for."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 class FirstUse(Enum):
@@ -73,9 +101,9 @@ def bound_names(source: str) -> frozenset[str]:
 def loop_targets(source: str) -> frozenset[str]:
     """Return the names that the loops at the top level of a cell bind to items of something else."""
     names: set[str] = set()
-    for loop in (node for node in _own_nodes(_body(source)) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))):
+    for loop in (node for node in own_nodes(_body(source)) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))):
         targets = [] if isinstance(loop, ast.While) else [loop.target]
-        for node in _own_nodes(loop.body):
+        for node in own_nodes(loop.body):
             if isinstance(node, ast.Assign) and _is_item(node.value):
                 targets += node.targets
         parts = (node for target in targets for node in ast.walk(target))
@@ -86,16 +114,6 @@ def loop_targets(source: str) -> frozenset[str]:
 def _is_item(value: ast.expr) -> bool:
     """Return whether an expression stands for an item of something else: ``layers[at]``, ``next(layers)``."""
     return isinstance(value, ast.Subscript) or call_name(value) == "next"
-
-
-def _own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield what runs in the scope of ``body``."""
-    todo: list[ast.AST] = [*body]
-    while todo:
-        node = todo.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            todo += ast.iter_child_nodes(node)
 
 
 @lru_cache(maxsize=64)

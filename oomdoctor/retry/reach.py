@@ -64,13 +64,7 @@ class Reach:
         """Return whether the code has one of these names, as a global, an attribute or an import."""
         if not names.isdisjoint(re.findall(r"\w+", self._source)):
             return True
-        codes = list(self._codes)
-        while codes:
-            code = codes.pop()
-            if not names.isdisjoint(code.co_names):
-                return True
-            codes += [constant for constant in code.co_consts if type(constant) is CodeType]
-        return False
+        return any(not names.isdisjoint(code.co_names) for own in self._codes for code in _with_inner(own))
 
     @cached_property
     def _written(self) -> frozenset[str]:
@@ -119,12 +113,17 @@ class Reach:
         if is_installed(function.__module__):
             return
         self._codes.append(function.__code__)
-        codes: list[CodeType] = [function.__code__]
-        while codes:
-            code = codes.pop()
+        for code in _with_inner(function.__code__):
             names = {step.argval for step in get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME"))}
             if function.__globals__ is self._namespace:
                 self._read(names)
             else:
                 yield from (function.__globals__[name] for name in names if name in function.__globals__)
-            codes += [constant for constant in code.co_consts if type(constant) is CodeType]
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and that of the functions in it."""
+    codes = [code]
+    while codes:
+        yield (one := codes.pop())
+        codes += [constant for constant in one.co_consts if type(constant) is CodeType]
