@@ -178,15 +178,15 @@ class Small:
         array: of numpy's. held: how it is held.
     """
 
-    __slots__ = ("_copy", "_form", "_held", "_is_writeable", "_path")
+    __slots__ = ("_copy", "_form", "_held", "_is_writeable", "path")
 
     def __init__(self, array: Any, held: Any, path: str) -> None:
-        self._held, self._path = held, path
+        self._held, self.path = held, path
         self._copy, self._form, self._is_writeable = array.copy(), _form(array), array.flags.writeable
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence if its items are laid out in another way, which cannot be put back in place."""
-        yield from _formed_anew(living(self._held), self._form, self._path)
+        yield from _formed_anew(living(self._held), self._form, self.path)
 
     def restore(self) -> None:
         """Put its items back."""
@@ -198,7 +198,8 @@ class Small:
                 array.flags.writeable = True
         if array.flags.writeable:
             array[...] = self._copy
-            array.flags.writeable = self._is_writeable
+            if not self._is_writeable:  # to set what is set already is refused for memory of other libraries
+                array.flags.writeable = False
 
 
 def _form(array: Any) -> tuple[Any, ...]:

@@ -57,10 +57,10 @@ class Foreign:
         path: what the user calls it.
     """
 
-    __slots__ = ("_held", "_path", "_values")
+    __slots__ = ("_held", "_values", "path")
 
     def __init__(self, value: Any, attributes: dict[str, Any], path: str) -> None:
-        self._path = path
+        self.path = path
         self._held = _held(value)
         self._values = {name: _held(item) for name, item in attributes.items()}
 
@@ -82,7 +82,7 @@ class Foreign:
         """Yield a sentence for each attribute that cannot be put back."""
         for _, name, old in self._changes():
             if old is GONE:
-                yield f"`{self._path}.{name}` was changed by the cell, and cannot be put back"
+                yield f"`{self.path}.{name}` was changed by the cell, and cannot be put back"
 
     def restore(self) -> None:
         """Put the attributes back that can be, and take away those that are new."""
@@ -136,10 +136,10 @@ class Frame:
 class Cached:
     """A function of the user's that remembers results by ``lru_cache``: what it remembers is not seen."""
 
-    __slots__ = ("_function", "_info", "_path")
+    __slots__ = ("_function", "_info", "path")
 
     def __init__(self, function: Any, path: str) -> None:
-        self._function, self._path = function, path
+        self._function, self.path = function, path
         self._info = _LRU.cache_info(function)
 
     def lost(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ class Cached:
         now = _LRU.cache_info(self._function)
         moved = (now.misses, now.currsize) != (self._info.misses, self._info.currsize)
         if self._info.currsize and (moved or (now.hits != self._info.hits and now.currsize == now.maxsize)):
-            yield f"`{self._path}` remembers other results than before, and cannot be wound back"
+            yield f"`{self.path}` remembers other results than before, and cannot be wound back"
 
     def restore(self) -> None:
         """Let it remember nothing again, if it remembered nothing."""

@@ -176,7 +176,7 @@ async def _attempt(
     gc.collect()  # what the last run has made and is held in a cycle by itself, as every class is
     transaction.hold(attempt, accelerator.holds if accelerator.name != "cpu" else None)
     if lost := transaction.unrestored():
-        raise StateError(f"{', '.join(lost)} could not be brought back")
+        raise StateError("; ".join(lost))
     accelerator.empty_cache()
     accelerator.reset_peak()
     with ExitStack() as live:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -89,14 +90,9 @@ class Light:
             if type(copy) is SetCopy and not copy.is_rebuilt_alike():
                 yield f"a set of {len(copy.items)} items was changed, and its order cannot be brought back"
 
-    def restore(self) -> None:
-        """Fill each container with what it held."""
-        for container, copy in self._changed():
-            if isinstance(container, (dict, set)):
-                container.clear()
-                container.update(copy.items if type(copy) is SetCopy else copy)
-            else:
-                container[:] = copy
+    def pieces(self) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """Yield each container that holds something else now, with what fills it with what it held."""
+        yield from ((container, partial(_fill, container, copy)) for container, copy in self._changed())
 
     def _changed(self) -> Iterator[tuple[Any, Any]]:
         both = zip(self._containers, self._copies, strict=True)
@@ -106,6 +102,14 @@ class Light:
     def _pairs(self) -> Iterable[tuple[list[Any], list[Any]]]:
         items = iter(self._items)
         return ((one, list(islice(items, n))) for one, n in zip(self._lists, self._lengths, strict=True))
+
+
+def _fill(container: Any, copy: Any) -> None:
+    if isinstance(container, (dict, set)):
+        container.clear()
+        container.update(copy.items if type(copy) is SetCopy else copy)
+    else:
+        container[:] = copy
 
 
 def _is_same(container: Any, copy: Any) -> bool:

@@ -16,7 +16,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.kinds import registered, submodules
@@ -39,8 +41,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
+_LONGEST: Final = 120
+"""Of an error's own words."""
 _STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
 """Functions of torch (2.13) that write into running statistics without counting it as a version."""
+
+
+class _Named(Protocol):
+    path: str
+
+    def restore(self) -> None: ...
 
 
 class Snapshot:
@@ -66,6 +76,7 @@ class Snapshot:
             self._surroundings = Surroundings(self._shape.modules, own, source, collects=collects)
             self._patches = Patches(source, namespace)
         self._left: set[str] = set()
+        self._unrestored: dict[str, str] = {}
 
     @property
     def vault(self) -> TensorVault:
@@ -254,68 +265,74 @@ class Snapshot:
                 todo += [held for _, held in recipe.pairs if type(held) is Recipe]
 
     def restore(self) -> None:
-        """Bring everything back, in place. May be called again after a further attempt."""
-        memo: dict[int, Any] = {}
-        with _outside_modes():
-            self._restore_bindings(memo)
-            for owner, cls in self._shape.classes:
-                if (alive := living(owner)) is not GONE and type(alive) is not cls:
-                    object.__setattr__(alive, "__class__", cls)
-            for owner, recipe in self._shape.objects:
-                if (alive := living(owner)) is not GONE:
-                    fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
-            for names, recipe in self._shape.globals:
-                fill(names, recipe, memo)
-            for names, values in self._shape.counters:
-                names.update({name: value for name, value in values.items() if names.get(name, GONE) is not value})
-            for parts in self._shape.parts:
-                parts.restore(memo)
-            for foreign in self._shape.foreign:
-                foreign.restore()
-            for cache in self._shape.caches:
-                cache.restore()
-            self._context.restore(self._shape.context)
-            for frame in self._shape.frames:
-                frame.restore()
-            self._shape.light.restore()
-            for long in self._shape.long:
-                long.restore()
-            for array in self._shape.arrays:
-                array.restore()
-            for function, code in zip(self._shape.bare, self._shape.codes, strict=True):
-                restore_function(Written(function, code, None, None), memo)
-                function.__dict__.clear()
-            for written in self._shape.functions:
-                restore_function(written, memo)
-            for function, at, held in self._shape.closures:
-                if (alive := living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
-                    alive.__closure__[at].cell_contents = value
-            if self._vault is not None:
-                self._vault.restore()
-            for parameter, watched in self._shape.gradients:
-                _restore_gradient(parameter(), watched)
-            for generator, state in self._shape.random:
-                set_generator_state(generator, state)
-            self._rng.restore()
-        self._surroundings.restore()
-        self._patches.restore()
+        """Bring everything back, in place. May be called again after a further attempt.
 
-    def _restore_bindings(self, memo: dict[int, Any]) -> None:
-        uses = first_uses(self.source)
-        for name in [name for name in self._namespace if name not in self._shape.bindings and self._is_mine(name)]:
+        What cannot be put back is told by ``unrestored``; the rest is put back all the same.
+        """
+        self._unrestored = {}
+        with _outside_modes():
+            for path, put in self._pieces({}):
+                self._put(path, put)
+        for path, put in chain(self._surroundings.pieces(), [("a function of a library's", self._patches.restore)]):
+            self._put(path, put)
+
+    def _put(self, path: str, put: Callable[[], None]) -> None:
+        try:
+            put()
+        except Exception as exc:  # noqa: BLE001 - border: one object that refuses must not keep the others from it
+            why = f"{type(exc).__name__}: {exc}".partition("\n")[0][:_LONGEST]
+            self._unrestored[path] = f"{path} could not be brought back ({why})"
+
+    def _pieces(self, memo: dict[int, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield all that is put back, each with what it is called, in the order in which it is to be done."""
+        shape, uses = self._shape, first_uses(self.source)
+        for name in [name for name in self._namespace if name not in shape.bindings and self._is_mine(name)]:
             del self._namespace[name]
-        for name, held in self._shape.bindings.items():
-            if not is_users(name):
-                continue
-            value = revive(held, self._namespace.get(name), memo)
-            if value is not GONE or uses.get(name) is FirstUse.DELETES:
-                self._namespace[name] = value
-            else:
-                self._namespace.pop(name, None)
+        for name in filter(is_users, shape.bindings):
+            yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
+        for owner, cls in shape.classes:
+            yield f"the class of a {cls.__name__}", partial(_set_class, owner, cls)
+        for owner, recipe in shape.objects:
+            yield f"`{recipe.path}`", partial(_fill_object, owner, recipe, memo)
+        for names, recipe in shape.globals:
+            yield f"`{recipe.path}`", partial(fill, names, recipe, memo)
+        for names, values in shape.counters:
+            yield "a module of the user's", partial(_set_names, names, values)
+        for parts in shape.parts:
+            yield f"`{parts.recipe.path}`", partial(parts.restore, memo)
+        named: tuple[_Named, ...] = (*shape.foreign, *shape.caches)
+        yield from ((f"`{one.path}`", one.restore) for one in named)
+        yield "a variable of a context", partial(self._context.restore, shape.context)
+        yield from (("a frame of pandas", frame.restore) for frame in shape.frames)
+        yield from ((f"a {type(one).__name__}", put) for one, put in shape.light.pieces())
+        named = (*shape.long, *shape.arrays)
+        yield from ((f"`{one.path}`", one.restore) for one in named)
+        bare = (Written(one, code, None, None) for one, code in zip(shape.bare, shape.codes, strict=True))
+        for written in chain(bare, shape.functions):
+            yield f"the function `{written.code.co_name}`", partial(restore_function, written, memo)
+        for function in shape.bare:
+            yield f"the function `{function.__name__}`", function.__dict__.clear
+        for function, at, held in shape.closures:
+            yield "a variable of a function", partial(_set_cell, function, at, held, memo)
+        if self._vault is not None:
+            yield from self._vault.pieces()
+        for parameter, watched in shape.gradients:
+            path = "a gradient" if watched is None else f"`{watched.label}`"
+            yield path, partial(_restore_gradient, parameter, watched)
+        for generator, state in shape.random:
+            yield f"a {type(generator).__name__}", partial(set_generator_state, generator, state)
+        yield "the random number generators", self._rng.restore
+
+    def _bind(self, name: str, use: FirstUse | None, memo: dict[int, Any]) -> None:
+        value = revive(self._shape.bindings[name], self._namespace.get(name), memo)
+        if value is not GONE or use is FirstUse.DELETES:
+            self._namespace[name] = value
+        else:
+            self._namespace.pop(name, None)
 
     def unrestored(self) -> list[str]:
-        """Return the labels of tensors that ``restore`` failed to bring back."""
-        return self._vault.unrestored() if self._vault is not None else []
+        """Return what ``restore`` failed to bring back, a sentence each."""
+        return list(self._unrestored.values())
 
     def settle(self) -> tuple[str, ...]:
         """Bring everything back for good; return what could not be, a sentence each."""
@@ -324,7 +341,7 @@ class Snapshot:
         for name in gone:
             self._namespace.pop(name, None)
         missing = [f"`{name}` was replaced or deleted by the cell and is gone" for name in gone]
-        return (*missing, *(f"{label} could not be brought back" for label in self.unrestored()))
+        return (*missing, *self.unrestored())
 
     @property
     def bytes_to_copy(self) -> int:
@@ -387,7 +404,27 @@ def _root(path: str) -> str:
     return re.split(r"[.\[ ]", path, maxsplit=1)[0]
 
 
-def _restore_gradient(parameter: Any, watched: Watched | None) -> None:
+def _set_class(owner: Any, cls: type) -> None:
+    if (alive := living(owner)) is not GONE and type(alive) is not cls:
+        object.__setattr__(alive, "__class__", cls)
+
+
+def _fill_object(owner: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
+    if (alive := living(owner)) is not GONE:
+        fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
+
+
+def _set_names(names: dict[str, Any], values: dict[str, Any]) -> None:
+    names.update({name: value for name, value in values.items() if names.get(name, GONE) is not value})
+
+
+def _set_cell(function: Any, at: int, held: Any, memo: dict[int, Any]) -> None:
+    if (alive := living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
+        alive.__closure__[at].cell_contents = value
+
+
+def _restore_gradient(held: Callable[[], Any], watched: Watched | None) -> None:
+    parameter = held()
     if parameter is None:
         return
     if watched is None:

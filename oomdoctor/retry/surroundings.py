@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
@@ -208,34 +209,42 @@ class Surroundings:
         if _handlers() != self._handlers and not _is_main_thread():
             yield "handlers of signals were changed, and the main thread alone can put them back"
 
-    def restore(self) -> None:
-        """Put settings back, and functions and classes of modules that others stand in for now."""
-        self._environ.restore()
+    def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield what puts each setting back, and functions and classes of modules that others stand in for now."""
+        yield "the environment", self._environ.restore
+        yield "filters of warnings and the path of modules", self._restore_lists
+        for module, names, values in self._modules:
+            yield f"`{module.__name__}`", partial(_put_names, vars(module), names, values)
+        for module in own_modules():
+            if module.__name__ not in self._own:
+                yield f"`{module.__name__}`", partial(_forget, module.__name__)
+        for setting, value in self._settings:
+            yield f"the setting {setting.name}", partial(_put_setting, setting, value)
+        yield "loggers", self._loggers.restore
+        yield "the garbage collector", gc.enable if self._collects else gc.disable
+        yield "handlers of signals", partial(_put_handlers, self._handlers)
+        for name, before in self._streams.items():
+            if self._left[name] is not before and getattr(sys, name) is self._left[name]:
+                yield f"`sys.{name}`", partial(setattr, sys, name, before)
+        if self._modes is not None:
+            yield "modes of torch", self._modes.restore
+
+    def _restore_lists(self) -> None:
         if warnings.filters != self._filters:
             warnings.resetwarnings()  # tells those who remember what was filtered; the list itself stays
             list.extend(vars(warnings)["filters"], self._filters)
         if sys.path != self._path:
             sys.path[:] = self._path
-        for module, names, values in self._modules:
-            now = vars(module)
-            for name, value in zip(names, values, strict=True):
-                if now.get(name) is not value:
-                    now[name] = value
-        for module in own_modules():
-            if module.__name__ not in self._own:
-                _forget(module.__name__)
-        for setting, value in self._settings:
-            if not setting.is_still(value):
-                with suppress(*UNTOLD):
-                    setting.put(value)
-        self._loggers.restore()
-        (gc.enable if self._collects else gc.disable)()
-        _put_handlers(self._handlers)
-        for name, before in self._streams.items():
-            if self._left[name] is not before and getattr(sys, name) is self._left[name]:
-                setattr(sys, name, before)
-        if self._modes is not None:
-            self._modes.restore()
+
+
+def _put_names(now: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    now.update({name: value for name, value in zip(names, values, strict=True) if now.get(name) is not value})
+
+
+def _put_setting(setting: Setting, value: Any) -> None:
+    if not setting.is_still(value):
+        with suppress(*UNTOLD):
+            setting.put(value)
 
 
 def _merged(before: list[Any], then: list[Any], now: list[Any]) -> list[Any]:

@@ -157,7 +157,7 @@ class Transaction:
             self._snapshot.restore()
 
     def unrestored(self) -> list[str]:
-        """Return the labels of tensors that ``restore`` failed to bring back."""
+        """Return what ``restore`` failed to bring back, a sentence each."""
         return self._snapshot.unrestored() if self._snapshot is not None else []
 
     def settle(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -45,7 +46,6 @@ class Watched:
         "ref",
         "requires_grad",
         "uncopied",
-        "unrestored",
         "version",
     )
 
@@ -58,7 +58,7 @@ class Watched:
         self.hooks = hooks_of(tensor)
         self.bare = not plain_dict(tensor)
         self.copy: torch.Tensor | None = None
-        self.uncopied = self.unrestored = self.aside = False
+        self.uncopied = self.aside = False
 
     def unchanged(self, tensor: torch.Tensor) -> bool:
         """Return whether nothing was written: neither counter nor pointer moved, or all of it to another device."""
@@ -203,10 +203,6 @@ class TensorVault:
             if watched.hooks and (tensor := watched.ref()) is not None and watched.hooks - hooks_of(tensor)
         ]
 
-    def unrestored(self) -> list[str]:
-        """Return the labels of living tensors that could not be brought back."""
-        return [f"`{one.label}`" for one in self._watched.values() if one.unrestored and one.ref() is not None]
-
     @property
     def bytes_to_copy(self) -> int:
         """Size of what is watched and alive and has no copy."""
@@ -227,23 +223,20 @@ class TensorVault:
             if is_copied or watched.has_moved(tensor) or not watched.unchanged(tensor):
                 yield watched.label
 
-    def restore(self) -> None:
-        """Put kept contents back in place, tensor by tensor, from host memory.
+    def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield what puts the kept contents of each tensor back in place, from host memory, with what it is called.
 
         Version counters go back as well: a graph of an earlier cell that saved such a tensor stays usable. Contents
         are compared even where the counter stands still, because fused optimizers do not move it (torch 2.13).
         """
-        with outside_modes():
-            for watched in self._watched.values():
-                tensor = watched.ref()
-                if tensor is not None:
-                    try:
-                        _restore(watched, tensor)
-                    except (MemoryError, RuntimeError, NotImplementedError):  # told by ``unrestored``; the others go on
-                        watched.unrestored = True
+        for watched in self._watched.values():
+            yield f"`{watched.label}`", partial(_restore, watched)
 
 
-def _restore(watched: Watched, tensor: torch.Tensor) -> None:
+def _restore(watched: Watched) -> None:
+    tensor = watched.ref()
+    if tensor is None:
+        return
     take_new_hooks_away(tensor, watched.hooks)
     if watched.aside and watched.copy is not None:
         tensor.data = watched.copy.to(watched.device, copy=True)

@@ -25,7 +25,7 @@ from oomdoctor.retry.vault import TensorVault
 CELLS: Final = cells_of("mlp", "AdamW")
 PLACES: Final[dict[str, tuple[Any, str]]] = {
     "what was lost": (Reach, "_walk"),
-    "the restore": (TensorVault, "restore"),
+    "the restore": (TensorVault, "pieces"),
     "the end of the restore": (RandomState, "restore"),
 }
 
@@ -71,7 +71,7 @@ def test_as_many_as_there_are_restores(shell: InteractiveShell, place: str) -> N
         modes = len(_get_current_dispatch_mode_stack())
         stack.enter_context(Planted("third iteration"))
         first = stack.enter_context(interrupted(*PLACES[place], times=1))
-        every = stack.enter_context(interrupted(TensorVault, "restore", times=9))
+        every = stack.enter_context(interrupted(TensorVault, "pieces", times=9))
         result, shown = run(shell, CELLS[-1])
         assert len(_get_current_dispatch_mode_stack()) == modes + 1
     assert first, shown.stdout + shown.stderr

@@ -39,7 +39,7 @@ BEFORE: Final = {
 DURING: Final = {
     "losses": "oomdoctor.retry.snapshot.Snapshot.losses",
     "restore": "oomdoctor.retry.snapshot.Snapshot.restore",
-    "restore, half done": "oomdoctor.retry.vault.TensorVault.restore",
+    "restore, half done": "oomdoctor.retry.vault._restore",
     "restore of the last": "oomdoctor.retry.rng.RandomState.restore",
     "cache": "oomdoctor.evidence.host.HostAccelerator.empty_cache",
     "apply": "oomdoctor.retry.transaction.Transaction.armed",
