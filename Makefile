@@ -19,7 +19,14 @@ COMPILED := -m compileall -q oomdoctor
 COLAB := .venv-colab
 COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py) tests/views/test_views_panel.py
 
-.PHONY: help demo test test-colab check docs new clean
+CUDA := .venv-cuda
+CUDA_PIP := $(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cuda.txt
+CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+# The driver and NVML are loaded by name. A context takes memory, as on a real device.
+ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib) STUBCUDA_COMPUTE=1 \
+  STUBCUDA_CONTEXT=400MiB
+
+.PHONY: help demo test test-colab test-cuda check docs new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +47,11 @@ test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipyker
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
 	  -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
 
+test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA build, over a stub of NVIDIA's libraries
+	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
+	@$(CUDA)/bin/python $(COMPILED)
+	$(ON_STUB) $(CUDA)/bin/python -m pytest -n 2 --dist loadfile -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
+
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,7 +68,7 @@ new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) $(COLAB) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COLAB) $(CUDA) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -79,4 +91,15 @@ $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 	$(PYTHON) -m venv $(COLAB)
 	@$(COLAB)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-colab.txt \
 	  -e '.[demo]' pytest pytest-timeout pytest-xdist tqdm
+	@touch $@
+
+# Torch comes without what it says that it needs of NVIDIA's: 2 GB, in whose place the stub is. With the lines gone, pip
+# fetches none of it for other packages either.
+$(CUDA)/.installed: pyproject.toml constraints-cuda.txt
+	@echo 'Installing into $(CUDA): the CUDA build of torch, 0.5 GB.'
+	@$(PYTHON) -m venv $(CUDA)
+	@$(CUDA_PIP) --no-deps torch
+	@$(CUDA)/bin/python tests/stubcuda/build.py --check $(CUDA)
+	@sed -i -E '/^Requires-Dist: (nvidia|cuda|triton)/d' $(CUDA)/lib/python3*/site-packages/torch-*.dist-info/METADATA
+	@$(CUDA_PIP) -e '.[demo]' accelerate hypothesis pytest pytest-timeout pytest-xdist tqdm transformers
 	@touch $@

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-_READ_AT_IMPORT = ("CUDA_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "TORCH_")
+_READ_AT_IMPORT = ("CUDA_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "STUBCUDA_", "TORCH_")
 """What variables begin with that libraries read when they are loaded."""
 _IMPORTED = (
     *("ipykernel.kernelapp", "ipykernel.zmqshell", "ipywidgets", "jinja2", "libcst", "pydantic", "rich.console"),

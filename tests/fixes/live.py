@@ -110,7 +110,8 @@ def digest(model: torch.nn.Module) -> list[Any]:
 
 
 def values(model: torch.nn.Module) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """Copies in host memory: on a device they would be part of the next measurement."""
+    return {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def train(

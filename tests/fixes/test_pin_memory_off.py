@@ -143,8 +143,9 @@ def test_on_a_gpu_no_host_memory_is_pinned_and_the_batches_are_the_same() -> Non
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     source = LOADERS.replace("num_workers=0", "num_workers=2")
-    start = torch.cuda.host_memory_stats()["allocation.allocated"]
+    torch.cuda.init()  # there are no statistics before
+    start = torch.cuda.host_memory_stats()["num_host_alloc"]
     fixed = loading.delivered(source, LOOP, context=lambda session: apply(session, DOSE))
-    assert torch.cuda.host_memory_stats()["allocation.allocated"] == start
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == start
     assert loading.delivered(source, LOOP) == fixed
-    assert torch.cuda.host_memory_stats()["allocation.allocated"] > start
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] > start

@@ -476,6 +476,7 @@ def test_what_the_last_restore_could_not_bring_back_is_told(monkeypatch: pytest.
 def test_a_model_that_the_cell_took_to_another_device_comes_back(steps: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
+    torch.cuda.init()  # else the cell makes the device's random number generator, which stays
     namespace = program()
     before = state_digests(namespace)
     cell = f"model.cuda(); x = x.cuda(); y = y.cuda()\nfor _ in range({steps}): step()\nraise MemoryError"
@@ -486,9 +487,7 @@ def test_a_model_that_the_cell_took_to_another_device_comes_back(steps: int) -> 
     transaction.restore()
     assert not namespace["model"][0].weight.is_cuda
     after = state_digests(namespace)
-    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {
-        "(random number generators)"
-    }
+    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == set()
     exec(cell.replace("raise MemoryError", "step()"), namespace)
 
 
