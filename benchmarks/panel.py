@@ -77,7 +77,7 @@ for _ in range(2):
     optimizer.step()
 # {number}
 """
-LOADED: Final = "(get_ipython()._oomdoctor_extension.warming or ticking).done()"
+LOADED: Final = "get_ipython()._oomdoctor_extension.warming.done"
 PENDING: Final = "Forecasts are being made"
 
 

@@ -76,7 +76,16 @@ class Kernel:
         self._client = BlockingKernelClient(connection_file=connection)
         self._client.load_connection_file()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=60)
+        self._wait_until_ready(time.monotonic() + 60)
+
+    def _wait_until_ready(self, end: float) -> None:
+        """Wait for the first answer: a kernel that is busy with its imports lets its heartbeat wait as well."""
+        while True:
+            try:
+                return self._client.wait_for_ready(timeout=60)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
 
     def run(self, code: str, *, timeout: float = 120, ok: bool | None = None) -> Reply:
         """Run a cell; ``ok`` asserts how it answers."""

@@ -5,8 +5,10 @@ An allocation fails as well when there is no mapping or descriptor left for it. 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -14,7 +16,11 @@ from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
 
-__all__ = ["data_limit", "data_used", "files_limit", "files_open", "maps", "maps_limit"]
+__all__ = ["data_limit", "data_used", "files_limit", "files_open", "malloc_free", "maps", "maps_limit"]
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_: ClassVar = [("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
 def data_limit() -> Measured:
@@ -25,6 +31,18 @@ def data_limit() -> Measured:
 def data_used(root: Path = _proc.ROOT) -> Measured:
     """Return what the kernel compares with ``RLIMIT_DATA``, in bytes."""
     return _proc.table(root / "proc/self/status")["VmData"]
+
+
+def malloc_free() -> Measured:
+    """Return what ``malloc`` holds free of what the system gave it, in bytes.
+
+    Source: ``fordblks`` of mallinfo2(3), from glibc 2.33 on; it sums all arenas.
+    """
+    tell = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if tell is None:
+        return Unavailable("this C library does not tell what malloc holds free")
+    tell.restype = _Mallinfo
+    return int(tell().fordblks)
 
 
 def files_limit() -> Measured:

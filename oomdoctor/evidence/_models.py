@@ -10,9 +10,6 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
-import torch
-from torch import Tensor
-
 from oomdoctor.model.code import LossFacts, ModelFacts
 from oomdoctor.model.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
 
@@ -31,7 +28,6 @@ _FUSED: Final = frozenset({"MultiheadAttention", "TransformerEncoderLayer", "Tra
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 _DERIVING_HOOKS: Final = frozenset({"WeightNorm"})
 """They derive an attribute from parameters alone. Source: ``torch.nn.utils.weight_norm``."""
-_GRAD_FN: Final[Any] = Tensor.grad_fn
 """Asked past the class of a tensor, which may have one of its own."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
@@ -228,8 +224,10 @@ def _leaves(tree: Iterable[_Module]) -> Iterator[str]:
 def _has_graph(value: Any) -> bool:
     if kind_of(type(value)) is not Kind.TENSOR:
         return False
-    with torch._C.DisableTorchFunction():
-        return _GRAD_FN.__get__(value) is not None
+    from torch import _C
+
+    with _C.DisableTorchFunction():
+        return vars(_C.TensorBase)["grad_fn"].__get__(value) is not None
 
 
 def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:
@@ -242,7 +240,12 @@ def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
 
     A parameter of a lazy module has none as yet: asked through ``__torch_function__``, it would raise.
     """
-    with torch._C.DisableTorchFunction():
+    tensors = list(tensors)
+    if not tensors:  # torch may not be loaded
+        return []
+    from torch import _C, Tensor
+
+    with _C.DisableTorchFunction():
         return [(Tensor.numel(one), Tensor.element_size(one)) for one in tensors]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import torch
-
 from oomdoctor.evidence._models import sizes
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.kinds import Kind, kind_of, plain_dict
@@ -18,8 +16,6 @@ _FOREACH_DEVICES: Final = frozenset({"cuda", "xpu", "mtia"})
 
 Source: ``torch.utils._foreach_utils._get_foreach_kernels_supported_devices``.
 """
-
-_device: Final = vars(torch._C.TensorBase)["device"].__get__
 
 
 def optimizers(found: Iterable[tuple[str, Any]]) -> tuple[OptimizerFacts, ...]:
@@ -61,6 +57,8 @@ def _takes_foreach(group: Mapping[str, Any]) -> bool:
         return False
     if group["foreach"] is not None:
         return group["foreach"] is True
-    weights = _weights(group)
+    import torch
+
+    weights, device_of = _weights(group), vars(torch._C.TensorBase)["device"].__get__
     plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in weights)
-    return bool(weights) and plain and all(_device(one).type in _FOREACH_DEVICES for one in weights)
+    return bool(weights) and plain and all(device_of(one).type in _FOREACH_DEVICES for one in weights)

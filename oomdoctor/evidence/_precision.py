@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
-
-import torch
 
 from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._models import parameters, sizes
@@ -75,9 +74,10 @@ def native_bfloat16() -> bool | None:
 
     Source: ``torch.cuda.is_bf16_supported``: compute capability 8.0, and every device of ROCm.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return None
-    return torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 0)
+    return torch.version.hip is not None or bool(torch.cuda.get_device_capability() >= (8, 0))
 
 
 def _makes_half(call: ast.Call) -> bool:

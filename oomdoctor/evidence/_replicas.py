@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-import torch
-
 from oomdoctor.evidence._models import parameters
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
@@ -23,7 +21,6 @@ _WRAPPERS: Final = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "DataParallel",
 }
-_dtype: Final = vars(torch._C.TensorBase)["dtype"].__get__
 
 
 def world_size() -> int | None:
@@ -45,8 +42,10 @@ def _wrapper(module: Any) -> str | None:
 
 
 def _facts(path: str, module: Any, name: str) -> ReplicaFacts:
-    own = plain_dict(module) or {}
-    dtypes = {str(_dtype(one)).removeprefix("torch.") for one in parameters([module])}
+    from torch import _C
+
+    own, dtype_of = plain_dict(module) or {}, vars(_C.TensorBase)["dtype"].__get__
+    dtypes = {str(dtype_of(one)).removeprefix("torch.") for one in parameters([module])}
     devices = own.get("device_ids")
     if name == "DataParallel":
         return ReplicaFacts(

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeAlias
 
-import torch
-
 from oomdoctor.evidence import _models, _optimizers
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
@@ -220,9 +218,11 @@ def length(dataset: Any) -> int | None:
     if type(dataset) in (list, tuple, range):
         return len(dataset)
     if home == ("torch.utils.data.dataset", "TensorDataset"):
+        from torch import Tensor
+
         tensors = held.get("tensors")
         first: Any = tensors[0] if type(tensors) is tuple and tensors else None
-        return int(torch.Tensor.size(first, 0)) if kind_of(type(first)) is Kind.TENSOR else None
+        return int(Tensor.size(first, 0)) if kind_of(type(first)) is Kind.TENSOR else None
     if home == ("torch.utils.data.dataset", "Subset") and type(held.get("indices")) in (list, range):
         return len(held["indices"])
     if home == ("datasets.arrow_dataset", "Dataset"):
@@ -238,7 +238,8 @@ def _bytes(predictions: Any) -> int:
     while todo:
         one = todo.pop()
         if kind_of(type(one)) is Kind.TENSOR:
-            found += torch.Tensor.numel(one) * torch.Tensor.element_size(one)
+            ((count, each),) = _models.sizes([one])
+            found += count * each
         elif type(one) in (list, tuple):
             todo += list(one)
         elif type(one) is dict:

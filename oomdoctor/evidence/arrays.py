@@ -16,11 +16,8 @@ from collections.abc import Iterable
 from itertools import chain, compress, islice
 from typing import Any, Final
 
-import torch
-
 from oomdoctor.evidence.frames import leads_nowhere
 from oomdoctor.evidence.held import elements_of
-from oomdoctor.evidence.storages import PLAIN, begin_of
 from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.memory import HostHolding
 from oomdoctor.model.sizes import MIB
@@ -115,7 +112,12 @@ class _Search:
 
     def _tensors(self) -> frozenset[int]:
         """Return where tensors of the host begin: ``torch.from_numpy`` makes one in the memory of an array."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return frozenset()
         if self._of_tensors is None:
+            from oomdoctor.evidence.storages import PLAIN, begin_of
+
             plain = frozenset(map(id, PLAIN))
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
             self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)

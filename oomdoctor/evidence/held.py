@@ -7,10 +7,11 @@ and slots, and what is made in C by descriptors made in C or by what it tells th
 from __future__ import annotations
 
 import gc
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from itertools import chain, compress
 from types import (
     AsyncGeneratorType,
@@ -24,8 +25,6 @@ from types import (
     TracebackType,
 )
 from typing import Any, Final, NamedTuple
-
-import torch
 
 from oomdoctor.evidence.frames import holds_the_users, leads_nowhere, locals_of
 from oomdoctor.evidence.objects import is_home_of_users, of_class
@@ -87,9 +86,6 @@ _SUSPENDED: Final = {
 _SCRIPTED: Final = "._actual_script_module"
 """What a module that was traced asks for its parts in its place. Source: torch/jit/_script.py (``ScriptModule``)."""
 _dict_at: Final = vars(type)["__dictoffset__"].__get__
-_HOOKS: Final = tuple(
-    (f".{name}", vars(torch._C.TensorBase)[name].__get__) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-)
 
 
 class Apart(Enum):
@@ -207,7 +203,7 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         own = plain_dict(value)
         modules = () if is_empty(own, "_modules") else enumerate(registered(value, "_modules"))
         yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
-        if not issubclass(cls, torch.jit.ScriptModule):
+        if not issubclass(cls, sys.modules["torch"].jit.ScriptModule):
             yield from attributes(value, own)
         else:
             yield from (("" if suffix == _SCRIPTED else suffix, item) for suffix, item in attributes(value, own))
@@ -312,10 +308,18 @@ def hangs_on(tensor: Any) -> Iterator[tuple[str, Any]]:
     if module_of(type(tensor)).startswith("torch._subclasses."):
         return
     yield from attributes(tensor)
-    for suffix, read in _HOOKS:
+    for suffix, read in _hooks():
         hooks = read(tensor)
         if hooks is not None:
             yield suffix, hooks
+
+
+@cache
+def _hooks() -> tuple[tuple[str, Any], ...]:
+    from torch import _C
+
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return tuple((f".{name}", vars(_C.TensorBase)[name].__get__) for name in names)
 
 
 def _suspended(value: Any) -> Iterator[tuple[str, Any]]:
@@ -381,9 +385,11 @@ def elements_of(array: Any) -> Sequence[Any]:
     return [item for name in dtype.names or () for item in elements_of(plain[name])]
 
 
-def _constants(script: Any) -> Iterator[torch.Tensor]:
+def _constants(script: Any) -> Iterator[Any]:
     """Yield the tensors that TorchScript code holds as constants; ``freeze`` makes all weights such."""
-    if issubclass(type(script), torch.jit.ScriptFunction):
+    from torch.jit import ScriptFunction
+
+    if issubclass(type(script), ScriptFunction):
         graphs = [script.graph]
     else:
         graphs = [script._get_method(name).graph for name in script._method_names()]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes
+from oomdoctor.model import reserve
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 
@@ -25,13 +26,14 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
             started, mappings. All that ``binding_limit`` looks at is read in any case.
     """
     machine, cgroup = _machine.read(root), _cgroup.read(root)
+    kept, kept_resident = reserve.address_space(), reserve.resident()
     processes = _processes.read() if in_full else _processes.resident_only()
     return HostMemory(
         total=machine.total,
-        available=machine.available,
-        rss=processes.rss,
-        uss=processes.uss,
-        pss=processes.pss,
+        available=_proc.total(machine.available, kept_resident),
+        rss=_proc.less(processes.rss, kept_resident),
+        uss=_proc.less(processes.uss, kept_resident),
+        pss=_proc.less(processes.pss, kept_resident),
         children=processes.children,
         page_cache=machine.page_cache,
         reclaimable=machine.reclaimable,
@@ -42,15 +44,16 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         pressure=_machine.pressure(root, cgroup.own),
         cgroup_version=cgroup.version,
         cgroup_limit=cgroup.limit,
-        cgroup_used=cgroup.used,
+        cgroup_used=_proc.less(cgroup.used, kept_resident),
         cgroup_file=cgroup.file,
         cgroup_reclaimable=cgroup.reclaimable,
-        cgroup_anon=cgroup.anon,
+        cgroup_anon=_proc.less(cgroup.anon, kept_resident),
         cgroup_tmpfs=cgroup.tmpfs,
         cgroup_oom_kills=cgroup.oom_kills,
         cgroup_ooms=cgroup.ooms,
         data_limit=_limits.data_limit(),
-        data_used=_limits.data_used(root),
+        data_used=_proc.less(_limits.data_used(root), kept),
+        malloc_free=_limits.malloc_free(),
         shm_total=machine.shm_total,
         shm_free=machine.shm_free,
         files_open=_limits.files_open(),
@@ -69,6 +72,8 @@ def binding_limit(host: HostMemory) -> tuple[int, int, str]:
     Page cache that the kernel can drop counts as free below the limit of a cgroup, as it does in ``available`` of the
     machine: it is charged to the group, and it is reclaimed before anything is killed.
 
+    Memory that ``malloc`` holds free is address space that counts below a limit on the process, and serves a request.
+
     Source: ``memory.max`` in Documentation/admin-guide/cgroup-v2.rst, by which the OOM killer comes when the usage
     reaches the limit and cannot be reduced; "Reclaim" in cgroup-v1/memory.rst says the same of v1.
     """
@@ -80,7 +85,8 @@ def binding_limit(host: HostMemory) -> tuple[int, int, str]:
         free = min(host.cgroup_limit - host.cgroup_used + reclaimable, host.cgroup_limit)
         limits.append((free, host.cgroup_limit, "the limit of the memory cgroup"))
     if isinstance(host.data_limit, int) and isinstance(host.data_used, int):
-        limits.append((host.data_limit - host.data_used, host.data_limit, "RLIMIT_DATA"))
+        held_free = host.malloc_free if isinstance(host.malloc_free, int) else 0
+        limits.append((host.data_limit - host.data_used + held_free, host.data_limit, "RLIMIT_DATA"))
     if host.overcommit == _STRICT and isinstance(host.commit_limit, int) and isinstance(host.committed, int):
         limits.append((host.commit_limit - host.committed, host.commit_limit, "what the kernel may promise in all"))
     if not limits:

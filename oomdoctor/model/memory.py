@@ -245,6 +245,7 @@ class HostMemory:
         files_open: descriptors of this process; ``maps``: memory mappings.
         overcommit: ``vm.overcommit_memory``: 0 heuristic, 1 always, 2 strict; ``committed`` of ``commit_limit``
             matters with 2 alone.
+        malloc_free: what the C library holds free of ``data_used``, which serves further requests.
     """
 
     total: Measured
@@ -280,3 +281,4 @@ class HostMemory:
     overcommit: Measured = _UNREAD
     committed: Measured = _UNREAD
     commit_limit: Measured = _UNREAD
+    malloc_free: Measured = _UNREAD

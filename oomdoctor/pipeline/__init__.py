@@ -7,7 +7,7 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 
 from __future__ import annotations
 
-from oomdoctor.pipeline.failure import accelerator_of, diagnose, observe, open_session, unpriced
+from oomdoctor.pipeline.failure import accelerator_of, by_message, diagnose, observe, open_session, unpriced
 from oomdoctor.pipeline.foresight import foresee
 from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
 from oomdoctor.pipeline.history import cases, last_case, record
@@ -18,6 +18,7 @@ __all__ = [
     "accelerator_of",
     "admitted",
     "beyond_cure",
+    "by_message",
     "calibration_of",
     "cases",
     "check_snapshot",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from oomdoctor.model.case import Case
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
 from oomdoctor.pipeline.history import cases
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
 
 
-__all__ = ["accelerator_of", "diagnose", "observe", "open_session", "uncounted", "unpriced"]
+__all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session", "uncounted", "unpriced"]
 
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
@@ -34,7 +36,7 @@ def observe(
         open_on: makes the session for the device that ran out.
         filenames: number of the cell by the file name of its code.
     """
-    from oomdoctor.evidence import collect
+    from oomdoctor.evidence.moment import collect
     from oomdoctor.incident import from_exception
 
     incident = from_exception(exc, filenames)
@@ -48,6 +50,27 @@ def observe(
     return case, session
 
 
+def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Case:
+    """Return the case of a failure of which its message is all that is known.
+
+    Args:
+        why: nothing more could be found out, which is why the cell is not run again.
+    """
+    from oomdoctor.evidence.moment import unlooked
+    from oomdoctor.incident import from_exception
+
+    incident, evidence = from_exception(exc, filenames), unlooked()
+    outcome = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why)
+    return Case(
+        number=len(cases()) + 1,
+        incident=replace(incident, device=incident.device or evidence.device.name),
+        evidence=evidence,
+        findings=(),
+        plan=unpriced(),
+        outcome=outcome,
+    )
+
+
 def unpriced(*, pending: bool = False) -> Plan:
     """Return a plan with nothing in it.
 
@@ -58,24 +81,35 @@ def unpriced(*, pending: bool = False) -> Plan:
     return Plan(unchanged=Forecast(basis=basis), pending=pending)
 
 
-def diagnose(case: Case, rules: RuleBook) -> Case:
-    """Find the causes."""
-    return replace(case, findings=rules.match(case.incident, case.evidence))
+def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
+    """Find the causes.
+
+    Args:
+        by_message: by what the failure says alone.
+    """
+    return replace(case, findings=rules.match(case.incident, None if by_message else case.evidence))
 
 
 def accelerator_of(name: str | None) -> Accelerator:
     """Return the device of this name: the virtual accelerator where it is on and so called, else a real one."""
-    from oomdoctor.allocator import virtual
-    from oomdoctor.evidence import devices
-
-    simulated = virtual.active()
+    simulated: Accelerator | None = _simulated()
     if simulated is not None and (name is None or simulated.name.startswith(name)):
         return simulated
+    if "torch" not in sys.modules:
+        from oomdoctor.evidence.host import HostAccelerator
+
+        return HostAccelerator()
+    from oomdoctor.evidence import devices
+
     return devices.of_name(name)
 
 
 def uncounted() -> Any:
     """Return a context whose tensors a virtual accelerator does not count."""
-    from oomdoctor.allocator import virtual
+    return nullcontext() if _simulated() is None else sys.modules["oomdoctor.allocator.virtual"].uncounted()
 
-    return virtual.uncounted()
+
+def _simulated() -> Any:
+    """Return the virtual accelerator that is on, None if there is none. Nothing is loaded to find out."""
+    virtual = sys.modules.get("oomdoctor.allocator.virtual")
+    return None if virtual is None else virtual.active()

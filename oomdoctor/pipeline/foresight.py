@@ -68,7 +68,8 @@ def foresee(
 
 def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor import fixes
-    from oomdoctor.evidence import collect, devices
+    from oomdoctor.evidence import devices
+    from oomdoctor.evidence.moment import collect
     from oomdoctor.fixes import _batch_at
     from oomdoctor.forecast.foresee import Batches, foresee
     from oomdoctor.model.memplan import Place

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 
 __all__ = ["budget_of", "calibration_of", "forecasts_kept", "plan", "planning", "recall", "terms_of"]
+
+
+_NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 
 
 def plan(
@@ -76,6 +80,8 @@ def planning(
     from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.planning import Planning
 
+    if "torch" not in sys.modules:  # it is not loaded where memory has run out
+        time_budget_s, unforecast = 0.0, _NO_TENSORS
     with uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
         return Planning(
             *(session, case.incident, case.evidence, _fixes_in_order(case)),
@@ -153,7 +159,7 @@ def calibration_of(session: Session, *, keep_forecasts: bool = True) -> Calibrat
     """Return what the forecasts kept say of the error of those for this program on this device."""
     from oomdoctor.forecast import calibration
 
-    kept = calibration.rows() if keep_forecasts else ()
+    kept = calibration.rows() if keep_forecasts and "torch" in sys.modules else ()
     if isinstance(kept, Unavailable) or not kept:
         return calibration.Calibration()
     return calibration.calibration(kept, **terms_of(session))

@@ -80,7 +80,8 @@ def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Map
         filenames: number of the cell by the file name of its code.
     """
     from oomdoctor.allocator import virtual
-    from oomdoctor.evidence import collect, devices
+    from oomdoctor.evidence import devices
+    from oomdoctor.evidence.moment import collect
     from oomdoctor.views.displayed import Report
 
     run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))

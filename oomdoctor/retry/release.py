@@ -16,6 +16,7 @@ from threading import Thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from oomdoctor.model import reserve
 from oomdoctor.model.chain import chained, set_traceback, traceback_of
 
 __all__ = ["release"]
@@ -84,6 +85,8 @@ def _stand_in(traceback: TracebackType) -> TracebackType | None:
         places.append((step.tb_frame.f_code, step.tb_lineno))
         step = step.tb_next
     made: list[TracebackType] = []
+    if not reserve.has_room(reserve.FOR_THREAD):  # ``start`` waits without an end for one that cannot begin
+        return None
     # In a thread of its own: a frame keeps its callers, and those of this thread are the kernel's and the user's.
     worker = Thread(target=_build, args=(places, made), name="oomdoctor-traceback")
     try:

@@ -9,19 +9,18 @@ line, and the user's result and traceback stay as they were.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.model import reserve
 from oomdoctor.retry.remedies import Remedies
 from oomdoctor.shell import failing
 from oomdoctor.shell.borders import Borders, quietly
 from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun, find_oom
-from oomdoctor.shell.filling import comes_later
 from oomdoctor.shell.looking import may_change
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memplan import MemPlanner
@@ -31,7 +30,7 @@ from oomdoctor.shell.running import Run, current, source_begun_before
 from oomdoctor.shell.script_watch import is_left_alone
 from oomdoctor.shell.stragglers import beside
 from oomdoctor.shell.tracebacks import TracebackWatch
-from oomdoctor.shell.warming import warm
+from oomdoctor.shell.warming import Warming
 from oomdoctor.shell.wrapping import Wrapped
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Extension:
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
-        self.warming: asyncio.Task[None] | None = None
+        self.warming = Warming(shell, self.config)
         self.passed = ""
         self.remedies = Remedies()
         self.changed: dict[int, str] = {}
@@ -80,6 +79,7 @@ class Extension:
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
         register(self)
+        self.warming.begin()
 
     def remove(self) -> None:
         """Put everything back."""
@@ -90,8 +90,7 @@ class Extension:
             self.shell.configurables.remove(self.config)
         unregister(self)
         self.end_filling()
-        if self.warming is not None:
-            self.warming.cancel()
+        self.warming.end()
         self.open = self.healed = None
         virtual = sys.modules.get("oomdoctor.allocator.virtual")
         if virtual is not None and virtual.active() is not None:
@@ -114,6 +113,7 @@ class Extension:
             self.changed.clear()
         self._number = self.shell.execution_count
         self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
+        self.borders.guarded("reserve", self.warming.keep_back)
         self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
@@ -124,6 +124,19 @@ class Extension:
             if transaction is not None:
                 transaction.disarm()
         failure = run.take_failure()
+        try:
+            return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
+        finally:
+            if failure is not None:
+                self.borders.guarded("history", self.warming.begin_history)
+
+    async def _follow(
+        self, failure: BaseException | None, raw_cell: str, result: Any, cell: CellRun, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do what a cell asks for by its end: answer its failure, run the retry or the cell that it asks for."""
+        transaction = cell.transaction
+        if failure is None and self.request is None:
+            self.borders.guarded("loading", self.warming.after_cell)
         if failure is not None:
             try:
                 await failing.answer(self, failure, result, cell)
@@ -138,7 +151,6 @@ class Extension:
                 print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
-            self.borders.guarded("loading", self._warm)
         source = self.memplan.take()
         if source is not None and result.success:
             given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
@@ -187,11 +199,6 @@ class Extension:
             self.filling.settle()
         elif not is_own(raw_cell) and may_change(raw_cell) is not None:
             self.end_filling()
-
-    def _warm(self) -> None:
-        """Begin to load what a failure needs, once the user has begun to work with torch."""
-        if self.warming is None and "torch" in sys.modules and comes_later(self.shell, self.config.forecasts):
-            self.warming = asyncio.get_running_loop().create_task(warm(self.config.rule_paths))
 
     def end_filling(self) -> None:
         """Make no more forecasts of the last failure."""
@@ -265,6 +272,7 @@ class Extension:
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
+        reserve.let_go()
         result = self._threads.original(given)
         if given.exc_value is not None:
             self._outside(given.exc_value, failing.ran_in(f"the thread {threading.current_thread().name}"))

@@ -143,9 +143,12 @@ def _looked_at(
     if not later:
         _let_go(extension, failure)
     case: Case | None = observed or guarded("evidence", observe)
+    case = case or guarded("message", lambda: _by_message(extension, failure))
     if case is None:
         return None
-    diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, case)) or case
+    found = case
+    diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, found))
+    diagnosed = diagnosed or quietly(lambda: _diagnose(extension, found, by_message=True)) or case
     return replace(diagnosed, plan=pipeline.unpriced(pending=True)) if later else diagnosed
 
 
@@ -220,13 +223,26 @@ def _refused(case: Case, why: str) -> Case:
     return refused
 
 
-def _diagnose(extension: Extension, case: Case) -> Case:
+def _by_message(extension: Extension, failure: BaseException) -> Case:
+    """Return the case of a failure that could not be looked at."""
+    from oomdoctor import pipeline
+
+    shell = extension.shell
+    known = filenames(shell, shell.execution_count)
+    extension.open = extension.healed = None
+    why = "the memory could not be looked at, so nothing is known of a change that would fit"
+    case = pipeline.by_message(failure, known, why)
+    pipeline.record(case)
+    return case
+
+
+def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> Case:
     from oomdoctor import pipeline
 
     rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for fault in rules.faults:
         extension.borders.tell(f"rule left out: {fault}")
-    diagnosed = pipeline.diagnose(case, rules)
+    diagnosed = pipeline.diagnose(case, rules, by_message=by_message)
     pipeline.record(diagnosed)
     return diagnosed
 
@@ -238,7 +254,7 @@ def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
     if extension.open is None:
         return case
     transaction, session = extension.open.transaction, extension.open.session
-    reserve = transaction.bytes_to_copy if session.accelerator.name == "cpu" else 0
+    reserve = transaction.bytes_to_copy + extension.warming.kept if session.accelerator.name == "cpu" else 0
     terms: dict[str, Any] = {
         "time_budget_s": extension.config.forecast_time_s,
         "reserve": reserve,

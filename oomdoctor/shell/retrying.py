@@ -82,6 +82,7 @@ class _Attempts:
         run, before = Run(self.extension, is_retry=True), beside()
         if self.extension.open is not None:
             self.extension.open.attempts += 1
+        self.extension.warming.keep_back()
         run_source = functools.partial(self.extension.run_source, run)
         with left_alone():
             for replay, cell in zip_longest(attempt.replays, attempt.cells):

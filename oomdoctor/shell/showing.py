@@ -47,7 +47,11 @@ class Shown:
         before, extension.shown, self._number = extension.shown, self, case.number
         if before is not None:
             extension.borders.guarded("display", before.refresh)
-        self._diagnosis, self._told = DisplayHandle(), bundle(case, extension.names, retry)
+        self._diagnosis = DisplayHandle()
+        try:
+            self._told = bundle(case, extension.names, retry)
+        except (MemoryError, SystemError):  # there is none for a page
+            self._told = {"text/plain": _brief(case)}
         self._diagnosis.display(self._told, raw=True)
         if extension.config.panel and hasattr(extension.shell, "kernel"):
             typed = extension.open is not None and extension.is_source_awaited(extension.open.session.cells.failing)
@@ -85,6 +89,12 @@ class Shown:
         if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
             self._diagnosis.update(told, raw=True)
             self._told = told
+
+
+def _brief(case: Case) -> str:
+    """Return what was found, in as many lines as there are causes."""
+    causes = [f"  {number}. {one.title}" for number, one in enumerate(case.findings, 1)]
+    return "\n".join([f"Out of memory, case {case.number}", case.incident.message, *causes])
 
 
 def retry_of(case: Case) -> Retry:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from oomdoctor.model import reserve
 from oomdoctor.shell.wrapping import Wrapped
 
 __all__ = ["TracebackWatch"]
@@ -38,6 +40,7 @@ class TracebackWatch:
         self._wrapped.remove()
 
     def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
+        reserve.let_go()  # first of all: whatever follows takes memory
         given = args[0] if args else kwargs.get("exc_tuple")
         exc = (given or sys.exc_info())[1]
         given = None
@@ -47,10 +50,23 @@ class TracebackWatch:
             # callers are run_code and the wrapper.
             if sys._getframe(2).f_code.co_name == "run_code" and self._holds(exc):
                 return self._render_only(exc, *args, **kwargs)
-        result = self._wrapped.original(*args, **kwargs)
+        result = self._rendered(exc, *args, **kwargs)
         if isinstance(exc, BaseException):
             self._shown(exc)
         return result
+
+    def _rendered(self, exc: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let the shell show the traceback; where it has no memory to, show it as Python itself prints it."""
+        try:
+            return self._wrapped.original(*args, **kwargs)
+        except (MemoryError, SystemError):
+            if not isinstance(exc, BaseException):
+                raise
+        try:
+            lines = traceback.format_exception(exc)
+        except (MemoryError, SystemError):
+            lines = traceback.format_exception_only(exc)
+        return self._shell._showtraceback(type(exc), exc, [line.rstrip("\n") for line in lines])
 
     def _render_only(self, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
         """Let the shell render the traceback as always, and keep the rendering instead of sending it."""
@@ -58,7 +74,7 @@ class TracebackWatch:
             self._shell, "_showtraceback", lambda *rendered: self._held.append((exc, sender.original, rendered))
         )
         try:
-            return self._wrapped.original(*args, **kwargs)
+            return self._rendered(exc, *args, **kwargs)
         finally:
             sender.remove()
 

@@ -1,9 +1,15 @@
-"""Loads what diagnoses a failure and shows it before there is one, while the kernel has nothing to do.
+"""Gets ready for a failure while there is memory, and while nobody waits.
 
-The first failure would wait for it by more than a second. It is loaded step by step on the kernel's own loop, between
-cells, once a cell has loaded torch, and only where somebody looks at the notebook. No thread does it, because a process
-that the user's program forks meanwhile would inherit the locks of the modules that are being loaded. The longest step,
-the reading of the rules, takes about 0.3 s of CPU.
+At a failure nothing can be had: no memory, no module that is not loaded yet, no thread that was not begun. So
+
+* what diagnoses a failure and shows it is loaded before there is one, step by step: on the kernel's own loop between
+  cells, where somebody looks at the notebook and a cell has loaded torch, and wherever a limit on host memory is set.
+  Where cells follow one another, or no loop runs between them, each cell's end does a few steps. No thread loads,
+  because a process that the user's program forks meanwhile would inherit the locks of the modules that are being
+  loaded. What works on tensors is loaded once the user has loaded torch, and never without;
+* memory is kept back where a limit is set or near (see ``model.reserve``);
+* the thread is begun that pyzmq keeps large messages alive with. It would begin with the first one, the panel, and
+  ``Thread.start`` waits without an end for a thread that finds no memory to begin with.
 """
 
 from __future__ import annotations
@@ -11,41 +17,213 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from oomdoctor.model import reserve
+from oomdoctor.model.sizes import GIB
 from oomdoctor.shell.borders import quietly
+from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.filling import comes_later
 
-__all__ = ["warm"]
+__all__ = ["Warming"]
 
 _MODULES: Final = (
-    *("yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.incident", "oomdoctor.evidence"),
-    *("oomdoctor.retry.release", "oomdoctor.views", "oomdoctor.views.panel", "ipywidgets"),
-    *("oomdoctor.forecast.planning", "stack_data", "pygments.formatters.terminal256"),
+    *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
+    *("oomdoctor.views", "oomdoctor.views.panel", "libcst.native", "oomdoctor.forecast.planning"),
 )
-"""The last two are what IPython renders its first traceback with, from IPython 8 on."""
+"""What takes longest to load, a step each; what else there is comes with the rehearsal."""
+_ON_TENSORS: Final = ("oomdoctor.evidence.tensors", "oomdoctor.allocator.virtual", "oomdoctor.retry.vault")
 _PAUSE_S: Final = 0.05
 """Time that the loop gets for other things between two steps."""
+_AT_END_S: Final = 0.1
+"""Time for steps at the end of a cell. The longest step, the reading of the rules, takes about 0.3 s by itself."""
+_LOOK_EVERY_S: Final = 10.0
+"""Time between two looks at the limits that files tell of."""
+_LIMITS_MACHINE: Final = 0.95
+"""Share of the machine's memory below which a cgroup's limit is what binds."""
+_SHORT_RATIO: Final = 0.1
+_SHORT: Final = 2 * GIB
 
 
-async def warm(rule_paths: list[str]) -> None:
-    """Load all of it; what cannot be loaded says so when it is needed."""
-    for step in _steps(rule_paths):
-        await asyncio.sleep(_PAUSE_S)
-        quietly(step)
+class Warming:
+    """Readiness for a failure in one shell.
+
+    Attributes:
+        done: whether all is loaded that can be so far.
+        kept: bytes that are kept back, and will be again before an attempt.
+    """
+
+    def __init__(self, shell: Any, config: OomDoctor) -> None:
+        self._shell, self._config = shell, config
+        self._steps = self._all_steps()
+        self._task: asyncio.Task[None] | None = None
+        self._looked_s = -_LOOK_EVERY_S
+        self._pages: tuple[int, int] | None = None
+        self.kept, self.done = 0, False
+
+    def begin(self) -> None:
+        """Do at load what takes no time."""
+        if hasattr(self._shell, "kernel"):
+            quietly(_begin_collector)
+        self.keep_back()
+
+    def end(self) -> None:
+        """Load nothing more, and give the memory back."""
+        if self._task is not None:
+            self._task.cancel()
+        self._steps = iter(())
+        reserve.let_go()
+
+    def keep_back(self) -> None:
+        """Keep memory back where a limit leaves some, and none is kept yet."""
+        if reserve.address_space():
+            return
+        if (process := reserve.of_process()) is not None:
+            self.kept = reserve.take(*process, populated=self._pages is not None)
+        elif self._pages is not None:
+            self.kept = reserve.take(*self._pages, populated=True)
+
+    def begin_history(self) -> None:
+        """Begin IPython's thread that writes the history again, which IPython ends at each fork.
+
+        The next cell would begin it, with memory as full as its failure left it.
+
+        Source: ``HistoryManager._stop_thread`` and ``_restart_thread_if_stopped``, IPython/core/history.py from 9.2 on.
+        """
+        restart = getattr(self._shell.history_manager, "_restart_thread_if_stopped", None)
+        if restart is not None and reserve.has_room(reserve.FOR_THREAD):
+            restart()
+
+    def after_cell(self) -> None:
+        """Go on a little, now that a cell has ended."""
+        if self._looked_s + _LOOK_EVERY_S < time.monotonic():
+            self._looked_s, self._pages = time.monotonic(), quietly(_limit_on_pages)
+        self.keep_back()
+        is_limited = self._pages is not None or reserve.of_process() is not None
+        if is_limited:
+            self._go_on(_AT_END_S)
+        is_watched = "torch" in sys.modules and comes_later(self._shell, self._config.forecasts)
+        if (is_limited or is_watched) and (self._task is None or self._task.done()):
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return
+            self._task = loop.create_task(self._in_pauses())
+
+    async def _in_pauses(self) -> None:
+        while True:
+            await asyncio.sleep(_PAUSE_S)
+            if not self._go_on(0.0):
+                return
+
+    def _go_on(self, time_s: float) -> bool:
+        """Do steps until the time is over, one at least; return whether there may be more."""
+        end = time.monotonic() + time_s
+        while (step := next(self._steps, None)) is not None:
+            self.done = step is _LATER
+            if self.done:
+                return False
+            quietly(step)
+            if time.monotonic() >= end:
+                return True
+        self.done = True
+        return False
+
+    def _all_steps(self) -> Iterator[Callable[[], Any]]:
+        for name in (*_MODULES, *(("ipywidgets",) if hasattr(self._shell, "kernel") else ())):
+            yield partial(importlib.import_module, name)
+        from oomdoctor import fixes, pipeline
+
+        for fix in fixes.ids():
+            yield partial(fixes.get, fix)
+        yield partial(pipeline.rulebook, tuple(map(Path, self._config.rule_paths)))
+        yield partial(_rehearse_traceback, self._shell)
+        yield partial(_rehearse, self._config)
+        # The objects of so many modules have the collector go through all that there are, 0.2 s for a large program: it
+        # would do so at the next burst of new objects, which is the first traceback.
+        yield _collect
+        while "torch" not in sys.modules:
+            yield _LATER
+        for name in _ON_TENSORS:
+            yield partial(importlib.import_module, name)
+        yield partial(_rehearse, self._config)
+        yield _load_forecast
 
 
-def _steps(rule_paths: list[str]) -> Iterator[Callable[[], Any]]:
-    for name in _MODULES:
-        yield partial(importlib.import_module, name)
-    from oomdoctor import fixes, pipeline
+def _LATER() -> None:  # noqa: N802 - a constant that is told by its identity
+    """Stand for a step that has to wait."""
 
-    for fix in fixes.ids():
-        yield partial(fixes.get, fix)
-    yield partial(pipeline.rulebook, tuple(map(Path, rule_paths)))
-    # The objects of so many modules have the collector go through all that there are, 0.2 s for a large program: it
-    # would do so at the next burst of new objects, which is the first traceback.
+
+def _collect() -> None:
     if gc.isenabled():
-        yield gc.collect
+        gc.collect()
+
+
+def _rehearse_traceback(shell: Any) -> None:
+    """Have the shell render a traceback, and show it to nobody."""
+    renderer = shell.InteractiveTB
+    before = dict(vars(renderer))
+    try:
+        raise MemoryError
+    except MemoryError as exc:
+        renderer.structured_traceback(type(exc), exc, exc.__traceback__)
+    finally:
+        vars(renderer).clear()
+        vars(renderer).update(before)
+
+
+def _rehearse(config: OomDoctor) -> None:
+    """Diagnose a failure that there was not, and show it to nobody: what that loads by the way is there then."""
+    from oomdoctor import pipeline
+    from oomdoctor.model.session import Cell, Cells
+    from oomdoctor.retry.release import release
+    from oomdoctor.shell.showing import retry_of
+    from oomdoctor.views import bundle
+
+    failure = MemoryError()
+    cells = Cells(history=(Cell(number=0, source="raise MemoryError"),))
+    case, session = pipeline.observe(failure, lambda device: pipeline.open_session({}, cells, device), {})
+    case = pipeline.diagnose(case, pipeline.rulebook(tuple(map(Path, config.rule_paths))))
+    case = pipeline.plan(case, session, lambda: None, time_budget_s=0, reserve=0)
+    bundle(case, None, retry_of(case))
+    release(failure)
+
+
+def _load_forecast() -> None:
+    from oomdoctor.forecast import child
+
+    child.warm_up()
+
+
+def _begin_collector() -> None:
+    """Begin the thread of pyzmq in which it lets go of large messages.
+
+    Source: ``zmq.utils.garbage``; ``store`` starts it for the first message above ``zmq.COPY_THRESHOLD`` (64 KiB).
+    """
+    from zmq.utils.garbage import gc as collector
+
+    with collector._lock:
+        if not collector.is_alive():
+            collector.start()
+
+
+def _limit_on_pages() -> tuple[int, int] | None:
+    """Return ``(free, limit)`` where memory is counted by pages and a limit on them is set or near, in bytes."""
+    from oomdoctor.evidence import host
+
+    found = host.read(in_full=False)
+    total, available = found.total, found.available
+    limits = []
+    if isinstance(found.cgroup_limit, int) and isinstance(found.cgroup_used, int):
+        dropped = found.cgroup_reclaimable if isinstance(found.cgroup_reclaimable, int) else 0
+        limits.append((found.cgroup_limit - found.cgroup_used + dropped, found.cgroup_limit))
+    if isinstance(total, int):
+        limits = [one for one in limits if one[1] < _LIMITS_MACHINE * total]
+        if isinstance(available, int) and available < max(_SHORT, _SHORT_RATIO * total):
+            limits.append((available, total))
+    return min(limits, default=None)

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from oomdoctor.evidence import _detached
+from oomdoctor.evidence.tensors import _detached
 
 
 @pytest.mark.parametrize(

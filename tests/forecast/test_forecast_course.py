@@ -11,7 +11,7 @@ from torch import nn
 
 from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
-from oomdoctor.evidence import collect
+from oomdoctor.evidence.moment import collect
 from oomdoctor.forecast import price
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.memory import Role

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oomdoctor import fixes, pipeline
-from oomdoctor.evidence import collect
+from oomdoctor.evidence.moment import collect
 from oomdoctor.forecast import in_turn
 from oomdoctor.forecast.in_turn import patched_in_turn
 from oomdoctor.forecast.ladder import attempt_with_all

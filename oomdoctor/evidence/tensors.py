@@ -1,0 +1,111 @@
+"""What lies on the devices in use, and who holds it. For processes that have loaded torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from oomdoctor.evidence import census, devices
+from oomdoctor.evidence._earlier import earlier_errors
+from oomdoctor.evidence.frames import frames_of, running_frames
+from oomdoctor.evidence.nameless import out_of_sight
+from oomdoctor.evidence.objects import class_attributes, output_cache
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.kinds import spelled
+from oomdoctor.model.memory import Census, DeviceMemory
+from oomdoctor.model.names import bound_names, loop_targets
+from oomdoctor.model.session import Accelerator, Session
+
+__all__ = ["counted", "places_of", "unused"]
+
+
+def places_of(accelerator: Accelerator) -> list[Accelerator]:
+    """Return ``accelerator`` and the other devices in use."""
+    return [accelerator, *(other for other in devices.in_use() if other.name != accelerator.name)]
+
+
+def unused() -> tuple[DeviceMemory, ...]:
+    """Return the cards that this process could use and has not initialised."""
+    return devices.not_in_use()
+
+
+def counted(
+    session: Session,
+    names: Sequence[tuple[str, Any]],
+    exc: BaseException | None,
+    filenames: Mapping[str, int],
+    code: CodeFacts,
+    *,
+    places: Sequence[Accelerator],
+    memories: Sequence[DeviceMemory],
+    passed_over: frozenset[int],
+) -> tuple[tuple[DeviceMemory, ...], tuple[Census, ...]]:
+    """Take the census of ``places``; return their memory, counted where no allocator does, and who holds it.
+
+    Args:
+        memories: of ``places``, as it was read first of all.
+        passed_over: objects by their ``id`` that are not looked into.
+    """
+    read = [(memory, place.holds) for memory, place in zip(memories, places, strict=True)]
+    counts = census.take(_program(session, names, exc, filenames, code, passed_over), read)
+    return tuple(_counted(memory, count.found) for memory, count in zip(memories, counts, strict=True)), counts
+
+
+def _program(
+    session: Session,
+    names: Sequence[tuple[str, Any]],
+    exc: BaseException | None,
+    filenames: Mapping[str, int],
+    code: CodeFacts,
+    passed_over: frozenset[int],
+) -> census.Program:
+    namespace = spelled(session.namespace)
+    frames = [*frames_of(exc, filenames, namespace), *running_frames(filenames, namespace)]
+    own = [frame for frame in frames if frame.is_program]
+    running = [frame.code_names for frame in own]
+    # The namespace may have the locals of a running function in it, where that asked for the report.
+    running += [frozenset(name for name, value in one.values.items() if namespace.get(name) is value) for one in own]
+    bound = bound_names(session.cells.failing.source) if exc is not None else frozenset()
+    earlier = earlier_errors(exc, filenames)
+    return census.Program(
+        borrowed=frozenset().union(*(loop_targets(cell.source) for cell in session.cells.history)),
+        passed_over=passed_over,
+        names=[*names, *class_attributes(names, namespace.get("__name__"))],
+        outputs=list(output_cache(namespace)),
+        frames=frames,
+        earlier=[frame for error in earlier for frame in frames_of(error, filenames, namespace)],
+        batch_names=frozenset(name for loop in code.loops for name in loop.batch),
+        in_step=exc is not None or any(frame.values for frame in own),
+        step_names=bound.union(*running),
+        out_of_sight=out_of_sight(),
+        appends=dict(_detached(source) for _, _, source in code.history_appends),
+    )
+
+
+def _detached(source: str) -> tuple[str, str]:
+    """Return the name of what a statement adds a tensor to, and the one that leaves the graph behind."""
+    node = ast.parse(source).body[0]
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=kept_in), args=[kept]) as call):
+            call.args = [_without_graph(kept)]
+        case ast.AugAssign(target=kept_in, value=kept):
+            node.value = _without_graph(kept)
+        case ast.Assign(targets=[kept_in], value=ast.BinOp(right=kept) as added):
+            added.right = _without_graph(kept)
+        case _:
+            raise AssertionError(f"no statement that keeps a tensor: {source}")
+    return ast.unparse(kept_in), ast.unparse(node)
+
+
+def _without_graph(value: ast.expr) -> ast.expr:
+    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
+
+
+def _counted(device: DeviceMemory, found: int) -> DeviceMemory:
+    """Fill in, for a device whose allocator keeps no count, what the census found there."""
+    if not isinstance(device.allocated, Unavailable):
+        return device
+    return replace(device, allocated=found, reserved=found)

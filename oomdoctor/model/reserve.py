@@ -1,0 +1,130 @@
+"""The reserve: memory kept back for the moment in which nothing can be had.
+
+A private mapping that is made where a limit on host memory is set or near, and let go first of all when a cell has
+failed: the traceback, the look and the diagnosis live in its room. Limits on a process (``RLIMIT_DATA``,
+``RLIMIT_AS``) count address space, a memory cgroup and the machine count pages that were touched, so there the
+mapping is populated. Copies that the process forks do not get it (``MADV_DONTFORK``), and no figure that is told
+counts it.
+
+Limits: Linux alone. Elsewhere an address space without a limit makes a failure a matter of the paging file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import cache
+from typing import Any, Final
+
+from oomdoctor.model.sizes import MIB
+
+__all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "resident", "take"]
+
+_WANTED: Final = 96 * MIB
+"""Source: `benchmarks/starved.py`, whose diagnoses take up to 60 MiB where not all was loaded before."""
+_LEAST: Final = 8 * MIB
+_SHARE_OF_LIMIT: Final = 8
+_SHARE_OF_FREE: Final = 2
+"""One part in so many: what a limit leaves is the user's first."""
+FOR_THREAD: Final = 16 * MIB
+"""Room with which a thread begins: its stack, 8 MiB by default, and what the interpreter makes for it."""
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_address: int | None = None
+_size = 0
+_touched = 0
+_owner = 0
+
+
+def take(free: int, limit: int, *, populated: bool) -> int:
+    """Keep memory back, where there is none kept yet; return how much is kept now, in bytes.
+
+    Args:
+        free: bytes that can still be had below ``limit``.
+        populated: whether its pages are to be there, because the limit counts pages.
+    """
+    global _address, _size, _touched, _owner
+    if _held():
+        return _size
+    size = min(_WANTED, limit // _SHARE_OF_LIMIT, free // _SHARE_OF_FREE) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = _libc()
+    if libc is None or size < _LEAST:
+        return 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if populated else 0)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if address == _FAILED:
+        return 0
+    libc.madvise(address, size, mmap.MADV_DONTFORK)
+    _address, _size, _touched, _owner = address, size, size if populated else 0, os.getpid()
+    return size
+
+
+def let_go() -> None:
+    """Give all of it back. It takes no memory to do so."""
+    global _address, _size, _touched
+    if _held():
+        _libc().munmap(_address, _size)
+    _address, _size, _touched = None, 0, 0
+
+
+def has_room(size: int) -> bool:
+    """Return whether ``size`` bytes of address space can be had now: what a thread needs to begin, for one."""
+    libc = _libc()
+    if libc is None:
+        return True
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if address == _FAILED:
+        return False
+    libc.munmap(address, size)
+    return True
+
+
+def address_space() -> int:
+    """Return how many bytes of this process's address space are kept back."""
+    return _size if _held() else 0
+
+
+def resident() -> int:
+    """Return how many bytes of this process's resident set are kept back."""
+    return _touched if _held() else 0
+
+
+def of_process() -> tuple[int, int] | None:
+    """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where none is set."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    found = []
+    for which, column in ((resource.RLIMIT_DATA, 5), (resource.RLIMIT_AS, 0)):
+        soft, _ = resource.getrlimit(which)
+        if soft != resource.RLIM_INFINITY:
+            found.append((max(soft - _pages(column) * mmap.PAGESIZE, 0), soft))
+    return min(found) if found else None
+
+
+def _pages(column: int) -> int:
+    """Return a column of ``statm``: the address space, or data and stack. Source: proc_pid_statm(5)."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - it is read beside each cell
+        return int(file.read().split()[column])
+
+
+def _held() -> bool:
+    """Whether there is one, and it is this process's: a copy that was forked has nothing at that address."""
+    return _address is not None and _owner == os.getpid()
+
+
+@cache
+def _libc() -> Any:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, size)
+    libc.madvise.argtypes = (ctypes.c_void_p, size, number)
+    return libc
