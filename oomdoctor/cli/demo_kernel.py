@@ -30,8 +30,6 @@ __all__ = ["CellEnd", "Edited", "Reading", "run_notebook"]
 
 _CELL_TIMEOUT_S: Final = 600
 _SETTINGS: Final = {
-    # Threads that wait by spinning make a busy machine several times slower.
-    "OMP_WAIT_POLICY": "PASSIVE",
     # Without it debugpy, which ipykernel loads, prints a warning about frozen modules.
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }

@@ -23,10 +23,8 @@ import select
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 from weakref import WeakSet
 
@@ -39,6 +37,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
 from oomdoctor.model.kinds import submodules
 from oomdoctor.model.primitives import is_memory_refused, is_short_of_memory
+from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
     from oomdoctor.fixes._split import Divided
@@ -274,20 +273,12 @@ def _in_child(path: str, module: Any, forward: Any, call: Divided, same: Same) -
     reading, writing = os.pipe()
     ends = [reading, writing]
     try:
-        # The child never sees an interrupt, which is for the parent to act on.
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with warnings.catch_warnings():
-                # From Python 3.12 on: the threads of the kernel are not needed by what the child does.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                child = os.fork()
-                if child == 0:
-                    _be_child(writing, path, module, forward, call, same)
+            child = forked(keep={writing})
         except OSError:
             return None
-        finally:
-            if child != 0:
-                signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        if child == 0:
+            _be_child(writing, path, module, forward, call, same)
         # With it held here, the end of a child that wrote nothing would not be seen.
         os.close(ends.pop())
         if (verdict := _read(path, reading)) is not None:
@@ -321,12 +312,12 @@ def _crashed(path: str, status: int) -> str:
 def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided, same: Same) -> NoReturn:
     """Run the trial, write the verdict, and end the process with nothing of the parent's cleanup."""
     try:
-        # Threads do not outlive a fork: what waits for them would wait forever.
-        torch.set_num_threads(1)
         gc.disable()  # the parent's garbage is not finalised twice
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(_LIMIT_S) + 1)  # also where the parent is gone
-        _silence()
+        # Handlers hold the streams of before, which in a notebook reach the front end from a child as well.
+        logging.disable()
+        faulthandler.disable()
         try:
             with _disable_current_modes():
                 text = _verdict(path, module, forward, call, same)
@@ -339,16 +330,6 @@ def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided,
         os.write(writing, text[:_LONGEST].replace("\0", "").encode(errors="replace") + _END)
     finally:
         os._exit(0)
-
-
-def _silence() -> None:
-    nothing = Path(os.devnull).open("w")  # noqa: SIM115  (open until the process ends)
-    for stream in (1, 2):
-        os.dup2(nothing.fileno(), stream)
-    sys.stdout = sys.stderr = nothing
-    # Handlers hold the streams of before, which in a notebook reach the front end from a child as well.
-    logging.disable()
-    faulthandler.disable()
 
 
 def _read(path: str, reading: int) -> str | None:

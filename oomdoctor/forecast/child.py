@@ -45,13 +45,14 @@ from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
-from oomdoctor.forecast.sandbox import forbid
 from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
 from oomdoctor.model.magics import mask
+from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, keep_one_thread, threads_of_origin
+from oomdoctor.sandbox.walls import forbid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,8 +116,7 @@ def bring_back(
     Raises:
         ForecastError: it could not be restored, or tensors live on a real device.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the threads of OpenMP did not survive the fork: a parallel operation would hang
+    threads = threads_of_origin(torch)
     torch.autograd.set_multithreading_enabled(False)
     orphan_workers()
     in_use = card if card is not None and card.held is not None else None
@@ -125,6 +125,7 @@ def bring_back(
             prepare()
         except Exception as error:
             raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
+    keep_one_thread()  # the start of the cell may have brought others back
     gc.unfreeze()
     gc.collect()
     ledger, found = Ledger(), alive()
@@ -354,4 +355,5 @@ def _failure(error: BaseException) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     where = f" at line {line}" if line is not None else ""
-    return f"the shadow run of the cell stopped{where} with {one_sentence(error)}"
+    why = f": {CANNOT_BE_READ}" if is_severed(error) else ""
+    return f"the shadow run of the cell stopped{where} with {one_sentence(error)}{why}"

@@ -55,6 +55,9 @@ def main() -> None:
     # Modules ask for it when they are loaded, and finding one out would be a write.
     tempfile.tempdir = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP"))), "/tmp")
     from oomdoctor.forecast import nursery
+    from oomdoctor.sandbox.walls import raise_limits
+
+    raise_limits()
 
     try:
         program = Program(pickle.load(sys.stdin.buffer))
@@ -67,12 +70,13 @@ def main() -> None:
     with calibration.applied(program.calibration):
         if program.is_one_attempt:
             nursery.live(lambda _: iter([program.run(work)]), None, writer)
-        nursery.live(work, program.shadows(writer), writer)
+        nursery.live(work, program.shadows(), writer)
 
 
 def _end_with_parent() -> None:
     """End this process and what it has begun as soon as nobody holds the other end of standard input."""
     reader = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the cell reads nothing of the parcel's
 
     def watch() -> None:
         while os.read(reader, 1):
@@ -111,7 +115,7 @@ class Program:
             self._try()
         return work
 
-    def shadows(self, writer: int) -> Any:
+    def shadows(self) -> Any:
         """Return the shadows of this process."""
         parcel = self._parcel
         if not hasattr(os, "fork"):
@@ -123,7 +127,6 @@ class Program:
             cached=parcel.cached,
             timeout_s=parcel.timeout_s,
             workers=parcel.workers,
-            above=writer,
             card=_told_alone(parcel.card),
         )
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from oomdoctor.forecast.copies import COPIES, ESTIMATED
+from oomdoctor.sandbox.fork import limit_teams
 
 __all__ = ["Kernels"]
 
@@ -146,6 +147,7 @@ class Kernels:
 
         def measure() -> None:
             began = time.thread_time()
+            limit_teams(1)
             _set_num_threads(self._threads)
             try:
                 with torch.set_grad_enabled(grad):
@@ -155,6 +157,7 @@ class Kernels:
                 pass  # a combination that the kernel does not take, or another version's profiler
             finally:
                 _set_num_threads(1)  # for MKL, where it is a setting of the whole process
+                limit_teams(0)
                 self._left_s -= time.thread_time() - began
 
         if self._left_s <= 0:

@@ -23,7 +23,6 @@ import signal
 import struct
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -31,9 +30,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast import fresh
-from oomdoctor.forecast.forking import forked
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.shadow import Crashed, Shadows, written
+from oomdoctor.sandbox import walls
+from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card
@@ -165,21 +165,17 @@ class Nursery:
             loads = False
         self._end = time.monotonic() + terms["timeout_s"] + _GRACE_S + (_LOADING_S if loads else 0.0)
         self._reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; the nursery touches nothing that another thread may hold.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                pid = forked()
-            except OSError as error:  # the system promises no copy of a process of this size
-                os.close(self._reader)
-                os.close(writer)
-                self.failed = f"this process cannot be forked: {error.strerror}"
-                assert self._again is not None
-                self._again(self)
-                return
-        if pid == 0:
+        try:
+            pid = forked(keep={writer}, prepare=walls.raise_limits)
+        except OSError as error:  # the system promises no copy of a process of this size
             os.close(self._reader)
-            live(work, Shadows(session, prepare, above=writer, is_doubted=True, **terms), writer)
+            os.close(writer)
+            self.failed = f"this process cannot be forked: {error.strerror}"
+            assert self._again is not None
+            self._again(self)
+            return
+        if pid == 0:
+            live(work, Shadows(session, prepare, is_doubted=True, **terms), writer)
         os.close(writer)
         os.set_blocking(self._reader, False)
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
@@ -324,10 +320,7 @@ def live(work: Callable[[Any], Iterator[Any]], shadows: Any, writer: int) -> Non
     try:
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
-        from oomdoctor.forecast import sandbox
-
-        sandbox.raise_limits()
-        sandbox.wall_off(frozenset({writer}))
+        walls.wall_off()
         for message in work(shadows):
             say(writer, message)
         say(writer, _End(None))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.card import Card
-from oomdoctor.forecast.forking import forked
 from oomdoctor.forecast.reading import Reading, one_sentence
+from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
@@ -47,11 +47,10 @@ class Shadows:
         cached: bool,
         timeout_s: float,
         workers: int,
-        above: int,
         card: Card | None = None,
         is_doubted: bool = False,
     ) -> None:
-        self._session, self._prepare, self._workers, self._above = session, prepare, workers, above
+        self._session, self._prepare, self._workers = session, prepare, workers
         self._budget, self._cached, self._timeout_s = budget, cached, timeout_s
         self._end: float | None = None
         self._start: Any = None
@@ -87,7 +86,7 @@ class Shadows:
             self._answered.append((key, self._start))
             return
         reader, writer = os.pipe()
-        pid = forked()
+        pid = forked(keep={writer})  # what is said to the user's process is said by the nursery alone
         if pid == 0:
             self._shadow(attempt, writer)
         os.close(writer)
@@ -120,7 +119,6 @@ class Shadows:
     def _shadow(self, attempt: Attempt, writer: int) -> None:
         from oomdoctor.forecast import child
 
-        os.close(self._above)  # what is said to the user's process is said by the nursery alone
         try:
             reading = child.run(
                 self._session,

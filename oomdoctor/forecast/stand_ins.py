@@ -263,8 +263,7 @@ def _leave_threads_alone() -> None:
     """Refuse more threads: the pool of OpenMP did not survive the fork, and waiting for it would never end."""
     _torch.set_num_threads = _torch.set_num_interop_threads = _nothing
     tqdm = sys.modules.get("tqdm.std")
-    if tqdm is not None:  # its lock is shared with the parent, which would wait for it for ever
-        tqdm.tqdm.set_lock(threading.RLock())
+    if tqdm is not None:
         tqdm.tqdm.monitor_interval = 0
 
 

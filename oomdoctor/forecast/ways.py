@@ -18,9 +18,9 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from oomdoctor.forecast import sandbox
-from oomdoctor.forecast.forking import forked
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
+from oomdoctor.sandbox import walls
+from oomdoctor.sandbox.fork import forked
 
 __all__ = ["Ways", "answer_otherwise", "higher"]
 
@@ -89,8 +89,8 @@ class Ways:
             os.close(self._writer)
 
     def _fork(self) -> int:
-        with sandbox.own_doings():
-            return forked()
+        with walls.own_doings():
+            return forked(keep={self._writer})
 
     def joined(self, reading: Reading) -> Reading:
         """Return the reading of the way that needs more; in the copy, say what it read and end."""
@@ -111,6 +111,6 @@ class Ways:
             if not chunk:
                 return Reading.from_json(received.decode()) if received else None
             received += chunk
-        with sandbox.own_doings():
+        with walls.own_doings():
             os.kill(self._pid, signal.SIGKILL)
         return None

@@ -29,13 +29,14 @@ from planned import INCIDENT, MIB, besides, evidence, program, shrinking
 from test_forecast_isolation import VANDAL, _digest
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast import child, fresh, fresh_parcel, fresh_storages, price, sandbox
+from oomdoctor.forecast import child, fresh, fresh_parcel, fresh_storages, price
 from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.nursery import Nursery
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Attempt
+from oomdoctor.sandbox import walls
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from forecast_models import FAMILIES
@@ -341,7 +342,7 @@ def test_a_forked_copy_that_crashes_is_replaced(monkeypatch):
     def crash() -> None:
         os.kill(os.getpid(), signal.SIGTRAP)  # of which faulthandler says nothing
 
-    monkeypatch.setattr(sandbox, "raise_limits", crash)  # the nursery's, before it has said anything
+    monkeypatch.setattr(walls, "raise_limits", crash)  # the nursery's, before it has said anything
     monkeypatch.setattr(fresh, "_is_distrusted", False)
     expected = 400 << 10
     found = forecast({"torch": torch}, "x = torch.zeros(100 << 10)")

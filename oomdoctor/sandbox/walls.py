@@ -1,8 +1,8 @@
 """The walls around a shadow process: it computes, and nothing that it does reaches the world.
 
-Three layers, each for what the others cannot see: open files and sockets lead to ``/dev/null``; Landlock, where the
-kernel has it, refuses writes, connections and signals of compiled code as well; an audit hook refuses what Python
-code tries, with a reason. Memory shared with other processes is made read-only: a write to it ends the shadow.
+What was open is severed when the process is forked (see ``fork``). Two layers come on top, each for what the other
+cannot see: Landlock, where the kernel has it, refuses writes, connections and signals of compiled code as well; an
+audit hook refuses what Python code tries, with a reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,8 @@ def raise_limits() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def wall_off(keep: frozenset[int]) -> None:
-    """Cut this process off from files, sockets, shared memory and the signals meant for its parent.
-
-    Args:
-        keep: file descriptors that stay what they are.
-    """
+def wall_off() -> None:
+    """Keep this process from changing files, from the network, and from the signals meant for its parent."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in ("SIGTERM", "SIGCHLD"):
@@ -55,42 +51,7 @@ def wall_off(keep: frozenset[int]) -> None:
     warnings.simplefilter("ignore")
     if tempfile.tempdir is None:  # modules ask for it when they are loaded, and finding one out would be a write
         tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
-    _cut_descriptors(keep)
-    _close_shared_memory()
     _restrict_by_landlock()
-
-
-def _cut_descriptors(keep: frozenset[int]) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows: the process was started anew, and has inherited none
-        return
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for path in list(Path("/dev/fd").iterdir()):
-        number = int(path.name)
-        if number in keep or number == nowhere:
-            continue
-        try:
-            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY or number == 0:
-                os.dup2(nowhere, number)
-        except OSError:
-            continue  # the descriptor of the listing itself
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
-
-
-def _close_shared_memory() -> None:
-    """Make mappings that are shared with other processes read-only. Linux only; elsewhere they are left alone."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-        span, rights = line.split(maxsplit=2)[:2]
-        if rights[1] == "w" and rights[3] == "s":
-            begin, end = (int(part, 16) for part in span.split("-"))
-            libc.mprotect(begin, end - begin, 1)  # PROT_READ
 
 
 _SYS_CREATE_RULESET: Final = 444

@@ -1,0 +1,1 @@
+"""Copies of the user's process: how they are forked, and the walls that are put around them."""
