@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 # Shadow runs see all that is alive in their process, so their tests share none with others; nor do those of plans,
 # in which some MiB decide, nor those to which every byte counts that is there before.
 EVERY_BYTE := $(addprefix tests/forecast/test_forecast_,growth.py layout.py)
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Hundreds of tests start Python, which would compile the package anew where PYTHONDONTWRITEBYTECODE is set.
 COMPILED := -m compileall -q oomdoctor
@@ -36,15 +36,16 @@ demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves 
 
 test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
 	@$(BIN)/python $(COMPILED)
-	$(PYTEST) --ignore=tests/forecast $(PYTEST_ARGS)
-	$(PYTEST) tests/forecast --ignore-glob='*/test_plan*.py' $(addprefix --ignore=,$(EVERY_BYTE)) $(PYTEST_ARGS) \
-	  || [ $$? -eq 5 ]  # none of these was chosen
-	$(PYTEST) $(EVERY_BYTE) $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(PYTEST) tests/forecast/test_plan*.py $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@failed=0; part() { $(PYTEST) "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; }; \
+	part --ignore=tests/forecast; \
+	part tests/forecast --ignore-glob='*/test_plan*.py' $(addprefix --ignore=,$(EVERY_BYTE)); \
+	part $(EVERY_BYTE); \
+	part tests/forecast/test_plan*.py; \
+	exit $$failed  # all parts run; 5 says that none of a part was chosen
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
 	@$(COLAB)/bin/python $(COMPILED)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
+	$(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
 	  -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
 
 test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA build, over a stub of NVIDIA's libraries

@@ -148,7 +148,7 @@ def _filled(kernel: Kernel, raised: float) -> float:
 
 def measure(cells: int) -> list[Failure]:
     """Return that many failures of one kernel."""
-    kernel = Kernel({"JPY_SESSION_NAME": "benchmark.ipynb", "OMP_NUM_THREADS": "1"}, start=started)
+    kernel = Kernel({"JPY_SESSION_NAME": "benchmark.ipynb"}, start=started)
     try:
         kernel.run(SETUP, ok=True)
         while not kernel.value(LOADED):

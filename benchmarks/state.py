@@ -116,7 +116,7 @@ def _is_the_shells(name: str) -> bool:
 @contextmanager
 def kernel() -> Iterator[Kernel]:
     """A kernel that has just been started and knows this file."""
-    started = Kernel({"PYTHONPATH": ":".join(map(str, TESTS)), "OMP_NUM_THREADS": "1"})
+    started = Kernel({"PYTHONPATH": ":".join(map(str, TESTS))})
     try:
         started.value(f"{HERE}.__name__")
         yield started

@@ -1,4 +1,4 @@
-"""What the tests share: real kernels, and one torch thread so that they do not fight over the cores."""
+"""What the tests share: real kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import kernel_forks
 import pytest
 from kernels import Kernel
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test writes to the user's cache, nor tells by what another has left there: where its folder would be is a file.
 _no_cache = tempfile.TemporaryDirectory(prefix="oomdoctor-tests-")

@@ -71,7 +71,7 @@ class Server:
         folders = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "runtime"}
         places = {f"JUPYTER_{name}": str(self._base / folder) for name, folder in folders.items()}
         places |= {"IPYTHONDIR": str(self._base / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(self._base / "settings")}
-        return {**os.environ, **places, "OMP_NUM_THREADS": "1", "HOME": str(self._base)}
+        return {**os.environ, **places, "HOME": str(self._base)}
 
     def _wait(self) -> None:
         end = time.monotonic() + _START_S

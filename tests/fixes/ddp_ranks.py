@@ -59,6 +59,7 @@ def run(sources: list[str], look: str, *, world: int = 2, device: str = "cpu") -
 
 @cache
 def _server() -> subprocess.Popen[str]:
+    # One thread, as torchrun gives each rank.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     server = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env

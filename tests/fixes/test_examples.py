@@ -183,7 +183,7 @@ AFTER: Final = (
 
 @pytest.fixture(scope="module")
 def notebook() -> Any:
-    kernel = Kernel({"OMP_NUM_THREADS": "1"})
+    kernel = Kernel()
     kernel.run("%load_ext oomdoctor\n%config OomDoctor.panel = False\n%config OomDoctor.forecast_time_s = 0", ok=True)
     yield kernel
     kernel.stop()
@@ -205,7 +205,7 @@ def test_a_fresh_kernel_leaves_what_the_healed_one_holds(
 
     after = notebook.value(AFTER)
     assert after, "the diff of what is in place changes no cell"
-    fresh = start_kernel(OMP_NUM_THREADS="1")
+    fresh = start_kernel()
     for source in family.cells():
         fresh.run(after.get(source.strip(), source), ok=True)
     for expression in (family.results, *map(_parameters, family.models), "torch.get_rng_state().tolist()"):

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oomdoctor.allocator.virtual import simulate
 
 
@@ -44,7 +42,6 @@ def _run(make: Callable[[], dict[str, Any]], source: str, folder: str) -> int | 
     os.chdir(folder)
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    torch.set_num_threads(1)
     time.sleep = lambda _seconds: None
     try:
         with simulate("1TiB") as device:

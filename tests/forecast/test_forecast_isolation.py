@@ -60,7 +60,7 @@ random.seed(1); np.random.seed(1); torch.manual_seed(1)
 model = None
 loader.dataset.tensors[0].zero_()
 torch.Tensor.backward = None
-torch.set_num_threads(1)
+torch.set_num_threads(3)
 raw.numpy()[:] = 7
 del keep
 """
@@ -280,9 +280,8 @@ def test_it_works_under_a_tight_limit(limit):
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from forecast_lab import TRAIN, forecast, namespace, transformer
-import torch
-torch.set_num_threads(1)
 ns = namespace(transformer, "adamw")
+exec(TRAIN, ns)
 free = forecast(ns, TRAIN)
 for name in [name for name in sys.modules if name.startswith("oomdoctor.forecast.")]: pass
 field = {{"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}}[{limit!r}]

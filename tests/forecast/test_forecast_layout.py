@@ -31,12 +31,8 @@ from allocator_traces import TRACES, read, settings_of
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _collected():
     gc.collect()  # a forecast counts what other tests have left, and a real run may free it meanwhile
-    yield
-    torch.set_num_threads(before)
 
 
 def holes(count=40, largest=5 * MIB):

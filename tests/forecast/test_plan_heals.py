@@ -1,21 +1,11 @@
 """With forecasts on, the first retry is the one that heals: a few of the cases that ``benchmarks/plan.py`` tries."""
 
-import pytest
-import torch
 from models import FAMILIES
 from plan_lab import Ready, failed, grown, healed, steps_off, unfixed
 
 from oomdoctor.model.plan import Verdict
 
 LEAST_BYTES = 64 << 20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_first_retry_heals_with_a_dose_no_more_than_a_step_too_strong():

@@ -79,7 +79,7 @@ def execute(name: str, folder: Path, ask: str) -> Executed:
         profile.mkdir()
         # A machine that runs other tests beside this one takes longer for the same forecasts.
         (profile / "ipython_config.py").write_text(f"c.OomDoctor.forecast_time_s = {_FORECAST_S}\n", encoding="utf-8")
-        settings = {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        settings = {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         client.execute(cwd=str(folder), env={**os.environ, **settings}, cleanup_kc=True)
     for cell in notebook.cells:
         failed = any(output.output_type == "error" for output in cell.get("outputs", ()))

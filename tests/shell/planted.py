@@ -12,7 +12,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.manual_seed(0)
-torch.set_num_threads(1)
 
 
 def mlp(width=256, depth=4, out=10):

@@ -11,7 +11,6 @@ from kernels import Kernel
 BASIS = "shadow run, in a fresh process"
 SETUP = """\
 import torch
-torch.set_num_threads(1)
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -34,7 +33,7 @@ NO_FORK = "import os\nfork = os.fork\ndel os.fork"
 
 @pytest.fixture
 def ready() -> Iterator[Kernel]:
-    kernel = Kernel({"OMP_NUM_THREADS": "1"})
+    kernel = Kernel()
     try:
         for cell in ("%load_ext oomdoctor", SETUP, SIMULATE, "%config OomDoctor.forecast_time_s = 60.0"):
             kernel.run(cell, ok=True)

@@ -21,7 +21,6 @@ from oomdoctor.shell.memplan import Options
 SETUP = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[part for _ in range(4) for part in (torch.nn.Linear(256, 256), torch.nn.ReLU())])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,7 +46,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def ready() -> Iterator[Kernel]:
     """A kernel with a small model and its data on a simulated device with room to spare."""
-    kernel = Kernel({"OMP_NUM_THREADS": "1"})
+    kernel = Kernel()
     try:
         for cell in ("%load_ext oomdoctor", SETUP, "%oomdoctor simulate 256MiB"):
             kernel.run(cell, ok=True)

@@ -16,7 +16,6 @@ MIB = 1 << 20
 
 SMALL_MODEL = """\
 import torch
-torch.set_num_threads(1)
 model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(12)])
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):

@@ -24,7 +24,7 @@ FINDINGS = "[[f.rule, f.confidence, list(f.because)] for f in __import__('oomdoc
 
 @pytest.fixture(scope="module")
 def notebook() -> Iterator[Kernel]:
-    kernel = Kernel({"OMP_NUM_THREADS": "1"})
+    kernel = Kernel()
     kernel.run(QUIET, ok=True)
     yield kernel
     kernel.stop()

@@ -37,7 +37,6 @@ LARGE: Final = """\
 data = torch.utils.data.TensorDataset(torch.randn(2048, 32, 128), torch.randint(0, 10, (2048,)))
 loader = torch.utils.data.DataLoader(data, batch_size=1024, shuffle=True)
 losses = []
-torch.set_num_threads(1)
 """
 LIMIT: Final = """\
 import resource, pathlib
