@@ -6,6 +6,8 @@ it would tell is ``Unavailable``. None is called unless the backend was initiali
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,7 @@ class TorchAccelerator:
             elsewhere=used.elsewhere,
             processes=used.processes,
             private_pools=_torch_stats.private_pools(segments, self.index),
+            workspaces=_torch_stats.workspaces(segments, self.index, self._workspace_bytes()),
             card=label,
             basis=self._basis(),
         )
@@ -105,6 +108,24 @@ class TorchAccelerator:
             return int(found[0]), int(found[1])
         total = getattr(self._properties(), "total_memory", None)
         return found, found if total is None else int(total)
+
+    def _workspace_bytes(self) -> int:
+        """Return how large a workspace of cuBLAS is, 0 where that is not known.
+
+        PyTorch allocates one for each pair of a handle and a stream, and keeps it; every thread has a handle.
+        Source: ``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+        """
+        if self.kind != "cuda" or _hip():
+            return 0
+        told = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)  # not in torch 2.4
+        if told is not None:
+            size = _answer(told)
+            return 0 if isinstance(size, Unavailable) else int(size)
+        setting = [int(number) for number in re.findall(r":(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))]
+        if setting and len(setting) % 2 == 0:
+            return sum(kib * count << 10 for kib, count in zip(setting[::2], setting[1::2], strict=True))
+        is_hopper = getattr(self._properties(), "major", 0) == 9
+        return 32 << 20 if is_hopper else (2 * 4096 + 8 * 16) << 10
 
     def _cap(self, total: Measured) -> Measured:
         fraction = self._call("get_per_process_memory_fraction")

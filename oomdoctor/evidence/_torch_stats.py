@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured, PrivatePool
 
-__all__ = ["Segments", "counters", "largest_free_block", "private_pools"]
+__all__ = ["Segments", "counters", "largest_free_block", "private_pools", "workspaces"]
 
 Segments: TypeAlias = list[dict[str, Any]] | Unavailable
 
@@ -67,6 +67,15 @@ def largest_free_block(segments: Segments, index: int) -> Measured:
         ),
         default=0,
     )
+
+
+def workspaces(segments: Segments, index: int, size: int) -> tuple[int, ...]:
+    """Return the size of each live block that was asked for with the size of a workspace."""
+    if isinstance(segments, Unavailable) or not size:
+        return ()
+    blocks = (block for segment in _of_device(segments, index) for block in segment["blocks"])
+    live = (block for block in blocks if block["state"].startswith("active"))
+    return tuple(size for block in live if block.get("requested_size", block["size"]) == size)
 
 
 def private_pools(segments: Segments, index: int) -> tuple[PrivatePool, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from oomdoctor.evidence.lines import Holder, Ways
-from oomdoctor.evidence.paths import Path
+from oomdoctor.evidence.paths import Path, Root
 from oomdoctor.evidence.storages import Bare, is_plain, plain_storages, storages_of
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
@@ -33,6 +33,11 @@ _MOST_MODULES: Final = 100
 """Of one holder that are told what a graph saved in them."""
 _FEW: Final = 3
 """Up to so many tensors of one container are named one by one."""
+_MOST_WORKSPACES: Final = 4
+"""Of cuBLAS and cuBLASLt, for the program's thread and the one of autograd; more may as well be memory of C++."""
+_WORKSPACES: Final = Path(Root(""), None, "(PyTorch keeps one for each thread)")
+_CLEARS: Final = "torch._C._cuda_clearCublasWorkspaces()"
+"""Source: PyTorch's documentation, "cuBLAS workspaces"."""
 
 
 @dataclass(slots=True)
@@ -91,6 +96,8 @@ class Ledger:
         self._claimed: set[int] = set()
         self._entries: list[list[Entry]] = [[] for _ in places]
         self._by_device: dict[torch.device, list[tuple[int, bool]]] = {}
+        self._workspaces = [list(memory.workspaces) for memory, _ in places]
+        """Blocks that may be one: those as large as a storage that was claimed are taken out again."""
 
     def claim(
         self,
@@ -128,6 +135,7 @@ class Ledger:
                     taken[at] = self._enter(at, Entry(_Sum(), role, path, items, sliceable, suffix, frees))
                 self._owned[key] = taken[at]
                 taken[at].total.add(nbytes, tensor)
+                self._is_storage(at, nbytes)
 
     def _enter(self, at: int, entry: Entry) -> Entry:
         self._entries[at].append(entry)
@@ -146,7 +154,24 @@ class Ledger:
         most = max(sizes)
         total = _Sum(sum(sizes), len(sizes), most, tensors[sizes.index(most)])
         self._owned.update(zip(keys, repeat(self._enter(place[0][0], Entry(total, *how)))))
+        for nbytes in sizes if self._workspaces[place[0][0]] else ():
+            self._is_storage(place[0][0], nbytes)
         return True
+
+    def _is_storage(self, at: int, nbytes: int) -> None:
+        if nbytes in self._workspaces[at]:
+            self._workspaces[at].remove(nbytes)
+
+    def _claim_workspaces(self) -> None:
+        """Give what nobody holds, and is as large as workspaces of cuBLAS, to them."""
+        for at, (memory, _) in enumerate(self._places):
+            left = self._workspaces[at][:_MOST_WORKSPACES]
+            if left and not isinstance(memory.allocated, Unavailable):
+                missing = memory.allocated - sum(entry.total.bytes for entry in self._entries[at])
+                count = min(len(left), max(missing, 0) // left[0])
+                if count:
+                    total = _Sum(bytes=count * left[0], count=count)
+                    self._enter(at, Entry(total, Role.WORKSPACE, _WORKSPACES, None, False, "", _CLEARS))
 
     def unclaimed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of ``tensors`` that nobody has claimed, though their storages may have owners."""
@@ -196,6 +221,7 @@ class Ledger:
             notes: sentences for each of them; ``missing``: for those of which not all is known to be found.
             ways: who else leads to what the paths lead to; None where not all of that was looked at.
         """
+        self._claim_workspaces()
         pairs = zip(self._places, self._entries, strict=True)
         return tuple(_census(memory, entries, notes, missing, ways) for (memory, _), entries in pairs)
 

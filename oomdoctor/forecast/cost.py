@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from oomdoctor.forecast.kernels import Kernels
+from oomdoctor.forecast.kernels import Kernels, flop_registry
 
 __all__ = ["Meter"]
 

@@ -9,6 +9,7 @@ pool of OpenMP, which the forked one has not. Limits: the CPU; convolutions, the
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -17,14 +18,28 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from oomdoctor.forecast.copies import COPIES, ESTIMATED
 from oomdoctor.sandbox.fork import limit_teams
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "flop_registry"]
 
 _aten = torch.ops.aten
+
+
+def _flop_registry() -> dict[Any, Any]:
+    """Import torch's formulas without its warning that Triton is missing: no dry run meets a kernel of Triton's."""
+    log = logging.getLogger("torch.utils.flop_counter")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        from torch.utils.flop_counter import flop_registry
+    finally:
+        log.setLevel(level)
+    return flop_registry
+
+
+flop_registry: Final = _flop_registry()
 
 Changes: TypeAlias = "tuple[int, ...]"
 """Bytes of an operation's allocations, and negative ones for what it freed, in order."""

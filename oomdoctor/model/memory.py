@@ -41,6 +41,7 @@ class Role(StrEnum):
     KV_CACHE = "kv_cache"
     PINNED_HOST = "pinned_host"
     USER_TENSOR = "user_tensor"
+    WORKSPACE = "workspace"
     UNEXPLAINED = "unexplained"
 
 
@@ -152,6 +153,7 @@ class DeviceMemory:
         context: what this process uses beside its segments: the CUDA context, libraries, other allocators.
         elsewhere: what other processes use.
         processes: who uses the device, the largest first.
+        workspaces: sizes of the live blocks that are as large as a workspace of cuBLAS; tensors may be among them.
         card: what the device calls itself, with the version of its driver.
         basis: which limit ``total`` is, in words.
         switched_on: of a simulated device: the number of the one that it is among those of this process, from 1.
@@ -176,6 +178,7 @@ class DeviceMemory:
     elsewhere: Measured = _NO_DRIVER
     processes: tuple[DeviceProcess, ...] | Unavailable = _NO_DRIVER
     private_pools: tuple[PrivatePool, ...] = ()
+    workspaces: tuple[int, ...] = ()
     card: str | Unavailable = _NO_DRIVER
     basis: str = ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.model.code import ModelFacts
-from oomdoctor.model.memory import Census, Holding
+from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, grouped, saved_within
@@ -108,7 +108,8 @@ def _detail(holding: Holding) -> Iterator[str]:
     is_joined = holding.shape is None
     own = _own_bytes(holding)
     if holding.count > 1:
-        yield words.count(holding.count, WEIGHTS.get(holding.role, "tensor") if is_joined else "tensor")
+        noun = "workspace" if holding.role is Role.WORKSPACE else "tensor"
+        yield words.count(holding.count, WEIGHTS.get(holding.role, noun) if is_joined else noun)
         yield " " if is_joined or holding.bytes == holding.count * (own or 0) else ", largest "
     if holding.dtype:
         yield words.clean(holding.dtype, 30)

@@ -57,6 +57,7 @@ _FILLS: Final = {
     Role.KV_CACHE.value: ("#3b7a76", _UPRIGHT),
     Role.PINNED_HOST.value: ("#7b6f1e", _DOWN),
     Role.USER_TENSOR.value: ("#6a5acd", None),
+    Role.WORKSPACE.value: ("#5d6d7e", _LEVEL),
     Role.UNEXPLAINED.value: ("#767676", None),
     "process": ("#7a5c48", None),
     "simulated": ("#8a6d1c", _LEVEL),

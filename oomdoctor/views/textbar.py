@@ -26,6 +26,7 @@ _FILLS: Final = {
     Role.KV_CACHE.value: ("▥", "cyan"),
     Role.PINNED_HOST.value: ("▦", "yellow"),
     Role.USER_TENSOR.value: ("▨", "yellow"),
+    Role.WORKSPACE.value: ("▢", "bright_black"),
     Role.UNEXPLAINED.value: ("?", "bright_black"),
     "process": ("▣", "bright_blue"),
     "simulated": ("◇", "yellow"),

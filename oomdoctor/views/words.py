@@ -48,6 +48,7 @@ ROLES: Final = {
     Role.KV_CACHE: "KV cache",
     Role.PINNED_HOST: "pinned host memory",
     Role.USER_TENSOR: "your tensors",
+    Role.WORKSPACE: "workspaces of cuBLAS",
     Role.UNEXPLAINED: "no holder found",
 }
 

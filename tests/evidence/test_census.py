@@ -572,6 +572,43 @@ def test_names_that_a_frame_shares_with_the_notebook_are_not_to_be_deleted() -> 
     assert lines == {None}
 
 
+SIZE = (2 * 4096 + 8 * 16) << 10
+"""Of a workspace of cuBLAS, on most cards."""
+
+
+def beside_workspaces(namespace: dict[str, Any], count: int, missing: int) -> Census:
+    """The census of a device that has so many blocks of that size, and so many bytes that no tensor shows."""
+    program = census.Program(names=list(user_names(namespace)))
+
+    def take(device: DeviceMemory) -> Census:
+        (found,) = census.take(program, [(device, lambda tensor: tensor.is_cpu)])
+        return found
+
+    shown = take(HOST).found
+    return take(replace(HOST, allocated=shown + missing, workspaces=(SIZE,) * count))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "blocks", "missing", "told"),
+    [
+        (0, 2, 2 * SIZE + 4096, 2),  # one of cuBLAS and one of cuBLASLt
+        (1, 3, 2 * SIZE, 2),  # the third is a tensor's
+        (70, 71, SIZE, 1),  # so are these
+        (1, 1, SIZE, 0),  # what is missing is something else
+        (0, 3, SIZE + 4096, 1),  # no more than what is missing
+        (0, 9, 9 * SIZE, 4),  # as many may as well be gradients that C++ holds
+        (0, 1, 4096, 0),
+    ],
+)
+def test_workspaces_of_cublas_are_told_from_tensors(tensors: int, blocks: int, missing: int, told: int) -> None:
+    kept = [torch.empty(SIZE, dtype=torch.uint8) for _ in range(tensors)]
+    found = beside_workspaces({"kept": kept}, blocks, missing)
+    assert found.bytes_of(Role.WORKSPACE) == told * SIZE
+    assert found.allocated - found.found == missing - told * SIZE
+    held = [one for one in found.holdings if one.role is Role.WORKSPACE]
+    assert [(one.count, one.frees) for one in held] == [(told, "torch._C._cuda_clearCublasWorkspaces()")] * bool(told)
+
+
 def test_what_has_no_name_and_what_was_not_found_are_both_unexplained() -> None:
     kept = [big(54321)]
     device = replace(HOST, allocated=1 << 40)

@@ -467,3 +467,39 @@ def test_real_segments_hold_what_the_allocator_model_finds(name):
     begun = time.perf_counter()
     _torch_stats.largest_free_block(segments, 0)
     assert time.perf_counter() - begun < 0.5
+
+
+@pytest.mark.gpu
+def test_the_blocks_of_cublas_are_those_that_it_frees():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    weight = torch.ones(256, 256, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+    device = devices.of_name("cuda:0")
+    before = device.read()
+    torch._C._cuda_clearCublasWorkspaces()
+    after = device.read()
+    assert before.workspaces
+    assert sum(before.workspaces) == before.allocated - after.allocated
+    assert after.workspaces == ()
+
+
+@pytest.mark.parametrize(
+    ("setting", "major", "size"),
+    [
+        ("", 8, (2 * 4096 + 8 * 16) << 10),
+        ("", 9, 32 << 20),
+        (":4096:8", 8, 32 << 20),
+        (":16:8", 9, 128 << 10),
+    ],
+)
+def test_how_large_a_workspace_is_where_torch_does_not_tell(monkeypatch, setting, major, size):
+    sizes = (size, size - 512, 4096)
+    blocks = [{"size": one, "requested_size": one, "state": "active_allocated"} for one in sizes]
+    segment = {"device": 0, "total_size": sum(sizes), "allocated_size": sum(sizes), "blocks": blocks}
+    properties = SimpleNamespace(**{**RECORDED["properties"], "major": major})
+    changes = {"memory_snapshot": lambda **_: [segment], "get_device_properties": lambda index: properties}
+    play(monkeypatch, **changes)
+    monkeypatch.delattr(torch._C, "_cuda_getCublasWorkspaceSize", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+    assert devices.of_name("cuda:0").read().workspaces == (size,)
