@@ -113,6 +113,7 @@ def facts(
         autocast=_precision.autocast(under),
         half_weights=_precision.half_weights(under, modules),
         native_bfloat16=_precision.native_bfloat16(),
+        float32_only=_precision.float32_only(model for _, model in modules),
         apex=_precision.apex(under),
         data_parallel=_setup.data_parallel(under.basis),
         distributed=_setup.distributed(under.basis, modules),

@@ -26,6 +26,8 @@ def native(evidence: Evidence) -> str | Refused:
     """Return ``bfloat16`` where the device computes in it, else ``float16``, or why neither can be told."""
     kind = kind_of_device(evidence)
     if kind == "cpu":
+        if only := evidence.code.float32_only:
+            return Refused(f"this processor has no kernel for {' and '.join(only)} in bfloat16")
         return "bfloat16"
     if kind != "cuda":
         return Refused(f"16 bits on {kind} are left to you: which types it computes in differs between its devices")

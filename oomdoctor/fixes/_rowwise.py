@@ -14,18 +14,13 @@ knows what they do with parts of a batch.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
-import gc
-import logging
 import os
 import random
-import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -37,7 +32,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
 from oomdoctor.model.kinds import submodules
 from oomdoctor.model.primitives import is_memory_refused, is_short_of_memory
-from oomdoctor.sandbox.fork import forked
+from oomdoctor.sandbox.fork import answered
 
 if TYPE_CHECKING:
     from oomdoctor.fixes._split import Divided
@@ -57,8 +52,6 @@ _LONGEST: Final = 2000
 _FINE: Final = "the rows agree"
 _CHANGES: Final = "{} is not split: its forward changes {}, which would happen for each part"
 _DRAWS: Final = "{} is not split: its forward draws random numbers, others for each part"
-_END: Final = b"\0"
-"""Ends a verdict, as the end of the pipe need not come while another process has inherited it."""
 _RAISED: Final = "\x1f"
 """Stands between a verdict and what the forward raised: the name of its class, its words."""
 
@@ -269,37 +262,12 @@ def _can_fork(module: Any, call: Divided) -> bool:
 
 def _in_child(path: str, module: Any, forward: Any, call: Divided, same: Same) -> str | None:
     """Return the verdict of a trial in a forked child, None where the system gives no further process."""
-    child: int | None = None
-    reading, writing = os.pipe()
-    ends = [reading, writing]
-    try:
-        try:
-            child = forked(keep={writing})
-        except OSError:
-            return None
-        if child == 0:
-            _be_child(writing, path, module, forward, call, same)
-        # With it held here, the end of a child that wrote nothing would not be seen.
-        os.close(ends.pop())
-        if (verdict := _read(path, reading)) is not None:
-            return verdict
-        status, child = _ended(child), None
-        return _crashed(path, status)
-    finally:
-        for end in ends:
-            os.close(end)
-        if child:
-            _ended(child)
-
-
-def _ended(child: int) -> int:
-    """End the child and return its status; it keeps the one that it had ended with."""
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    # Where the program ignores SIGCHLD, the system reaps the child itself.
-    with suppress(ChildProcessError):
-        return os.waitpid(child, 0)[1]
-    return 0
+    answer = answered(lambda: _told(path, module, forward, call, same), limit_s=_LIMIT_S)
+    if answer is None or answer.text is not None:
+        return None if answer is None else answer.text
+    if answer.is_late:
+        return f"{path} is not split: trying it out on a few rows did not end within {_LIMIT_S:.0f} s"
+    return _crashed(path, answer.status)
 
 
 def _crashed(path: str, status: int) -> str:
@@ -309,40 +277,17 @@ def _crashed(path: str, status: int) -> str:
     return f"{told}{_RAISED}MemoryError{_RAISED}{told}" if is_memory_refused() else told
 
 
-def _be_child(writing: int, path: str, module: Any, forward: Any, call: Divided, same: Same) -> NoReturn:
-    """Run the trial, write the verdict, and end the process with nothing of the parent's cleanup."""
+def _told(path: str, module: Any, forward: Any, call: Divided, same: Same) -> str:
+    """Run the trial in the child, and return the verdict."""
     try:
-        gc.disable()  # the parent's garbage is not finalised twice
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(_LIMIT_S) + 1)  # also where the parent is gone
-        # Handlers hold the streams of before, which in a notebook reach the front end from a child as well.
-        logging.disable()
-        faulthandler.disable()
-        try:
-            with _disable_current_modes():
-                text = _verdict(path, module, forward, call, same)
-        except OomDoctorError as error:
-            text = str(error)
-        except BaseException as error:  # noqa: BLE001  (border to the user's forward, in a process that ends here)
-            told = f"{path} is not split: on a few rows its forward raised {type(error).__name__}: {error}"
-            kind = "MemoryError" if is_short_of_memory(error) else type(error).__name__
-            text = f"{told[: _LONGEST // 2]}{_RAISED}{kind}{_RAISED}{error}"
-        os.write(writing, text[:_LONGEST].replace("\0", "").encode(errors="replace") + _END)
-    finally:
-        os._exit(0)
-
-
-def _read(path: str, reading: int) -> str | None:
-    """Return the verdict from the pipe, None where the child ended without one."""
-    deadline, text, waiting = time.monotonic() + _LIMIT_S, b"", select.poll()
-    waiting.register(reading, select.POLLIN)
-    while not text.endswith(_END):
-        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return f"{path} is not split: trying it out on a few rows did not end within {_LIMIT_S:.0f} s"
-        if not (more := os.read(reading, 1 << 16)):
-            return None
-        text += more
-    return text.removesuffix(_END).decode()
+        with _disable_current_modes():
+            return _verdict(path, module, forward, call, same)
+    except OomDoctorError as error:
+        return str(error)
+    except BaseException as error:  # noqa: BLE001  (border to the user's forward, in a process that ends here)
+        told = f"{path} is not split: on a few rows its forward raised {type(error).__name__}: {error}"
+        kind = "MemoryError" if is_short_of_memory(error) else type(error).__name__
+        return f"{told[: _LONGEST // 2]}{_RAISED}{kind}{_RAISED}{error}"[:_LONGEST]
 
 
 def _close(left: Any, right: Any) -> bool:

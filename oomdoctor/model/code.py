@@ -257,6 +257,7 @@ class CodeFacts:
         sequence_varies: batches are padded to the longest of their samples.
         autocast: some mixed precision is in force; ``half_weights``: most weights take 2 bytes each.
         native_bfloat16: the CUDA device computes in bfloat16 itself; None where no CUDA device is in use.
+        float32_only: classes of layers that this processor computes in float32 and not in bfloat16, ``LSTM``.
         apex: a call of apex's mixed precision.
         data_parallel: a call of ``nn.DataParallel``.
         distributed: ``DistributedDataParallel``, ``FullyShardedDataParallel`` or ``deepspeed``.
@@ -309,6 +310,7 @@ class CodeFacts:
     autocast: bool = False
     half_weights: bool = False
     native_bfloat16: bool | None = None
+    float32_only: tuple[str, ...] = ()
     apex: str | None = None
     data_parallel: str | None = None
     distributed: str | None = None

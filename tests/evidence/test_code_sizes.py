@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from oomdoctor.evidence._precision import native_bfloat16
+from oomdoctor.evidence._precision import float32_only, native_bfloat16
 from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
@@ -51,3 +55,41 @@ def test_a_device_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: pytest.fail("it was asked"))
     assert native_bfloat16() is None
+
+
+KERNELS = """
+import torch
+from oomdoctor.evidence._precision import float32_only
+from torch import nn
+layers = {"LSTM": nn.LSTM(4, 4), "GRU": nn.GRU(4, 4), "Linear": nn.Linear(4, 4), "Conv2d": nn.Conv2d(4, 4, 3)}
+given = dict.fromkeys(layers, torch.zeros(2, 2, 4)) | {"Conv2d": torch.zeros(1, 4, 8, 8)}
+lacking = []
+for name, layer in layers.items():
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(given[name])
+    except RuntimeError:
+        lacking.append(name)
+print(float32_only([nn.ModuleDict(layers)]) == tuple(sorted(lacking)), "LSTM" in lacking)
+"""
+
+
+@pytest.mark.parametrize("isa", ["DEFAULT", "AVX2"])
+def test_what_this_processor_has_no_kernel_for_is_found_by_trying(isa: str) -> None:
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, env=env, check=True)
+    found_alike, lacks_lstm = done.stdout.split()
+    assert found_alike == "True"
+    assert lacks_lstm == "True" or isa == "DEFAULT"
+
+
+def test_what_cannot_be_tried_is_not_told() -> None:
+    class Own(nn.Linear):
+        """A layer of the user's."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pytest.fail("it was run")
+
+    with torch.device("meta"):
+        elsewhere = nn.LSTM(4, 4)
+    assert float32_only([nn.ModuleList([Own(4, 4), elsewhere, nn.LazyLinear(4), nn.MultiheadAttention(4, 2)])]) == ()

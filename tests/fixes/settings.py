@@ -6,10 +6,13 @@ A fix without an entry runs through the same checks; its refusals are then taken
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["DEFAULT", "SETTINGS", "Settings"]
+import torch
+
+__all__ = ["DEFAULT", "SETTINGS", "Settings", "runs_in_bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,14 @@ class Settings:
     unseen: str = ""
 
 
+def runs_in_bfloat16(layer: torch.nn.Module, given: torch.Tensor) -> bool:
+    """Return whether this processor has a kernel for it."""
+    with suppress(RuntimeError), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(given)
+        return True
+    return False
+
+
 DEFAULT: Final = Settings()
 
 _LAYERS_APART: Final = ("mlp", "lstm", "gan", "vae", "encoder_decoder", "stateful", "wide", "zeroed")
@@ -56,7 +67,13 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     **dict.fromkeys(("fewer_workers", "prefetch", "pin_memory_off", "persistent_workers_off"), _HOST_ONLY),
     **dict.fromkeys(("sharing_strategy", "memmap_array", "narrow_dtype"), _HOST_ONLY),
     **dict.fromkeys(("ddp_settings", "dp_to_ddp", "fsdp2", "zero_optimizer"), _ONE_PROCESS),
-    "autocast": Settings(heals=("mlp", "cnn", "lstm", "gpt", "vit", "encoder_decoder", "transformers", "contrastive")),
+    "autocast": Settings(
+        heals=(
+            *("mlp", "cnn", "gpt", "vit", "encoder_decoder", "transformers", "contrastive"),
+            # Of LSTMs oneDNN has a kernel in bfloat16 on some processors alone.
+            *(("lstm",) if runs_in_bfloat16(torch.nn.LSTM(2, 2), torch.zeros(2, 2, 2)) else ()),
+        )
+    ),
     "batch_to_device": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
     "checkpoint_blocks": Settings(
         refuses={

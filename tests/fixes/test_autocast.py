@@ -416,6 +416,7 @@ def test_proposal_takes_the_precision_of_the_device() -> None:
         ({"models": ()}, "no model"),
         ({"losses": (LossFacts(path="criterion", type_name="BCELoss", reduction="mean"),)}, "BCEWithLogitsLoss"),
         ({"device": "mps:0"}, "16 bits on mps"),
+        ({"float32_only": ("LSTM",)}, "no kernel for LSTM in bfloat16"),
         ({"device": "cuda:0"}, "is not known"),
         ({"device": "cuda:0", "native_bfloat16": False, "loops": ()}, "no training loop"),
         ({"activations": 1000}, "16-bit copies"),
