@@ -31,6 +31,7 @@ class Card:
         name: as ``get_device_name`` tells it.
         capability: compute capability of CUDA; it decides on workspaces and attention kernels.
         total: bytes of memory that it says to have.
+        multiprocessors: how many it has; ``threads``: how many each of them has room for. Buffers hang on both.
         index: its number.
         held: bytes that this process holds there, where the device is one that it has in use; None where it is not.
         flag: see ``device_in_use.fork_flag``; None where that is not to be touched.
@@ -42,6 +43,8 @@ class Card:
     name: str = "a card that this machine lacks"
     capability: tuple[int, int] = (8, 0)
     total: int = 80 << 30
+    multiprocessors: int = 108
+    threads: int = 2048
     index: int = 0
     held: int | None = None
     flag: int | None = None

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["COPIES", "ESTIMATED"]
+__all__ = ["COPIES", "ESTIMATED", "dense_copy", "matrix_copy"]
 
 _aten = torch.ops.aten
 _FORMATS: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -22,18 +22,31 @@ def _of_product(args: Sequence[Any], _out: Any) -> int:
 
     Source: ``addmm_impl_cpu_`` in ``LinearAlgebra.cpp``.
     """
-    return sum(_copied(matrix) for matrix in args[-2:])
+    return sum(matrix_copy(matrix) for matrix in args[-2:])
 
 
-def _copied(matrix: torch.Tensor) -> int:
-    """Return the bytes of the copy of a matrix which has neither rows nor columns without gaps.
+def matrix_copy(matrix: torch.Tensor) -> int:
+    """Return the bytes of the copy of matrices which have neither rows nor columns without gaps.
 
     A gradient that was expanded from a number is one: that of a sum.
     """
-    rows, columns = matrix.stride()
-    has_rows = columns == 1 and rows >= matrix.shape[1]
-    has_columns = rows == 1 and columns >= matrix.shape[0]
+    rows, columns = matrix.stride()[-2:]
+    has_rows = columns == 1 and rows >= matrix.shape[-1]
+    has_columns = rows == 1 and columns >= matrix.shape[-2]
     return 0 if has_rows or has_columns else _bytes(matrix)
+
+
+def dense_copy(tensor: torch.Tensor, *, in_any_order: bool = False) -> int:
+    """Return the bytes of the copy of a tensor that has gaps, or elements that share their place.
+
+    Args:
+        tensor: strided.
+        in_any_order: whether channels may come last.
+    """
+    formats = [torch.contiguous_format]
+    if in_any_order and tensor.dim() in _FORMATS:
+        formats.append(_FORMATS[tensor.dim()])
+    return 0 if any(tensor.is_contiguous(memory_format=one) for one in formats) else _bytes(tensor)
 
 
 def _of_loss(_args: Sequence[Any], out: torch.Tensor) -> int:

@@ -30,6 +30,7 @@ _MARGIN_MEASURED: Final = 0.05
 _MARGIN_CONVOLUTION: Final = 0.15
 _MARGIN_RECURRENT: Final = 0.35
 _MARGIN_ALGEBRA: Final = 0.25
+_MARGIN_UNKNOWN: Final = 0.25
 """Margins for what the kernels of operators need inside, which no dispatcher sees: without convolutions and fused
 recurrent layers, with such as were measured (see ``kernels``), with convolutions and recurrent layers that were not.
 
@@ -84,7 +85,8 @@ class Meter:
     @property
     def margin(self) -> float:
         """Calibrated error of the peak of a run with the operations so far, as a ratio."""
-        return max(self._of_layers, _MARGIN_ALGEBRA if self._kernels.estimated else 0.0)
+        algebra = _MARGIN_ALGEBRA if self._kernels.estimated else 0.0
+        return max(self._of_layers, algebra, _MARGIN_UNKNOWN if self._kernels.unknown else 0.0)
 
     @property
     def is_estimate(self) -> bool:

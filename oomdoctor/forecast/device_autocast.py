@@ -1,64 +1,41 @@
-"""Autocast of CUDA on fakes that have the keys of the CPU.
+"""Autocast of a device on fakes that have the keys of the CPU.
 
-Autocast of the CPU has lists of its own, so it cannot stand in: a softmax that CUDA does in float32 would stay in
-bfloat16. The rules of CUDA are put on a dispatch key that nothing else here uses, and that is switched with the state
-of ``torch.autocast("cuda")``; ``cuda`` and ``xpu`` share them.
+Autocast of the CPU has rules of its own, so it cannot stand in: a softmax that CUDA does in float32 would stay in
+bfloat16. The rules of the device are put on a dispatch key that nothing else here uses, and that is switched with the
+state of ``torch.autocast``. What the rules are is asked of this torch: the kernel that it has for autocast of the
+device is called with arguments that cannot be computed with, and what it casts them to tells its rule.
 
-Limits: autocast of MPS, and that of the CPU within that of the device, are refused.
+Limits: autocast of the CPU within that of the device is refused. An operator whose kernel tells nothing is left as it
+is, and named where the program calls it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.device_check import check_autocast
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
+    from oomdoctor.forecast.devices import DeviceTracker
 
-__all__ = ["LISTS", "replace"]
-
-LISTS: Final = {
-    "lower_precision_fp": (
-        "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
-        "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm "
-        "baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell "
-        "rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention"
-    ),
-    "fp32": (
-        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
-        "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
-        "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
-        "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-        "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
-        "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
-        "_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-        "upsample_bicubic2d _upsample_bicubic2d_aa"
-    ),
-    "fp32_set_opt_dtype": (
-        "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
-        "linalg_matrix_norm.str_ord sum sum.dim_IntList"
-    ),
-    "fp32_append_dtype": "norm.Scalar norm.ScalarOpt_dim",
-    "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
-    "banned": "binary_cross_entropy",
-}
-"""Operators, with a space between two, by what autocast of CUDA does with them.
-
-Source: ``AT_FORALL_*`` in ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13; ``replace`` compares them
-with what the torch at hand has registered.
-"""
-
-_NOT_HERE: Final = frozenset({"cudnn_convolution", "cudnn_convolution_transpose"})
-"""Registered too, but nothing calls them on fakes."""
+__all__ = ["replace", "rules"]
 
 _KEY: Final = torch._C._dispatch_key_parse("AutocastPrivateUse1")
 _KEYS: Final = torch._C.DispatchKeySet(_KEY)
 _STATE: Final = "privateuseone"
+
+_norms: Final = torch.ops.aten.norm
+_DUMMIES: Final = (
+    *(("Optional[Tensor]", ()), ("List[int]", [1]), ("List[SymInt]", [1]), ("List[bool]", [False])),
+    *(("float", 1.0), ("bool", False), ("str", "ij,jk->ik")),
+)
+"""What is given to an operator to find out its rule: by a part of the type's name."""
 
 _torch: Any = torch
 _library: Any = None
@@ -67,23 +44,27 @@ _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """Weights by their identity, each with its copy in the lower precision; until autocast is left, as in torch."""
 
 
-def replace(card: Card) -> None:
+def replace(tracker: DeviceTracker) -> None:
     """Let ``torch.autocast`` of the device work in this process."""
-    set_enabled, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+    set_enabled, clear, card = torch.set_autocast_enabled, torch.clear_autocast_cache, tracker.card
 
     def switch(*args: Any) -> None:
         set_enabled(*args)
         kind, enabled = args if len(args) == 2 else ("cuda", *args)
         if not enabled and kind != card.type:
             return
-        if kind not in ("cpu", card.type) or (card.type == "mps" and kind != "cpu"):
+        if kind not in ("cpu", card.type):
             raise ForecastError(f"autocast of {kind} is not forecast")
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_enabled(card.type):
             raise ForecastError("autocast of the CPU inside of that of the device is not forecast")
         if kind == card.type:
-            _register(card)
+            is_first = _library is None
+            if is_first and enabled:
+                _register(tracker)
             set_enabled(_STATE, enabled)
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, enabled)
+            if is_first and enabled:
+                check_autocast(tracker, card)
 
     def clear_all() -> None:
         clear()
@@ -92,31 +73,131 @@ def replace(card: Card) -> None:
     _torch.set_autocast_enabled, _torch.clear_autocast_cache = switch, clear_all
 
 
-def _register(card: Card) -> None:
-    """Put the rules on their key, once.
-
-    Raises:
-        ForecastError: this torch has other lists.
-    """
+def _register(tracker: DeviceTracker) -> None:
+    """Put the rules on their key, once."""
     global _library, _fallback
-    if _library is not None:
-        return
-    names = {name for listed in LISTS.values() for name in listed.split()}
-    key = "AutocastXPU" if card.type == "xpu" else "AutocastCUDA"
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    there = {
-        name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if has(name, key)
-    } - _NOT_HERE
-    if card.type == "cuda" and there != names:
-        raise ForecastError(f"autocast of this torch is another: {', '.join(sorted(there ^ names)[:3])}")
     _fallback = _torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     _fallback.fallback(torch.library.fallthrough_kernel)  # operators without a rule are left as they are
-    _library = _torch.library.Library("aten", "IMPL")
-    for policy, listed in LISTS.items():
-        for name in there & set(listed.split()):
-            packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            _library.impl(name, _RULES[policy](operator, card.type), "AutocastPrivateUse1")
+    kind = tracker.card.type
+    _library = [_torch.library.Library(space, "IMPL") for space in ("aten",)]
+    spaces = {"aten": _library[0]}
+    for name, rule in rules(kind).items():
+        space, _, plain = name.partition("::")
+        if space not in spaces:
+            spaces[space] = _torch.library.Library(space, "IMPL")
+            _library.append(spaces[space])
+        made = _noted(tracker, plain) if rule is None else _RULES[rule]
+        spaces[space].impl(plain, made(_operator(name), kind), "AutocastPrivateUse1")
+
+
+def _operator(name: str) -> Any:
+    space, _, plain = name.partition("::")
+    packet, _, overload = plain.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+class _Told(Exception):
+    """An operation was reached."""
+
+
+class _Probe(torch.Tensor):
+    """A tensor that says that it lies on a device, and notes the first thing that is done with one of its kind."""
+
+    kind = ""
+
+    @staticmethod
+    def __new__(cls: Any, dtype: torch.dtype) -> Any:
+        plain = torch.empty(1, dtype=dtype, device="meta")
+        return torch.Tensor._make_subclass(
+            cls, plain, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.prim.device.default:
+            return torch.device(cls.kind, 0)
+        raise _Told(func, (kwargs or {}).get("dtype"))
+
+
+def rules(kind: str) -> dict[str, str | None]:
+    """Return what autocast of devices of type ``kind`` does with each operator that it has a kernel for.
+
+    The lower precision is float16 meanwhile. A kernel that casts floats is told by what it does with those alone, one
+    that casts halves by those, and one that promotes by both at once; one that asks for a type is told by having it
+    among its arguments.
+
+    Returns:
+        Names of ``_RULES``, None for an operator whose kernel tells nothing.
+    """
+    key = "AutocastCUDA" if kind == "cuda" else f"Autocast{kind.upper()}"
+    found: dict[str, str | None] = {}
+    _Probe.kind = kind
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    set_enabled = torch._C.set_autocast_enabled
+    with torch.inference_mode(False), _disable_current_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            set_enabled(kind, True)
+            torch.set_autocast_dtype(kind, torch.float16)
+            torch.set_autocast_cache_enabled(False)
+            for name in torch._C._dispatch_get_all_op_names():
+                if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+                    found[name] = _rule(_operator(name), torch._C._dispatch_key_parse(key))
+        finally:
+            set_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+            torch.set_autocast_cache_enabled(before[2])
+    return found
+
+
+def _rule(operator: Any, key: Any) -> str | None:
+    wide, half = torch.float32, torch.float16
+    reached, cast = _reached(operator, key, (wide,))
+    if cast == "banned":
+        return "banned"
+    if "dtype" in (argument.name for argument in operator._schema.arguments):
+        return "fp32_set_opt_dtype"
+    if reached in (_norms.ScalarOpt_dtype, _norms.ScalarOpt_dim_dtype):
+        return "fp32_append_dtype"
+    if cast is half:
+        return "lower_precision_fp"
+    if _reached(operator, key, (half,))[1] is wide:
+        return "fp32"
+    return "promote" if wide in (_reached(operator, key, pair)[1] for pair in ((half, wide), (wide, half))) else None
+
+
+def _reached(operator: Any, key: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, Any]:
+    """Call the kernel at ``key`` with probes of these types in turn; return what it calls first, and with which type.
+
+    Source: ``cached_cast`` casts by ``Tensor.to``, which arrives here as ``_to_copy``.
+    """
+    types = iter(dtypes)
+    last = dtypes[-1]
+
+    def dummy(argument: Any) -> Any:
+        kind = str(argument.type)
+        if kind == "Tensor":
+            return _Probe(next(types, last))
+        if kind == "List[Tensor]":
+            return [_Probe(next(types, last)), _Probe(next(types, last))]
+        if argument.has_default_value() or kind.startswith("Optional"):
+            return argument.default_value
+        return next((value for word, value in _DUMMIES if word in kind), 1)
+
+    arguments = operator._schema.arguments
+    args = [dummy(argument) for argument in arguments if not argument.kwarg_only]
+    kwargs = {argument.name: dummy(argument) for argument in arguments if argument.kwarg_only}
+    try:
+        with torch._C._IncludeDispatchKeyGuard(key):
+            operator(*args, **kwargs)
+    except _Told as told:
+        func, dtype = told.args
+        return func, dtype if func is torch.ops.aten._to_copy.default else None
+    except RuntimeError as error:
+        return None, "banned" if "unsafe to autocast" in str(error) else None
+    except (IndexError, NotImplementedError, TypeError, ValueError):
+        pass  # of the operator itself, which was reached
+    return None, None
 
 
 def _below() -> Any:
@@ -182,15 +263,28 @@ def _with_dtype(operator: Any, kind: str) -> Any:
 
 def _norm(operator: Any, kind: str) -> Any:
     """Return the rule for norms, whose overloads with a dtype are others."""
-    norms = torch.ops.aten.norm
-    typed = norms.ScalarOpt_dtype if operator is norms.Scalar else norms.ScalarOpt_dim_dtype
+    typed = _norms.ScalarOpt_dtype if operator is _norms.Scalar else _norms.ScalarOpt_dim_dtype
 
     def kernel(tensor: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
-        rest = () if operator is norms.Scalar else (dim, keepdim)
+        rest = () if operator is _norms.Scalar else (dim, keepdim)
         with _below():
             return typed(tensor, p, *rest, dtype=torch.float32 if _is_eligible(tensor, kind) else tensor.dtype)
 
     return kernel
+
+
+def _noted(tracker: DeviceTracker, name: str) -> Any:
+    """Return the rule that leaves an operator as it is, and says that this may be wrong."""
+
+    def rule(operator: Any, kind: str) -> Any:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            tracker.kernels.unknown.add(f"autocast of {name}")
+            with _below():
+                return operator(*args, **kwargs)
+
+        return kernel
+
+    return rule
 
 
 def _banned(_operator: Any, _kind: str) -> Any:

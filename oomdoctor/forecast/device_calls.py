@@ -93,7 +93,7 @@ def _answers(tracker: Tracker, card: Card) -> dict[str, Any]:
     found |= dict.fromkeys(("range_push", "range_pop", "mark"), _always(0))
     capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {
-        "is_bf16_supported": _always(card.type != "cuda" or card.capability >= (8, 0)),
+        "is_bf16_supported": _is_bf16_supported(card),
         "_in_bad_fork": False,
         "_is_in_bad_fork": _always(False),
         "device_count": _always(1),
@@ -121,6 +121,18 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
+
+
+def _is_bf16_supported(card: Card) -> Callable[..., bool]:
+    """Return the answer for the card: every one computes with bfloat16, those before Ampere by way of float32.
+
+    Source: ``is_bf16_supported`` in ``torch/cuda/__init__.py``, which ``torch.autocast`` asks too.
+    """
+
+    def is_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or card.type != "cuda" or card.capability >= (8, 0)
+
+    return is_supported
 
 
 def _rng_state(*_args: Any) -> torch.Tensor:

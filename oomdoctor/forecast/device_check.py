@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,35 +16,64 @@ from oomdoctor.forecast.reading import one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card
-    from oomdoctor.forecast.tracker import Tracker
+    from oomdoctor.forecast.devices import DeviceTracker
 
-__all__ = ["check"]
+__all__ = ["check", "check_autocast"]
 
 _ROWS, _COLUMNS = 64, 128
 _FLOATS = _ROWS * _COLUMNS * 4
 
 
-def check(tracker: Tracker, card: Card) -> None:
+def check(tracker: DeviceTracker, card: Card) -> None:
     """Run the program on ledgers of its own.
 
     Raises:
         ForecastError: it failed, or one of its numbers is not what it has to be.
     """
+    with _apart(tracker, card):
+        _check_moves(tracker, card)
+        _check_step(tracker, card)
+        if card.type == "cuda":
+            _check_kernels(tracker, card)
+
+
+def check_autocast(tracker: DeviceTracker, card: Card) -> None:
+    """Look at the types of what autocast of the device, which is on, makes.
+
+    Raises:
+        ForecastError: one of them is not what it has to be.
+    """
+    with _apart(tracker, card):
+        lower = torch.get_autocast_dtype(card.type)
+        tensor = torch.ones(_ROWS, _COLUMNS, device=card.type)
+        product = tensor @ tensor.mT
+        _expect(card, "the dtype of a product under autocast", product.dtype, lower)
+        _expect(card, "the dtype of a softmax under autocast", product.softmax(-1).dtype, torch.float32)
+        host = torch.ones(2, 2) @ torch.ones(2, 2)
+        _expect(card, "the dtype of a product in host memory", host.dtype, torch.float32)
+
+
+@contextlib.contextmanager
+def _apart(tracker: DeviceTracker, card: Card) -> Iterator[None]:
+    """Count what the block makes in ledgers of its own, and say what went wrong in it.
+
+    Raises:
+        ForecastError: something did.
+    """
     aside = tracker.host, tracker.ledger, tracker.ledgers
+    workspaces = tracker.workspaces.swap({})
     tracker.host, tracker.ledger = Ledger(), Ledger()
     tracker.ledgers = {"cpu": tracker.host, card.type: tracker.ledger}
     try:
         with _disable_current_modes(), tracker.fake_mode, tracker, torch.random.fork_rng(devices=()):
-            _check_moves(tracker, card)
-            _check_step(tracker, card)
-            if card.type == "cuda":
-                _check_kernels(tracker, card)
+            yield
     except ForecastError:
         raise
     except Exception as error:
         raise _failed(card, one_sentence(error)) from error
     finally:
         tracker.host, tracker.ledger, tracker.ledgers = aside
+        tracker.workspaces.swap(workspaces)
 
 
 def _failed(card: Card, what: str) -> ForecastError:
@@ -54,7 +85,7 @@ def _expect(card: Card, what: str, found: Any, expected: Any) -> None:
         raise _failed(card, f"{what} is {found} instead of {expected}")
 
 
-def _check_moves(tracker: Tracker, card: Card) -> None:
+def _check_moves(tracker: DeviceTracker, card: Card) -> None:
     """There and back, and never both at once."""
     host, there = tracker.ledgers["cpu"], tracker.ledger
     tensor = torch.ones(_ROWS, _COLUMNS, device=card.type)
@@ -73,7 +104,7 @@ def _check_moves(tracker: Tracker, card: Card) -> None:
     _expect(card, "what is left on the device", there.live, 0)
 
 
-def _check_step(tracker: Tracker, card: Card) -> None:
+def _check_step(tracker: DeviceTracker, card: Card) -> None:
     """One step of training: weight, gradient, and the momentum that stays."""
     weight = torch.nn.Parameter(torch.ones(_COLUMNS, _COLUMNS, device=card.type))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -87,8 +118,8 @@ def _check_step(tracker: Tracker, card: Card) -> None:
     _expect(card, "what a step leaves", tracker.ledger.live, 2 * _COLUMNS * _COLUMNS * 4 + products)
 
 
-def _check_kernels(tracker: Tracker, card: Card) -> None:
-    """What CUDA does in another way: a mask of bytes, no scores, autocast by its own lists."""
+def _check_kernels(tracker: DeviceTracker, card: Card) -> None:
+    """What CUDA does in another way: a mask of bytes, no scores."""
     ledger = tracker.ledger
     begin = ledger.live
     tensor = torch.ones(1, 2, _ROWS, 32, device=card.type, requires_grad=True)
@@ -102,10 +133,3 @@ def _check_kernels(tracker: Tracker, card: Card) -> None:
     scores = 2 * _ROWS * _ROWS * 4
     _expect(card, "whether attention writes its scores down", ledger.peak - before - 4 * size >= scores, False)
     del attended
-    with torch.autocast(card.type, dtype=torch.bfloat16):
-        product = tensor @ tensor.mT
-        _expect(card, "the dtype of a product under autocast", product.dtype, torch.bfloat16)
-        _expect(card, "the dtype of a softmax under autocast", product.softmax(-1).dtype, torch.float32)
-        _expect(
-            card, "the dtype of a product in host memory", (torch.ones(2, 2) @ torch.ones(2, 2)).dtype, torch.float32
-        )

@@ -210,11 +210,14 @@ def in_use() -> Card | None:
         return None
     index = torch.cuda.current_device()
     flag = fork_flag()
+    told = torch.cuda.get_device_properties(index)
     return Card(
         index=index,
-        name=torch.cuda.get_device_name(index),
-        capability=torch.cuda.get_device_capability(index),
-        total=torch.cuda.mem_get_info(index)[1],
+        name=told.name,
+        capability=(told.major, told.minor),
+        total=told.total_memory,
+        multiprocessors=told.multi_processor_count,
+        threads=told.max_threads_per_multi_processor,
         held=torch.cuda.memory_allocated(index),
         segments=_segments(index),
         flag=flag if flag is not None and ctypes.c_ubyte.from_address(flag).value == 0 else None,

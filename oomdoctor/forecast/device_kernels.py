@@ -4,8 +4,7 @@ Most operators allocate the same everywhere. These do not: dropout keeps a mask 
 as the input; attention does not write its scores down; a softmax of halves into floats makes no copy first. They are
 replaced above the dispatch to autograd, so that calls from compiled code take the new way too.
 
-Limits: scratch of cuDNN, cub and the attention kernels is not known here. Recurrent layers run in cuDNN, whose
-workspaces are not known either: they are refused.
+Limits: what cuDNN needs inside is not known here; what recurrent layers keep for their backward is an estimate.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
-from oomdoctor.errors import ForecastError
 from oomdoctor.model.sizes import MIB
 
 if TYPE_CHECKING:
@@ -50,7 +48,12 @@ _PRODUCTS: Final = frozenset(
     )
 )
 """Operators that call cuBLAS."""
-_RECURRENT: Final = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
+_RECURRENT: Final = {
+    f"{name}.{overload}": mode
+    for mode, name in enumerate(("rnn_relu", "rnn_tanh", "lstm", "gru"))
+    for overload in ("input", "data")
+}
+"""Layers that run in cuDNN, and what it calls their mode; ``data`` are packed sequences."""
 _FLASH_MOST_FEATURES: Final = 256
 """Source: ``check_head_dim_size_flash`` in ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``."""
 
@@ -68,7 +71,9 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
     }
     if card.type == "cuda":
         own["scaled_dot_product_attention"] = _attention(card)
-    own |= {name: _refused(name) for name in _RECURRENT}
+        own |= {name: _recurrent(name, mode) for name, mode in _RECURRENT.items()}
+        if hasattr(_aten, "_fused_rms_norm"):
+            own["rms_norm"] = _rms_norm
     for name, kernel in own.items():
         _library.impl(name, kernel, "AutogradCPU")
         tracker.handlers[_operator(name)] = _again(tracker, kernel)
@@ -116,15 +121,43 @@ def _softmax_of(composite: Any, kernel: Any) -> Any:
     return softmax
 
 
-def _refused(name: str) -> Any:
+def _rms_norm(tensor: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """Return the norm by the fused kernel. Source: ``rms_norm_symint`` in ``layer_norm.cpp``."""
+    mixes = weight is not None and weight.dtype is not tensor.dtype
+    if _there(tensor) and not mixes:
+        return _aten._fused_rms_norm.default(tensor, shape, weight, eps)[0]
+    return _aten.rms_norm.default._op_dk(_COMPOSITE, tensor, shape, weight, eps)
+
+
+def _recurrent(name: str, mode: int) -> Any:
+    """Return a layer as cuDNN runs it. Source: ``_cudnn_impl`` in ``aten/src/ATen/native/cudnn/RNN.cpp``."""
     operator = _operator(name)
 
-    def recurrent(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, torch.Tensor) and _there(arg) for arg in args):
-            raise ForecastError("a recurrent layer runs in cuDNN on the device, whose workspaces are not known here")
-        return operator._op_dk(_COMPOSITE, *args, **kwargs)
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip((one.name for one in operator._schema.arguments), args, strict=False)) | kwargs
+        if not _there(named["params"][0]):
+            return operator._op_dk(_COMPOSITE, *args, **kwargs)
+        given: Any = named.get("input", named.get("data"))
+        states = [named["hx"]] if isinstance(named["hx"], torch.Tensor) else list(named["hx"])
+        layers = named["num_layers"]
+        directions = 1 + named["bidirectional"]
+        each = len(named["params"]) // (layers * directions)
+        size = states[-1].shape[2] if len(states) == 2 else states[0].shape[2]
+        projected = states[0].shape[2] if states[0].shape[2] != size else 0
+        lengths = named.get("batch_sizes")
+        lower = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else given.dtype
+        if lower is not given.dtype:  # the weights are cast into one new buffer
+            given, states = given.to(lower), [state.to(lower) for state in states]
+            named["params"] = [weight.to(lower) for weight in named["params"]]
+        flat = torch.empty(0, dtype=given.dtype, device=given.device)  # where the weights lie, which is counted already
+        results = _aten._cudnn_rnn.default(
+            *(given, named["params"], each, flat, states[0], states[1] if len(states) == 2 else None),
+            *(mode, size, projected, layers, named.get("batch_first", False), named["dropout"], named["train"]),
+            *(named["bidirectional"], [] if lengths is None else [1] * len(lengths), None),
+        )
+        return results[:3] if len(states) == 2 else results[:2]
 
-    return recurrent
+    return layer
 
 
 def _attention(card: Card) -> Any:
@@ -254,6 +287,7 @@ class Workspaces:
         for in_backward in (False, True)[: nbytes // self._bytes]:
             self._held[in_backward] = _torch.UntypedStorage(0, device="meta")
 
-    def forget(self) -> None:
-        """Begin anew: nothing was multiplied yet."""
-        self._held.clear()
+    def swap(self, held: dict[bool, torch.UntypedStorage]) -> dict[bool, torch.UntypedStorage]:
+        """Have ``held`` be the workspaces that there are; return those that there were."""
+        held, self._held = self._held, held
+        return held

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
 from oomdoctor.forecast.card import TYPES
+from oomdoctor.forecast.device_scratch import scratch
 from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.tracker import NoDevice, Tracker
@@ -87,6 +88,16 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
                 kwargs = kwargs | {"device": self._asked[0]}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
+        """Return what an operation on the device takes from its allocator for itself. See ``device_scratch``."""
+        if self.card.type != "cuda" or not any(_lies_on(value, self.card) for value in (*args[:2], out)):
+            return []
+        return scratch(self.card, func, args, kwargs, out)
+
+
+def _lies_on(value: Any, card: Card) -> bool:
+    return isinstance(value, FakeTensor) and value.fake_device.type == card.type
+
 
 def emulate(tracker: DeviceTracker) -> None:
     """Give this process the device of ``tracker``, for good.
@@ -104,9 +115,8 @@ def emulate(tracker: DeviceTracker) -> None:
     _move(card)
     device_calls.replace(tracker, card)
     tracker.workspaces = device_kernels.replace(tracker, card)
-    device_autocast.replace(card)
+    device_autocast.replace(tracker)
     device_check.check(tracker, card)
-    tracker.workspaces.forget()
 
 
 def _build_on_cpu(card: Card) -> None:

@@ -118,11 +118,13 @@ class Kernels:
         are_asked: whether what kernels need inside counts.
         estimated: whether there was an operation of linear algebra, whose need is known only about.
         unmeasured: whether there was an operation with such a kernel that was not measured.
+        unknown: what is not known of the operations that there were, in words.
     """
 
     def __init__(self, threads: int) -> None:
         """Measure with so many threads, or not at all with 0."""
         self.unmeasured = self.estimated = False
+        self.unknown: set[str] = set()
         self._threads = threads
         self.are_asked = threads > 0
         self._left_s = _MOST_SECONDS

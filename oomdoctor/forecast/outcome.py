@@ -78,6 +78,7 @@ def reading_of(
         over=events.over,
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
         is_estimate=is_estimate,
+        unknown=tuple(sorted(tracker.kernels.unknown)),
         is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
         is_uncompiled=tracker.is_uncompiled,

@@ -143,6 +143,7 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         bases.append(reading.missed)
     if reading.is_estimate:
         bases.append("what kernels need inside is an estimate")
+    bases += [f"{what} is not known" for what in reading.unknown]
     if reading.is_uncompiled:
         bases.append("what is compiled counts as if it were not")
     if reading.is_bound:

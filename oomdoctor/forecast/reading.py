@@ -36,6 +36,7 @@ class Reading:
         endless: bytes that each iteration of a loop of unknown length keeps, so that more than this may be needed.
         missed: what was not seen, so that more than this may be needed.
         is_estimate: whether what kernels need inside is known only about.
+        unknown: what is not known of operations that there were, in words.
         is_bound: whether sizes that values decide were taken for the largest that they may be.
         left_early: whether a library was left in its training, so that what comes after it was not seen.
         is_uncompiled: whether code ran as it is that is compiled in a real run.
@@ -58,6 +59,7 @@ class Reading:
     endless: int = 0
     missed: str | None = None
     is_estimate: bool = False
+    unknown: tuple[str, ...] = ()
     is_bound: bool = False
     left_early: bool = False
     is_uncompiled: bool = False
@@ -78,6 +80,7 @@ class Reading:
         """Return the reading that ``to_json`` wrote."""
         fields = json.loads(text)
         course = fields.pop("course")
+        fields["unknown"] = tuple(fields["unknown"])
         return cls(course=None if course is None else _course(course), **fields)
 
 

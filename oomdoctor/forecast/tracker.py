@@ -31,14 +31,14 @@ from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.losses import LOSSES
 from oomdoctor.forecast.packing import PACKING
-from oomdoctor.forecast.workspaces import WORKSPACES
+from oomdoctor.forecast.workspaces import GRADIENTS, WORKSPACES
 from oomdoctor.forecast.zeros import ZEROS
 from oomdoctor.model.memory import Role
 
 __all__ = ["NoDevice", "Tracker", "raw_data"]
 
 _aten = torch.ops.aten
-_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **LOSSES, **PACKING, **WORKSPACES, **ZEROS}
+_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **GRADIENTS, **LOSSES, **PACKING, **WORKSPACES, **ZEROS}
 _DEVICE = torch.ops.prim.device.default
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
@@ -137,9 +137,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if copied:
             name = f"operands of {func._overloadpacket.__name__} in the type that it computes in"
             self._account_as(name, torch.empty(copied, dtype=torch.uint8))
+        for turn in self.turns(func, fake_args, fake_kwargs, out):
+            name = f"scratch of {func._overloadpacket.__name__}"
+            held = [torch.empty(size, dtype=torch.uint8, device="meta") for size in turn]
+            for storage in held:
+                self._account_as(name, storage)
+            del held, storage
         if originals and func._schema.is_mutable:
             self._mark_written(args, kwargs)
         return originals.get(id(out), out) if isinstance(out, torch.Tensor) else out
+
+    def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
+        """Return what an operation takes from the device's allocator for itself: sizes that are alive at once."""
+        return []
 
     def _swapped(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
         """Return an argument with twins in the place of real tensors. By hand: this runs for every operation."""

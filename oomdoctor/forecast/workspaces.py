@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["WORKSPACES"]
+__all__ = ["GRADIENTS", "WORKSPACES"]
 
 _aten = torch.ops.aten
 _FEW, _MORE = 4, 8
@@ -74,6 +74,20 @@ def _cudnn_layers(func: Any, args: Any, kwargs: Any) -> Any:
     nbytes = vectors * directions * rows * named["hidden_size"] * x.element_size()
     return output, hidden, cell, torch.empty(nbytes, dtype=torch.uint8, device=reserve.device), weights
 
+
+def _cudnn_layers_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return gradients like what they are of: it has no meta kernel. Source: ``RNN.cpp`` of cuDNN in ATen."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = named["input"], named["hx"], named["cx"]
+    grads = [torch.empty_like(one) if one is not None else None for one in given]
+    weights = [torch.empty_like(weight) for weight in named["weight"]] if named["output_mask"][3] else []
+    return (*grads, weights)
+
+
+GRADIENTS: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
+    _aten._cudnn_rnn_backward.default: _cudnn_layers_backward,
+}
+"""Operators of the gradients of those layers, in the same form."""
 
 WORKSPACES: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
     _aten.mkldnn_rnn_layer.default: _recurrent_layer,

@@ -104,7 +104,6 @@ def test_a_convolution_widens_the_margin():
     [
         (device_kernels, "_dropout", lambda tensor, p, train: tensor * 1),
         (device_kernels.Workspaces, "multiply", lambda _self, func, args, kwargs: func(*args, **kwargs)),
-        (device_autocast, "_is_eligible", lambda *_args: False),
     ],
 )
 def test_an_emulation_that_errs_is_refused(module, name, sabotaged, monkeypatch):
@@ -114,12 +113,60 @@ def test_an_emulation_that_errs_is_refused(module, name, sabotaged, monkeypatch)
     assert found.refused.startswith("a device of type cuda cannot be emulated with this torch: ")
 
 
+def test_an_emulation_of_autocast_that_errs_is_refused_to_those_that_use_it(monkeypatch):
+    monkeypatch.setattr(device_autocast, "_is_eligible", lambda *_args: False)
+    plain, cast = (
+        "x = torch.ones(3, device='cuda')",
+        "with torch.autocast('cuda'):\n    x = torch.ones(3, device='cuda')",
+    )
+    assert forecast({"torch": torch}, plain).refused is None
+    assert "the dtype of a product under autocast is torch.float32" in forecast({"torch": torch}, cast).refused
+
+
+AUTOCAST = (
+    "with torch.autocast('cuda', torch.bfloat16):\n    x = torch.ones(64, 64, device='cuda')\n    y = x @ x.atan2(x)"
+)
+
+
+def test_an_operator_whose_autocast_tells_nothing_is_named_and_widens_the_margin(monkeypatch):
+    rules = device_autocast.rules
+    monkeypatch.setattr(device_autocast, "rules", lambda kind: rules(kind) | {"aten::atan2": None})
+    known, unknown = forecast({"torch": torch}, AUTOCAST.replace(".atan2(x)", "")), forecast({"torch": torch}, AUTOCAST)
+    assert unknown.refused is None
+    assert "autocast of atan2 is not known" in unknown.basis
+    assert unknown.error_ratio > known.error_ratio
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (9, 0)])
+def test_every_card_computes_with_bfloat16(capability):
+    found = forecast({"torch": torch}, AUTOCAST, card=Card(capability=capability))
+    assert found.refused is None
+    precise = forecast(
+        {"torch": torch}, "assert not torch.cuda.is_bf16_supported(False)", card=Card(capability=capability)
+    )
+    assert (precise.refused is None) is (capability < (8, 0))
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_keep_what_cudnn_keeps(layer):
+    cell = (
+        f"model = torch.nn.{layer}(64, 128, 2).cuda()\nmodel(torch.ones(32, 16, 64, device='cuda'))[0].sum().backward()"
+    )
+    found = forecast({"torch": torch}, cell)
+    assert found.refused is None
+    assert found.error_ratio == pytest.approx(0.35)
+    assert "what kernels need inside is an estimate" in found.basis
+
+
 def test_the_rules_of_autocast_are_those_of_torch():
+    rules = device_autocast.rules("cuda")
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
     for policy in ("lower_precision_fp", "fp32", "fp32_set_opt_dtype", "promote"):
         (body,) = re.findall(rf"#define AT_FORALL_{policy.upper()}\(_\)((?:[^\n]*\\\n)+[^\n]*)", header)
         names = [".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)]
-        assert sorted(device_autocast.LISTS[policy].split()) == sorted(names)
+        assert {name: rules[f"aten::{name}"] for name in names} == dict.fromkeys(names, policy)
+    assert rules["aten::binary_cross_entropy"] == "banned"
+    assert rules["aten::norm.ScalarOpt_dim"] == "fp32_append_dtype"
 
 
 @pytest.mark.parametrize(
