@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ import kernel_forks  # noqa: E402 - of the tests
 from kernels import Kernel  # noqa: E402 - of the tests
 
 MIB: Final = 1 << 20
-ROOMS: Final = (0, 8, 16, 32, 64)
+ROOMS: Final = (0, 16, 32, 64)
 """What is left at the failure, in MiB."""
 PIECES: Final = (1, 8, 64)
 PROGRAMS: Final = {
@@ -133,9 +133,17 @@ def started_in(folder: Path, argv: list[str], env: dict[str, str], cwd: str) -> 
 def observed(run: Run) -> Seen:
     """Run one kernel to its failure and beyond."""
     if run.limit == "data":
-        return _observed(run, Kernel(start=kernel_forks.started), "")
+        return _observed(run, _begun(kernel_forks.started), "")
     with group() as folder:
-        return _observed(run, Kernel(start=partial(started_in, folder)), str(folder))
+        return _observed(run, _begun(partial(started_in, folder)), str(folder))
+
+
+def _begun(start: Any) -> Kernel:
+    """Return a kernel; where another process has taken one of its ports meanwhile, another kernel."""
+    for _ in range(2):
+        with suppress(RuntimeError):
+            return Kernel(start=start)
+    return Kernel(start=start)
 
 
 def _observed(run: Run, kernel: Kernel, folder: str) -> Seen:
@@ -197,7 +205,11 @@ def table(found: dict[Run, Seen]) -> Iterator[str]:
         seen = [found.get(Run(limit=limit, program=program, piece=piece, room=room, way=way)) for way in WAYS]
         yield f"{limit:6} {program:8} {piece:3} MiB {room:3} MiB   " + "   ".join(f"{_words(one):28}" for one in seen)
     for way in WAYS[1:]:
-        pairs = [(seen, found[run_of(run, WAYS[0])]) for run, seen in found.items() if run.way == way]
+        pairs = [
+            (seen, bare)
+            for run, seen in found.items()
+            if run.way == way and (bare := found.get(run_of(run, WAYS[0]))) is not None
+        ]
         if not pairs:
             continue
         lost = sum(bare.lived and bare.answered and not (seen.lived and seen.answered) for seen, bare in pairs)
@@ -225,10 +237,14 @@ def _words(seen: Seen | None) -> str:
     return ("answers" if seen.answered else "mute") + (", diagnosed" if seen.diagnosed else "")
 
 
-def measured(runs: Sequence[Run], at_once: int) -> dict[Run, Seen]:
-    """Run all of them, some at once."""
+def measured(runs: Sequence[Run], at_once: int) -> Iterator[dict[Run, Seen]]:
+    """Run all of them, some at once; yield what is known so far."""
+    found: dict[Run, Seen] = {}
     with ProcessPoolExecutor(at_once) as pool:
-        return dict(zip(runs, pool.map(observed, runs), strict=True))
+        asked = {pool.submit(observed, run): run for run in runs}
+        for done in as_completed(asked):
+            found[asked[done]] = done.result()
+            yield found
 
 
 def main() -> None:
@@ -244,15 +260,17 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     given = parser.parse_args()
     began = time.monotonic()
-    each = itertools.product(given.limits, given.programs, given.pieces, given.rooms, given.ways)
+    each = itertools.product(given.rooms, given.limits, given.programs, given.pieces, given.ways)
     runs = [
-        Run(limit=limit, program=program, piece=piece, room=room, way=way) for limit, program, piece, room, way in each
+        Run(limit=limit, program=program, piece=piece, room=room, way=way) for room, limit, program, piece, way in each
     ]
-    lines = [*table(measured(runs, given.at_once)), f"{len(runs)} kernels in {time.monotonic() - began:.0f} s"]
-    text = "\n".join(line.rstrip() for line in lines)
+    text = ""
+    for found in measured(runs, given.at_once):
+        lines = [*table(found), f"{len(found)} of {len(runs)} kernels in {time.monotonic() - began:.0f} s"]
+        text = "\n".join(line.rstrip() for line in lines)
+        if given.file is not None:
+            given.file.write_text(text + "\n")
     print(text)
-    if given.file is not None:
-        given.file.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class Kernel:
                 return self._client.wait_for_ready(timeout=60)
             except RuntimeError:
                 if time.monotonic() > end:
+                    self.stop()
                     raise
 
     def run(self, code: str, *, timeout: float = 120, ok: bool | None = None) -> Reply:

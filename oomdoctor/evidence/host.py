@@ -13,6 +13,7 @@ from oomdoctor.model.memory import DeviceMemory, HostMemory
 
 __all__ = ["HostAccelerator", "binding_limit", "read"]
 
+_NOT_NOTED: Final = Unavailable("it was not noted while the modules were loaded, as no limit on this process was set")
 _STRICT: Final = 2
 """``vm.overcommit_memory`` with which the kernel promises no more than it has. Source: overcommit-accounting.rst."""
 
@@ -54,6 +55,7 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         data_limit=_limits.data_limit(),
         data_used=_proc.less(_limits.data_used(root), kept),
         malloc_free=_limits.malloc_free(),
+        bare=_NOT_NOTED,
         shm_total=machine.shm_total,
         shm_free=machine.shm_free,
         files_open=_limits.files_open(),

@@ -6,7 +6,7 @@ Where memory runs out while something is collected, that one thing is not known,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, Final, TypeVar
@@ -16,11 +16,12 @@ from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
 from oomdoctor.evidence.frames import lines_of
 from oomdoctor.evidence.objects import user_names
+from oomdoctor.model import baseline
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.kinds import Kind, spelled
-from oomdoctor.model.memory import Census, DeviceMemory, HostMemory
+from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 
 __all__ = ["collect", "unlooked"]
@@ -59,10 +60,11 @@ def collect(
     else:
         counts = tuple(Census(device=memory.name, found=0, allocated=memory.allocated) for memory in memories)
         memories = tuple(replace(memory, allocated=0, reserved=0) for memory in memories)
+    beside: tuple[HostHolding, ...] = _if_room(lambda: arrays.largest(names, passed_over), ())
     return Evidence(
         devices=(*memories, *others),
-        host=whole,
-        beside_tensors=_if_room(lambda: arrays.largest(names, passed_over), ()),
+        host=_with_bare(whole, counts, beside),
+        beside_tensors=beside,
         censuses=counts,
         code=code,
     )
@@ -102,6 +104,14 @@ def _unobserved() -> Any:
     from oomdoctor.evidence.storages import unobserved
 
     return unobserved()
+
+
+def _with_bare(whole: HostMemory, counts: Iterable[Census], beside: Iterable[HostHolding]) -> HostMemory:
+    """Return the host's memory with what the bare process takes of it."""
+    tensors = sum(count.found for count in counts if count.device == "cpu")
+    held = tensors + sum(holding.bytes for holding in beside)
+    bare = baseline.bare(whole.data_used, held) if isinstance(whole.data_used, int) else None
+    return whole if bare is None else replace(whole, bare=bare)
 
 
 def _uncounted(memory: DeviceMemory, why: Unavailable) -> Census:

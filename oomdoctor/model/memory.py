@@ -13,6 +13,7 @@ __all__ = [
     "DeviceMemory",
     "DeviceProcess",
     "Holding",
+    "HostHolding",
     "HostMemory",
     "HostProcess",
     "Measured",
@@ -249,6 +250,7 @@ class HostMemory:
         overcommit: ``vm.overcommit_memory``: 0 heuristic, 1 always, 2 strict; ``committed`` of ``commit_limit``
             matters with 2 alone.
         malloc_free: what the C library holds free of ``data_used``, which serves further requests.
+        bare: what of ``data_used`` the interpreter and its modules take.
     """
 
     total: Measured
@@ -285,3 +287,4 @@ class HostMemory:
     committed: Measured = _UNREAD
     commit_limit: Measured = _UNREAD
     malloc_free: Measured = _UNREAD
+    bare: Measured = _UNREAD

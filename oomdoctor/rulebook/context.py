@@ -115,6 +115,12 @@ _HOST: Final[dict[str, type]] = {
     "overcommit": float,
     "committed": float,
     "commit_limit": float,
+    "malloc_free": float,
+    "bare": float,
+    # derived: of the limit on this process's data, what the bare process and what malloc holds free left out
+    "program_used": float,
+    "program_limit": float,
+    "program_ratio": float,
     # of what is no single number
     "pressure_some_ratio": float,
     "pressure_full_ratio": float,
@@ -126,6 +132,8 @@ _CENSUS: Final[dict[str, type]] = {
     "found": float,
     "allocated": float,
     "accounted_ratio": float,
+    # on the host: of arrays and other objects of the program
+    "beside": float,
     "largest": float,
     "largest_count": float,
     "largest_path": str,

@@ -37,33 +37,40 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
         given["device"] = _device(evidence)
         given["host"] = _host(evidence.host)
         given["census"] = told_by(evidence.census, evidence.code)
+        if evidence.census.device == _HOST:
+            given["census"]["beside"] = sum(one.bytes for one in evidence.beside_tensors)
         given["code"] = _code(evidence.code, incident)
     return complete(given)
 
 
 def complete(facts: Facts) -> Facts:
     """Add what follows from the facts that are given."""
-    incident, device, census = (dict(facts.get(group, {})) for group in ("incident", "device", "census"))
+    groups = "incident", "device", "census", "host"
+    incident, device, census, host = (dict(facts.get(group, {})) for group in groups)
     incident |= _contradiction(incident)
     if incident.get("device") is not None:
-        incident["on_host"] = incident["device"] == "cpu"
+        incident["on_host"] = incident["device"] == _HOST
     incident["unused"] = _at_least_none(_minus(incident, "reserved", "allocated"))
     incident["elsewhere"] = _elsewhere(incident)
     incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
     incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
     incident["elsewhere_ratio"] = _share(incident["elsewhere"], incident.get("total"))
+    host |= _of_program(host)
     device["unused"] = _minus(device, "reserved", "allocated")
     device["elsewhere"] = _elsewhere(device)
     device["elsewhere_ratio"] = _share(device["elsewhere"], device.get("total"))
     device |= _card(incident, device)
-    whole = census.get("allocated") or census.get("found")
+    whole = census.get("allocated") or _whole(census, device, host)
     for role in Role:
         census[f"{role.value}_ratio"] = _share(census.get(role.value), whole)
     census |= {f"{name}_ratio": _share(census.get(name), whole) for name in ("saved", "nameless")}
     code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
-    return {**facts, "incident": incident, "device": device, "census": census, "code": code}
+    return {**facts, "incident": incident, "device": device, "census": census, "host": host, "code": code}
 
 
+_HOST: Final = "cpu"
+_TOLD_SHARE: Final = 0.1
+"""Of a limit on the host: what holds less of it is not what filled it."""
 _ROUNDING: Final = 1.01
 """How much larger than its whole a part may be printed: both are rounded to some three digits."""
 
@@ -78,6 +85,28 @@ def _contradiction(incident: Mapping[str, Fact]) -> dict[str, Fact]:
         return {}
     said = f"{format_size(int(free))} free of {format_size(int(total))} in total"
     return {"free": None, "total": None, "contradiction": said}
+
+
+def _of_program(host: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Return of a limit on this process what it leaves to the program, and what that has of it."""
+    used, limit = _number(host.get("data_used")), _number(host.get("data_limit"))
+    if used is None or limit is None:
+        return {}
+    bare = _number(host.get("bare")) or 0
+    own, left = max(used - bare - (_number(host.get("malloc_free")) or 0), 0), max(limit - bare, 0)
+    return {"program_used": own, "program_limit": left, "program_ratio": _share(own, left)}
+
+
+def _whole(census: Mapping[str, Fact], device: Mapping[str, Fact], host: Mapping[str, Fact]) -> float | None:
+    """Return what the tensors found are a part of: on the host of all that the program holds.
+
+    The host's allocator keeps no count, so a few tensors would be all there is, whatever fills the memory.
+    """
+    found, total = _number(census.get("found")), _number(device.get("total"))
+    if found is None or census.get("device") != _HOST or total is None:
+        return found
+    left = total - (_number(host.get("bare")) or 0)
+    return max(found + (_number(census.get("beside")) or 0), _TOLD_SHARE * left)
 
 
 def _other_widths(code: Mapping[str, Fact], census: Mapping[str, Fact]) -> dict[str, Fact]:
@@ -125,6 +154,8 @@ def _elsewhere(facts: Mapping[str, Fact]) -> float | None:
 
     None where allocated exceeds the total: under WDDM the driver moves memory to the host, and the sum says nothing.
     """
+    if facts.get("name") == _HOST:  # this process takes most of it, which is no pool
+        return None
     total, free = _number(facts.get("total")), _number(facts.get("free"))
     own = max(_number(facts.get("reserved")) or 0, _number(facts.get("process_used")) or 0)
     if total is None or free is None or facts.get("reserved") is None or own > total:

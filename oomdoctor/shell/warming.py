@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.model import reserve
+from oomdoctor.model import baseline, reserve
 from oomdoctor.model.sizes import GIB
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
@@ -104,7 +104,9 @@ class Warming:
         if self._looked_s + _LOOK_EVERY_S < time.monotonic():
             self._looked_s, self._pages = time.monotonic(), quietly(_limit_on_pages)
         self.keep_back()
-        is_limited = self._pages is not None or reserve.of_process() is not None
+        if (process := reserve.of_process()) is not None:
+            baseline.note(process[1] - process[0] - reserve.address_space())
+        is_limited = self._pages is not None or process is not None
         if is_limited:
             self._go_on(_AT_END_S)
         is_watched = "torch" in sys.modules and comes_later(self._shell, self._config.forecasts)

@@ -16,6 +16,7 @@ from oomdoctor.model.memory import (
     DeviceMemory,
     DeviceProcess,
     Holding,
+    HostHolding,
     HostMemory,
     HostProcess,
     Measured,
@@ -246,3 +247,36 @@ def test_facts_that_come_in_tuples_are_told_by_their_first_or_their_sum() -> Non
 
 def test_devices_in_use_are_counted() -> None:
     assert facts()["device"]["devices"] == 1
+
+
+def on_host(*, total: int = 8 * GIB, found: int, beside: int = 0, **host: Any) -> dict[str, dict[str, Fact]]:
+    memory = DeviceMemory(name="cpu", tensor_device="cpu", total=total, free=GIB, allocated=found, reserved=found)
+    held = Holding(bytes=found, device="cpu", role=Role.PARAMETER, path="model.weight")
+    evidence = Evidence(
+        devices=(memory,),
+        host=HostMemory(**{field.name: NONE for field in fields(HostMemory)} | host),
+        censuses=(
+            Census(device="cpu", found=found, allocated=NONE, roles=((Role.PARAMETER, found),), holdings=(held,)),
+        ),
+        code=CodeFacts(),
+        beside_tensors=(HostHolding(path="data", bytes=beside, array_bytes=beside, arrays=1, objects=0),),
+    )
+    found_facts = facts_of(Incident(is_oom=True, family=Family.HOST, device="cpu"), evidence)
+    return {group: dict(values) for group, values in found_facts.items()}
+
+
+def test_what_this_very_process_takes_of_the_host_is_not_held_by_others() -> None:
+    assert on_host(found=GIB)["device"]["elsewhere"] is None
+
+
+def test_a_few_tensors_are_not_what_filled_the_host() -> None:
+    shares = [on_host(found=40 << 10), on_host(found=GIB, beside=3 * GIB), on_host(found=6 * GIB)]
+    few, beside_arrays, alone = (one["census"]["parameter_ratio"] for one in shares)
+    assert isinstance(few, float)
+    assert few < 0.01
+    assert (beside_arrays, alone) == (0.25, 1)
+
+
+def test_of_a_limit_the_program_has_what_the_bare_process_leaves() -> None:
+    host = on_host(found=GIB, data_limit=4 * GIB, data_used=3 * GIB, bare=GIB, malloc_free=GIB // 2)["host"]
+    assert (host["program_used"], host["program_limit"], host["program_ratio"]) == (1.5 * GIB, 3 * GIB, 0.5)

@@ -156,7 +156,7 @@ def test_at_the_limit_the_kernel_lives_answers_and_has_a_diagnosis(program: str,
     from starved import Run, observed
 
     seen = observed(Run(limit="data", program=program, piece=8, room=0, way=way))
-    assert seen.lived and seen.answered and seen.diagnosed, seen.why
+    assert (seen.lived, seen.answered, seen.diagnosed) == (True, True, True), seen.why
     assert not seen.loaded_torch
 
 
