@@ -104,11 +104,11 @@ class Planning:
             self._finish()
         yield self.plan
 
-    def cancel(self) -> None:
+    def cancel(self, why: str = "the forecasts were broken off") -> None:
         """Forecast nothing more; what has no forecast yet keeps its estimate."""
         if self._nursery is not None:
             self._nursery.cancel()
-            self._finish("the forecasts were broken off")
+            self._finish(why)
 
     def _take(self, plans: Sequence[Plan]) -> bool:
         before = self.plan

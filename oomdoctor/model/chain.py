@@ -1,12 +1,13 @@
-"""The exceptions that one exception comes from."""
+"""The exceptions that one exception comes from, and whether the handler of a signal raised it."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["chained", "set_traceback", "traceback_of"]
+__all__ = ["chained", "is_of_signal", "set_traceback", "traceback_of"]
 
 _cause: Final = vars(BaseException)["__cause__"].__get__
 _context: Final = vars(BaseException)["__context__"].__get__
@@ -35,6 +36,21 @@ def traceback_of(exc: BaseException) -> TracebackType | None:
     """Return the traceback of an exception as the interpreter noted it."""
     found: TracebackType | None = _traceback.__get__(exc)
     return found
+
+
+def is_of_signal(exc: BaseException) -> bool:
+    """Whether the handler of a signal raised the exception, in whatever ran: as torch's does when a worker was killed.
+
+    Such an exception is the program's, wherever it arrives.
+    """
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    trace = traceback_of(exc)
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def set_traceback(exc: BaseException, traceback: TracebackType | None) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case
+from oomdoctor.model.chain import is_of_signal
 from oomdoctor.model.finding import Cause
 from oomdoctor.model.fix import Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Session
 from oomdoctor.pipeline.failure import uncounted
+from oomdoctor.pipeline.history import record
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.calibration import Calibration
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["budget_of", "calibration_of", "forecasts_kept", "plan", "planning", "recall", "terms_of"]
 
 
+_INTERRUPTED: Final = "the forecasts were interrupted"
 _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 
 
@@ -47,17 +50,23 @@ def plan(
         reserve: bytes of the budget that something else will take.
         keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
         unforecast: why there is no shadow run, where there is no time for any.
+
+    Raises:
+        BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
-    begun = planning(
-        *(case, session, prepare),
-        time_budget_s=time_budget_s,
-        reserve=reserve,
-        keep_forecasts=keep_forecasts,
-        waits=True,
-        unforecast=unforecast,
-    )
-    with uncounted():
-        *_, priced = begun.wait()
+    begun = None
+    terms: dict[str, Any] = {"reserve": reserve, "keep_forecasts": keep_forecasts, "waits": True}
+    try:
+        begun = planning(case, session, prepare, time_budget_s=time_budget_s, unforecast=unforecast, **terms)
+        with uncounted():
+            *_, priced = begun.wait()
+    except BaseException as exc:
+        if isinstance(exc, KeyboardInterrupt) or is_of_signal(exc):
+            if begun is None:
+                begun = planning(case, session, prepare, time_budget_s=0.0, unforecast=_INTERRUPTED, **terms)
+            begun.cancel(_INTERRUPTED)
+            record(replace(case, plan=begun.plan))
+        raise
     return replace(case, plan=priced)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from oomdoctor.errors import StateError
+from oomdoctor.model.chain import is_of_signal
 from oomdoctor.model.names import FirstUse, bound_names, first_uses
 from oomdoctor.model.session import Attempt
 from oomdoctor.retry.interrupts import held_back
@@ -41,7 +42,9 @@ class Transaction:
         self._snapshot: Snapshot | None = None
         try:
             self._snapshot = Snapshot(namespace, source, room)
-        except Exception as exc:  # noqa: BLE001 - border: objects of all kinds are looked at; the cell must run
+        except Exception as exc:
+            if is_of_signal(exc):
+                raise
             self.fault = f"the state at the start of the cell could not be saved ({type(exc).__name__}: {exc})"
 
     @property
@@ -102,7 +105,9 @@ class Transaction:
         try:
             if self._snapshot is not None:
                 copy(self._snapshot)
-        except Exception as exc:  # noqa: BLE001 - border: a hook of ours must not end the user's training
+        except Exception as exc:
+            if is_of_signal(exc):
+                raise
             self.fault = f"state could not be copied before it changed ({type(exc).__name__}: {exc})"
         if self._strict and self._snapshot is not None:
             self.stopped = self.fault or self._snapshot.give_up_copies()

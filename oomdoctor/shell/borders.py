@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from oomdoctor.model.chain import is_of_signal
+
 __all__ = ["Borders", "quietly"]
 
 
@@ -18,6 +20,7 @@ class Borders:
 
     def __init__(self) -> None:
         self.faults: list[str] = []
+        self._signalled: BaseException | None = None
 
     def guarded(self, stage: str, do: Callable[[], Any]) -> Any:
         """Return what ``do`` returns; None where it fails, which is printed."""
@@ -28,10 +31,18 @@ class Borders:
             return None
 
     def fault(self, stage: str, exc: BaseException) -> None:
-        """Print that a stage failed."""
+        """Print that a stage failed; what the handler of a signal raised in it is the program's, and kept."""
+        if is_of_signal(exc):
+            self._signalled = exc
+            return
         line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
         self.faults.append(line)
         print(f"oomdoctor could not finish ({line})", file=sys.stderr)
+
+    def take_signalled(self) -> BaseException | None:
+        """Return what the handler of a signal has raised in a stage of ours, once."""
+        found, self._signalled = self._signalled, None
+        return found
 
     def tell(self, fault: str) -> None:
         """Print a fault that is not ours the first time that it is met."""
@@ -44,5 +55,7 @@ def quietly(do: Callable[[], Any]) -> Any:
     """Return what ``do`` returns, None where it fails. It is to be done again, which tells the fault."""
     try:
         return do()
-    except Exception:  # noqa: BLE001 - border: what is done so is done twice, and the other time tells the fault
+    except Exception as exc:
+        if is_of_signal(exc):  # there is no other time
+            raise
         return None

@@ -123,6 +123,7 @@ class Extension:
         finally:
             if transaction is not None:
                 transaction.disarm()
+        self._let_through(run, result)
         failure = run.take_failure()
         try:
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
@@ -143,6 +144,9 @@ class Extension:
             except BaseException:  # an interrupt: the failure is the user's to see all the same
                 self.tracebacks.send_held()
                 raise
+            if (late := self.borders.take_signalled()) is not None:
+                self._show_traceback(late)
+                self._outside(late, "it came while another failure was looked at", raw_cell)
         elif self.request is not None:
             request, self.request = self.request, None
             if is_own(raw_cell):
@@ -156,6 +160,18 @@ class Extension:
             given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
             return await self._run_cell_async(source, *args, **{**kwargs, **given})
         return result
+
+    def _let_through(self, run: Run, result: Any) -> None:
+        """Let the cell fail with what the handler of a signal has raised in a stage of ours; see ``Borders``."""
+        came = self.borders.take_signalled()
+        if came is not None:
+            with run.entered():
+                self._show_traceback(came)
+            if result.success:
+                result.error_in_exec, self.shell.last_execution_succeeded = came, False
+
+    def _show_traceback(self, exc: BaseException) -> None:
+        self.shell.showtraceback((type(exc), exc, exc.__traceback__))
 
     async def _retry_on_request(self, request: Request, result: Any, cell: CellRun) -> None:
         if not await heal(self, request, result, cell):

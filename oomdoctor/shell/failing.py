@@ -79,7 +79,12 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         _fill_in(extension, failure, pending, shown)
         return
     if found is not None:
-        case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or found
+        try:
+            case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or _recorded(found)
+        except BaseException:  # an interrupt: what is known by then is shown all the same
+            extension.tracebacks.send_held()
+            guarded("display", lambda: _show(extension, _recorded(found)))
+            raise
         chosen = guarded("choice", lambda: _admitted(case, auto)) or ()
         # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
         was_shown = bool(result.success)
@@ -94,6 +99,13 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     if found is not None:
         guarded("display", lambda: _show(extension, case))
         guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def _recorded(case: Case) -> Case:
+    """Return a case as it was recorded last: with a plan, where one was made."""
+    from oomdoctor import pipeline
+
+    return pipeline.cases()[case.number - 1] if case.number else case
 
 
 def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:

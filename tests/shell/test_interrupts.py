@@ -1,21 +1,28 @@
-"""Interrupts while state is put back: all of it is back before they arrive, however many there are."""
+"""Interrupts and what handlers of signals raise: state is put back, a diagnosis keeps its fixes, and none is lost."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from kernels import Kernel, Reply
+from programs import DATA, MODEL, TRAIN
 from state_programs import Planted, cells_of
 from state_shell import differing, run, seed, started
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind
+from oomdoctor.retry import transaction
 from oomdoctor.retry.digest import state_digests
 from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.reach import Reach
@@ -115,3 +122,93 @@ def test_the_handler_of_the_user_gets_what_was_held_back() -> None:
         assert got == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+WAITS: Final = "if os.getpid() != here:\n    threading.Event().wait()\n"
+"""Keeps a forecast of the cell from ending."""
+WORKER: Final = """\
+held = iter(torch.utils.data.DataLoader(list(range(100)), num_workers=1))
+next(held)
+worker = held._workers[0].pid
+"""
+FIXES: Final = "[one['fixes'] for one in map(lambda case: case.to_dict(), __import__('oomdoctor').pipeline.cases())]"
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return []
+
+
+def while_forecasts_are_made(kernel: Kernel, do: Callable[[], None]) -> Reply:
+    """Run a cell that fails and whose forecasts do not end; call ``do`` once they have begun."""
+    pid = kernel.value("os.getpid()")
+
+    def wait() -> None:
+        # A copy of the kernel that has made copies of itself.
+        while not any(map(children, children(pid))):
+            time.sleep(0.01)
+        do()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    reply = kernel.run(WAITS + TRAIN, ok=False)
+    waiting.join()
+    return reply
+
+
+@pytest.fixture
+def forecasting(kernel: Kernel) -> Kernel:
+    kernel.run("%load_ext oomdoctor\n%config OomDoctor.forecast_time_s = 100.0", ok=True)
+    for cell in (MODEL, DATA, "import os, threading\nhere = os.getpid()", WORKER, "%oomdoctor simulate 64MiB"):
+        kernel.run(cell, ok=True)
+    return kernel
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_forecasts_leaves_the_fixes(forecasting: Kernel) -> None:
+    reply = while_forecasts_are_made(forecasting, forecasting.interrupt)
+    assert [error["ename"] for error in reply.errors] == ["OutOfMemoryError", "KeyboardInterrupt"]
+    (fixes,) = forecasting.value(FIXES)
+    assert fixes
+    assert "the forecasts were interrupted" in " ".join(reply.text.split())
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_meanwhile_is_told_and_diagnosed(forecasting: Kernel) -> None:
+    worker = forecasting.value("worker")
+    reply = while_forecasts_are_made(forecasting, lambda: os.kill(worker, signal.SIGKILL))
+    assert [error["ename"] for error in reply.errors] == ["OutOfMemoryError", "RuntimeError"]
+    assert "is killed by signal" in reply.errors[-1]["evalue"]
+    assert "could not finish" not in reply.text
+    assert forecasting.value("__import__('oomdoctor').last_case().incident.message").startswith("DataLoader worker")
+    assert forecasting.value(FIXES)[0]
+
+
+def test_what_a_handler_raises_in_the_snapshot_is_the_cells_failure(shell: InteractiveShell) -> None:
+    def killed(number: int, _frame: Any) -> None:
+        raise RuntimeError(f"DataLoader worker (pid {number}) is killed by signal: Killed. ")
+
+    before = signal.signal(signal.SIGUSR1, killed)
+    try:
+        with interrupted_by(signal.SIGUSR1, transaction, "Snapshot"):
+            result, shown = run(shell, "x = 1")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "is killed by signal" in str(result.error_in_exec)
+    assert "is killed by signal" in shown.stdout
+    case = pipeline.last_case()
+    assert case is not None
+    assert "is killed by signal" in (case.incident.message or "")
+
+
+@contextmanager
+def interrupted_by(number: int, owner: Any, name: str) -> Iterator[None]:
+    kept = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(number)
+        return kept(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
