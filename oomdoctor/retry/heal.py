@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -76,7 +77,8 @@ async def heal(
             break
         log.tried.append(trial.label)
         try:
-            error = await _attempt(transaction, trial.attempt, run, accelerator)
+            with _peaks_before_resets(accelerator) as peaks:
+                error = await _attempt(transaction, trial.attempt, run, accelerator, peaks)
         except OomDoctorError as exc:
             log.unfit_for(trial, exc)
             continue
@@ -84,7 +86,7 @@ async def heal(
             transaction.restore()
             raise
         if (error is None or isinstance(error, SystemExit)) and not transaction.stopped:  # it ended itself
-            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator)), error
+            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator, peaks)), error
         ran_out = _ran_out(error, is_oom)  # before its frames let go of what they hold
         if error is not None:
             release(error, shell)
@@ -169,7 +171,7 @@ def _ran_out(error: BaseException | None, is_oom: Callable[[BaseException], bool
 
 
 async def _attempt(
-    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator
+    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator, peaks: list[int]
 ) -> BaseException | None:
     """Run one attempt from the restored state, with copies made just in time for the way back."""
     transaction.restore()
@@ -179,6 +181,7 @@ async def _attempt(
         raise StateError("; ".join(lost))
     accelerator.empty_cache()
     accelerator.reset_peak()
+    peaks.clear()
     with ExitStack() as live:
         for enter in attempt.live:
             live.enter_context(enter())
@@ -186,6 +189,33 @@ async def _attempt(
             return await run(attempt)
 
 
-def _peak(accelerator: Accelerator) -> int | None:
+def _peak(accelerator: Accelerator, earlier: Sequence[int] = ()) -> int | None:
     peak = accelerator.read().peak_allocated
-    return None if isinstance(peak, Unavailable) else peak
+    return None if isinstance(peak, Unavailable) else max(peak, *earlier, 0)
+
+
+@contextmanager
+def _peaks_before_resets(accelerator: Accelerator) -> Iterator[list[int]]:
+    """Note the peak whenever CUDA's is reset in the body: a program that does so would hide its own peak.
+
+    All of PyTorch's functions for it come to this one. Source: ``reset_peak_memory_stats`` in torch/cuda/memory.py.
+    """
+    torch = sys.modules.get("torch")
+    core: Any = None if torch is None else torch._C
+    reset: Any = getattr(core, "_cuda_resetPeakMemoryStats", None)
+    peaks: list[int] = []
+
+    def noted(*device: Any) -> None:
+        peak = _peak(accelerator)
+        if peak is not None:
+            peaks.append(peak)
+        reset(*device)
+
+    if reset is None or accelerator.name == "cpu":
+        yield peaks
+        return
+    core._cuda_resetPeakMemoryStats = noted
+    try:
+        yield peaks
+    finally:
+        core._cuda_resetPeakMemoryStats = reset

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.evidence import devices
 from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.session import Attempt
@@ -32,6 +33,7 @@ def outcome_of(
     room: int = 1 << 20,
     failed: set[str] | None = None,
     is_oom: Any = lambda exc: isinstance(exc, Doomed),
+    accelerator: Any = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
     log = [] if log is None else log
@@ -56,7 +58,7 @@ def outcome_of(
     result, error = asyncio.run(
         heal(
             transaction, trials, run,
-            accelerator=HostAccelerator(), is_oom=is_oom,
+            accelerator=accelerator or HostAccelerator(), is_oom=is_oom,
             most_attempts=most, time_budget_s=60, failed=failed,
         )
     )  # fmt: skip
@@ -69,6 +71,25 @@ def test_the_first_that_runs_through_heals() -> None:
     assert outcome.fixes == ("trial 1",)
     assert error is None
     assert namespace["log"] == [0, 2]
+
+
+@pytest.mark.gpu
+def test_a_program_that_resets_the_peak_does_not_hide_it() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    kept = torch.ones(1, device="cuda")
+    reset = torch._C._cuda_resetPeakMemoryStats
+    take = "large = torch.empty({} << 20, dtype=torch.uint8, device='cuda'); del large"
+    calls = "torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()"
+    source = "\n".join([calls, take.format(64), calls, take.format(8)])
+    failing = f"{take.format(96)}\nraise Doomed"
+    before = torch.cuda.memory_allocated()
+    assert before >= kept.nbytes
+    cuda = devices.of_name("cuda:0")
+    outcome, error, _ = outcome_of([failing, source], more={"torch": torch}, accelerator=cuda)
+    assert (outcome.kind, outcome.state, error) == (OutcomeKind.HEALED, State.CLEAN, None)
+    assert outcome.peak == before + (64 << 20)
+    assert torch._C._cuda_resetPeakMemoryStats is reset
 
 
 def test_when_none_does_the_state_is_that_of_the_start() -> None:
