@@ -38,7 +38,7 @@ ROOMS: Final = (0, 16, 32, 64)
 PIECES: Final = (1, 8, 64)
 PROGRAMS: Final = {
     "numpy": ("import numpy as np", "np.ones(size // 8)"),
-    "pandas": ("import numpy as np, pandas as pd", "pd.DataFrame({'x': np.ones(size // 8)})"),
+    "pandas": ("import numpy as np, pandas as pd", "pd.Series(np.ones(size // 8), copy=False).to_frame()"),
     "torch": ("import torch\nmodel = torch.nn.Linear(64, 64)", "torch.ones(size // 4)"),
 }
 """The cell that begins, and what makes a piece of ``size`` bytes."""

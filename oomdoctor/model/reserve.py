@@ -20,13 +20,16 @@ from typing import Any, Final
 
 from oomdoctor.model.sizes import MIB
 
+if sys.platform != "win32":
+    import resource
+
 __all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "resident", "take"]
 
 _WANTED: Final = 96 * MIB
-"""Source: `benchmarks/starved.py`, whose diagnoses take up to 60 MiB where not all was loaded before."""
+"""Source: `benchmarks/starved.py`, ; without what is loaded before, a diagnosis takes some 60 MiB."""
 _LEAST: Final = 8 * MIB
 _SHARE_OF_LIMIT: Final = 8
-_SHARE_OF_FREE: Final = 2
+_SHARE_OF_FREE: Final = 4
 """One part in so many: what a limit leaves is the user's first."""
 FOR_THREAD: Final = 16 * MIB
 """Room with which a thread begins: its stack, 8 MiB by default, and what the interpreter makes for it."""
@@ -96,14 +99,11 @@ def of_process() -> tuple[int, int] | None:
     """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where none is set."""
     if sys.platform != "linux":
         return None
-    import resource
-
-    found = []
-    for which, column in ((resource.RLIMIT_DATA, 5), (resource.RLIMIT_AS, 0)):
-        soft, _ = resource.getrlimit(which)
-        if soft != resource.RLIM_INFINITY:
-            found.append((max(soft - _pages(column) * mmap.PAGESIZE, 0), soft))
-    return min(found) if found else None
+    data, space = resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
+    if data == space == resource.RLIM_INFINITY:
+        return None
+    limits = ((soft, column) for soft, column in ((data, 5), (space, 0)) if soft != resource.RLIM_INFINITY)
+    return min((max(soft - _pages(column) * mmap.PAGESIZE, 0), soft) for soft, column in limits)
 
 
 def _pages(column: int) -> int:

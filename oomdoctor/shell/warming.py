@@ -83,10 +83,12 @@ class Warming:
         """Keep memory back where a limit leaves some, and none is kept yet."""
         if reserve.address_space():
             return
-        if (process := reserve.of_process()) is not None:
-            self.kept = reserve.take(*process, populated=self._pages is not None)
-        elif self._pages is not None:
-            self.kept = reserve.take(*self._pages, populated=True)
+        process = reserve.of_process()
+        if self._pages is not None:  # that was then, and a page too many ends the process
+            self._pages = _limit_on_pages()
+        limits = [one for one in (process, self._pages) if one is not None]
+        if limits:
+            self.kept = reserve.take(*min(limits), populated=self._pages is not None)
 
     def begin_history(self) -> None:
         """Begin IPython's thread that writes the history again, which IPython ends at each fork.

@@ -180,3 +180,14 @@ def test_what_malloc_holds_free_can_be_had() -> None:
     taken, left = map(int, run.stdout.split())
     assert taken > 350 << 20, run.stderr
     assert left < 0.1 * taken
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(not os.access(GROUPS / "cgroup.procs", os.W_OK), reason="groups need root and cgroup v1")
+def test_in_a_memory_cgroup_what_is_kept_back_leaves_room_for_the_next_cell() -> None:
+    from starved import Run, observed
+
+    seen = observed(Run(limit="group", program="numpy", piece=8, room=16, way="with"))
+    assert (seen.lived, seen.answered, seen.diagnosed) == (True, True, True), seen.why
