@@ -25,6 +25,8 @@ Fact: TypeAlias = float | int | str | bool | None
 Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
 """Facts by group and name; one that is not there is not known."""
 
+LONGEST_TEXT: Final = 400
+"""Characters of a fact that rules see: how long a search for a pattern takes depends on it."""
 _INCIDENT: Final[dict[str, type]] = {
     "is_oom": bool,
     "family": str,
@@ -234,4 +236,9 @@ def kind_of(path: str) -> type | None:
 def bound(facts: Facts) -> Any:
     """Return the facts as the object that compiled rules are matched against."""
     groups = _groups()
-    return _whole()(**{group: kind(**facts.get(group, {})) for group, kind in groups.items()})
+    cut = {group: {name: _cut(fact) for name, fact in given.items()} for group, given in facts.items()}
+    return _whole()(**{group: kind(**cut.get(group, {})) for group, kind in groups.items()})
+
+
+def _cut(fact: Fact) -> Fact:
+    return fact[:LONGEST_TEXT] if isinstance(fact, str) else fact

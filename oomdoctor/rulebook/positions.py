@@ -47,7 +47,7 @@ class Document:
 
     def repeated(self) -> Iterator[tuple[str, int]]:
         """Yield each key that stands in its mapping already, with its line: YAML would keep the last in silence."""
-        yield from _repeated(self.root, set())
+        yield from _repeated(self.root)
 
 
 def parse(text: str) -> Document:
@@ -59,9 +59,27 @@ def parse(text: str) -> Document:
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
+        _refuse_aliases(root)
         return Document(values=None if root is None else loader.construct_document(root), root=root)
     finally:
         loader.dispose()
+
+
+def _refuse_aliases(root: yaml.Node | None) -> None:
+    """Refuse a document in which one value stands in several places: a few lines of those are a billion values."""
+    seen: set[int] = set()
+    waiting = [] if root is None else [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, "it has an alias (`*name`): write the value out", node.start_mark
+            )
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            waiting += [one for pair in node.value for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def _child(node: yaml.Node | None, step: str | int) -> tuple[int, yaml.Node] | None:
@@ -75,17 +93,14 @@ def _child(node: yaml.Node | None, step: str | int) -> tuple[int, yaml.Node] | N
     return None
 
 
-def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[tuple[str, int]]:
-    if node is None or id(node) in seen:
-        return
-    seen.add(id(node))
+def _repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
     if isinstance(node, yaml.MappingNode):
         names: set[str] = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in names:
                 yield key.value, key.start_mark.line + 1
             names.add(str(key.value))
-            yield from _repeated(value, seen)
+            yield from _repeated(value)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _repeated(item, seen)
+            yield from _repeated(item)

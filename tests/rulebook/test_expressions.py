@@ -56,6 +56,9 @@ def test_what_is_no_comparison_of_facts_is_refused_in_one_line(text: str, words:
         "(?P<n>a*)*",
         "(a*){2,}",
         "x(?:(?:a|b))+",
+        ".*" * 9 + "x",
+        "[a-z]*a*[a-z_]+x",
+        "(.*)(?:.*)y|z.*(.{0,300}.{0,300})x",
     ],
 )
 @pytest.mark.parametrize("within", ["{}", "not ({})", "incident.is_oom and (incident.is_oom or {})"])
@@ -66,7 +69,18 @@ def test_a_pattern_that_can_match_in_countless_ways_is_refused(pattern: str, wit
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(?i)attention|attn", "(ab)+", "(a|b)?", "(a+)?", "[(a+)+]", r"\\(a+\\)+", "[a-z_]+[.]py:[0-9]+ (x|y)", "a??(b)"],
+    [
+        "(?i)attention|attn",
+        "(ab)+",
+        "(a|b)?",
+        "(a+)?",
+        "[(a+)+]",
+        r"\\(a+\\)+",
+        "[a-z_]+[.]py:[0-9]+ (x|y)",
+        "a??(b)",
+        ".*.*x",
+        "[a-z]+ [a-z]+ [a-z]+ x",
+    ],
 )
 def test_a_plain_pattern_is_not(pattern: str) -> None:
     began = time.monotonic()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import yaml
 
@@ -204,3 +206,19 @@ def test_a_rule_is_got_by_its_id_or_not_at_all(tmp_path):
 def test_every_text_of_the_shipped_rules_is_one_line_of_plain_yaml():
     for path in locate().rglob("*.yaml"):
         assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    + ["id: too_big"]
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, GOOD + "what: &w x\nwhy: *w\n", GOOD + "more: &m [*m]\n"])
+def test_one_value_in_several_places_is_refused_at_once(check, text):
+    began = time.monotonic()
+    ((line, message),) = check(text)
+    assert time.monotonic() - began < 2
+    assert line >= 1
+    assert message == "this is not YAML: it has an alias (`*name`): write the value out"
