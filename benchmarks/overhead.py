@@ -38,8 +38,35 @@ ROUNDS: Final = 13
 CELLS: Final = 20
 STEPS: Final = 20
 TARGET_CELL_MS: Final = 1.0
-"""For 10,000 names. No target was set for large models."""
+"""At up to 10,000 objects, whatever they are."""
+TARGET_MANY_MS: Final = 5.0
+"""At up to 100,000."""
 TARGET_STEP: Final = 0.01
+
+_DEFINED: Final = """\
+from dataclasses import dataclass, field
+class Plain:
+    def __init__(self, at):
+        self.at, self.text = at, str(at)
+class Slotted:
+    __slots__ = ("at", "items")
+    def __init__(self, at):
+        self.at, self.items = at, [at]
+@dataclass
+class Data:
+    at: int
+    more: dict = field(default_factory=dict)
+"""
+_OBJECTS: Final = {
+    "instances": "Plain(i)",
+    "objects with slots": "Slotted(i)",
+    "dataclasses": "Data(i)",
+    "lists": "[i, [i]]",
+    "dicts": "{'at': i, 'items': [i]}",
+    "texts": "str(i)",
+}
+_MOST: Final = 10_000
+"""Objects up to which ``TARGET_CELL_MS`` holds; beyond it is ``TARGET_MANY_MS``."""
 
 CONTENTS: Final = {
     "nothing": "pass",
@@ -51,6 +78,12 @@ CONTENTS: Final = {
     "10,000 names, 2,500 of functions": (
         "globals().update({f'v{i}': (lambda: 0) if i % 4 == 0 else i for i in range(10_000)})"
     ),
+    **{
+        f"{count:,} {kind}": f"{_DEFINED}made = [{text} for i in range({count})]"
+        for count in (1_000, 10_000, 15_000, 60_000, 100_000)
+        for kind, text in _OBJECTS.items()
+    },
+    "100,000 names of instances": f"{_DEFINED}globals().update({{f'v{{i}}': Plain(i) for i in range(100_000)}})",
     "a model of 1,000 modules": (
         "import torch\nmodel = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(999)))"
     ),
@@ -164,7 +197,9 @@ def table() -> Iterator[str]:
     yield f"{'a cell, where there is':<36}{'without':>11}{'cost':>11}{'ratio':>8}{'noise':>8}{'target':>14}"
     for name, cell in CONTENTS.items():
         without, cost, ratio, noise = compared(alone(measure_cell, cell))
-        met = f"< {TARGET_CELL_MS:g} ms {'met' if 1e3 * cost < TARGET_CELL_MS else 'missed'}" if "names" in name else ""
+        count = int(name.partition(" ")[0].replace(",", "")) if name[0].isdigit() else 0
+        target = TARGET_CELL_MS if count <= _MOST else TARGET_MANY_MS
+        met = f"< {target:g} ms {'met' if 1e3 * cost < target else 'missed'}"
         yield f"{name:<36}{1e3 * without:>8.3f} ms{1e3 * cost:>8.3f} ms{ratio:>8.2f}{noise:>8.2f}{met:>14}"
     yield ""
     yield f"{'a training step':<36}{'without':>11}{'cost':>11}{'ratio':>8}{'noise':>8}{'target':>14}"

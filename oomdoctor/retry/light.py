@@ -65,8 +65,15 @@ class Light:
             others = set(map(id, heavy))
             lists = [one for one in lists if id(one) not in others]
             items = list(chain.from_iterable(lists))
-        self._lists, self._items, self._lengths = lists, items, list(map(len, lists))
+        self._lists += lists
+        self._items += items
+        self._lengths += map(len, lists)
         return heavy
+
+    def absorb(self, other: Light) -> None:
+        """Take the containers of another one as well."""
+        for name, own in vars(self).items():
+            own += vars(other)[name]
 
     def add_empty(self, container: Any) -> None:
         """Add a container of one of ``REFILLED`` that holds nothing: every module has a dozen of them."""

@@ -12,6 +12,7 @@ from logging import Logger
 from threading import Condition
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ReferenceType
 
 from oomdoctor.model.kinds import (
     Kind,
@@ -32,6 +33,7 @@ from oomdoctor.retry.held import Recipe, weak
 from oomdoctor.retry.installed import is_installed, is_ours
 from oomdoctor.retry.light import LIGHT_TYPES, is_light
 from oomdoctor.retry.locks import is_lock, times_held
+from oomdoctor.retry.mentions import EVERYTHING, shares
 from oomdoctor.retry.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
 from oomdoctor.retry.places import REGISTRY, Place, is_memory, places_of
 from oomdoctor.retry.rng import generator_state, is_random, spawned
@@ -49,6 +51,7 @@ __all__ = [
     "is_open",
     "note",
     "note_atom",
+    "note_class",
     "note_derived",
 ]
 
@@ -138,7 +141,7 @@ def _note_memory(shape: Shape, value: Any, path: str, held: Any) -> None:
 def note_atom(shape: Shape, value: Any, path: str, depth: int) -> None:
     """Note what cannot be replaced but leads further: classes, modules, bound methods that are made in C."""
     if isinstance(value, type):
-        _note_class(shape, value, path, depth)
+        note_class(shape, value, path, depth)
     elif type(value) in BOUND:
         shape.hold(value.__self__, f"{path}.__self__", depth - 1)
     elif id(value) in shape.known:
@@ -159,7 +162,7 @@ def note_atom(shape: Shape, value: Any, path: str, depth: int) -> None:
         note_derived(shape, value, path, Kind.ATOM, value, depth)
 
 
-def _note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
+def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
     """Note the functions and attributes of the user's own classes: of this one, and of those it derives from."""
     for base in mro_of(cls):
         if id(base) in shape.known or is_installed(module_of(base)):
@@ -199,7 +202,7 @@ def note_derived(shape: Shape, value: Any, path: str, kind: Kind, held: Any, dep
 def _note_kept(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
     """Note the class of an object, and its slots."""
     shape.classes.append((held, type(value)))
-    _note_class(shape, type(value), type(value).__qualname__, depth)
+    note_class(shape, type(value), type(value).__qualname__, depth)
     _note_parts(shape, value, path, held, depth, SLOTS)
 
 
@@ -252,7 +255,12 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
             shape.large.append(Large(value, held, path, shape.allowance))
     elif (cls.__module__, cls.__name__) in _OUTWARD:
         shape.iterators.append((path, held))
+    elif isinstance(value, ReferenceType):
+        if (one := value()) is not None:
+            shape.hold(one, path, depth - 1)
     else:
+        if not shape.is_everything and shares(value):
+            shape.mention(EVERYTHING)
         _look_into(shape, value, path, _FOREIGN_DEPTH)
 
 
@@ -277,6 +285,8 @@ def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -
             name = value.__code__.co_freevars[at]
             shape.closures.append((held, at, shape.hold(cell.cell_contents, f"{path} → {name}", depth - 1)))
     if type(value) is FunctionType:
+        if not is_installed(value.__globals__.get("__name__")):
+            shape.mention_code(value)
         defaults, by_name = value.__defaults__, value.__kwdefaults__
         if defaults is not None and not LIGHT_TYPES.issuperset(map(type, defaults)):
             defaults = shape.hold(defaults, f"{path}.__defaults__", depth - 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
+from weakref import WeakSet, ref
 
 from oomdoctor.model.kinds import Kind, items_of, kind_of
 from oomdoctor.model.names import is_users
@@ -21,6 +21,7 @@ from oomdoctor.retry.foreign import Cached, Foreign, Frame
 from oomdoctor.retry.functions import Written, is_bare
 from oomdoctor.retry.held import Recipe, Weak, length_of, mapped_by, weak
 from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, Light, is_light
+from oomdoctor.retry.mentions import EVERYTHING, mentioned, mentioned_by
 from oomdoctor.retry.objects import (
     BOUND,
     DEPTH,
@@ -31,9 +32,11 @@ from oomdoctor.retry.objects import (
     is_open,
     note,
     note_atom,
+    note_class,
     note_derived,
 )
 from oomdoctor.retry.parts import Parts
+from oomdoctor.retry.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault, Watched
@@ -47,6 +50,10 @@ _SHELLS: Final = ("_ih", "_oh", "_dh", "In", "Out")
 """Names of what IPython keeps itself: inputs, outputs and folders."""
 
 
+_FIRST: Final = {Kind.MODULE: 0, Kind.TENSOR: 1}
+_alive: Final[WeakSet[Shape]] = WeakSet()
+
+
 class Shape:
     """What one namespace led to.
 
@@ -55,9 +62,11 @@ class Shape:
         vault: returns the vault that tensors are watched by; asked for the first tensor.
         source: the cell's text.
         own: the modules of the user's own.
+        everything: whether all names are looked at, whatever the text mentions.
 
     Attributes:
-        bindings: how each name of the user's is held.
+        names: all that there were. bindings: how each name of the user's is held that the cell may get at.
+        is_everything: whether those are all.
         objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
             own modules with theirs, ``counters`` those of them that no name leads to;
             ``foreign``: objects of other libraries, ``frames`` of pandas.
@@ -79,6 +88,8 @@ class Shape:
         vault: Callable[[], TensorVault],
         source: str,
         own: Iterable[ModuleType] = (),
+        *,
+        everything: bool = False,
     ) -> None:
         self.vault = vault
         self.known: dict[int, Any] = {id(namespace): namespace}
@@ -110,26 +121,72 @@ class Shape:
         self.gradients: list[tuple[Callable[[], Any], Watched | None]] = []
         self.pinned_gradients: list[Any] = []
         self.allowance = Allowance(source)
-        self.bindings = dict(namespace)
-        for name, value in self._take_light(namespace):
-            if is_users(name):
-                self.bindings[name] = self._hold_guarded(value, name)
-            else:  # the shell's own names for outputs: to hold them would keep the outputs
-                del self.bindings[name]
+        self.bindings: dict[str, Any] = {}
+        self.names = list(namespace)
+        self._namespace, self._mentioned = namespace, set[str]()
+        self.is_everything = False
+        self.mention(EVERYTHING if everything else mentioned(source))
         for module in own:
             self._note_own_module(module, source)
+        self._note_mentioned()
         self.is_whole = len(self.known) <= MOST_OBJECTS
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
-        del self.known, self.vault, self.allowance
+        del self.known, self.vault, self.allowance, self._namespace, self._mentioned
+        _alive.add(self)
 
-    def _take_light(self, namespace: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Copy the lists of numbers and text; return what of the namespace is left to look into, lists last.
+    @staticmethod
+    def alive() -> list[Shape]:
+        """Return the shapes that are held."""
+        return list(_alive)
 
-        One tight loop: it sees every name before every cell, and makes as little as it can for the garbage collector.
+    def mention(self, names: frozenset[str]) -> None:
+        """Have these names looked at as well, ``EVERYTHING`` for all of them."""
+        if names is EVERYTHING:
+            self.is_everything = True
+        else:
+            self._mentioned |= names
+
+    def mention_code(self, function: FunctionType) -> None:
+        """Have the names looked at that a function mentions."""
+        names = mentioned_by(function.__code__)
+        if names is EVERYTHING or function.__globals__ is self._namespace:
+            self.mention(names)
+
+    def _note_mentioned(self) -> None:
+        """Look at names until those that were looked at mention no others."""
+        namespace = self._namespace
+        while True:
+            if self.is_everything:
+                found = {name: value for name, value in namespace.items() if name not in self.bindings}
+            else:
+                names = (self._mentioned & namespace.keys()) - self.bindings.keys()
+                found = dict(sorted(((name, namespace[name]) for name in names), key=_order))
+                self._mentioned = set()
+            found = {name: value for name, value in found.items() if is_users(name)}
+            if not found:
+                return
+            self.bindings |= found
+            for name, value in self._take_light(found, namespace):
+                self.bindings[name] = self._hold_guarded(value, name)
+
+    def absorb(self, other: Shape) -> None:
+        """Take what another shape of the same state has looked at besides."""
+        self.light.absorb(other.light)
+        for name, own in vars(self).items():
+            if type(own) is list and own is not self.names:
+                own += vars(other)[name]
+        self.bindings = {**other.bindings, **self.bindings}
+        self.is_everything |= other.is_everything
+        self.is_whole &= other.is_whole
+
+    def _take_light(self, found: dict[str, Any], namespace: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Copy the lists of numbers and text; return what of the names is left to look into, lists last.
+
+        One tight loop: it makes as little as it can for the garbage collector.
         """
         lists: list[list[Any]] = []
         rest: list[tuple[str, Any]] = []
-        for name, value in namespace.items():
+        for name, value in found.items():
             kind = type(value)
             if kind in LIGHT_TYPES:
                 continue
@@ -138,12 +195,13 @@ class Shape:
             elif kind is FunctionType and is_bare(value, namespace):
                 self.bare.append(value)
                 self.codes.append(value.__code__)
+                self.mention_code(value)
             else:
                 rest.append((name, value))
         shells = {id(namespace[name]) for name in _SHELLS if name in namespace}
         rest = [item for item in rest if id(item[1]) not in shells]
         if heavy := set(map(id, self.light.add_lists([one for one in lists if id(one) not in shells]))):
-            rest += [item for item in namespace.items() if id(item[1]) in heavy]
+            rest += [item for item in found.items() if id(item[1]) in heavy]
         return rest
 
     def _hold_guarded(self, value: Any, name: str) -> Any:
@@ -152,6 +210,7 @@ class Shape:
             return self.hold(value, name, DEPTH)
         except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
             self.unknown.append(f"`{name}` could not be looked at ({type(exc).__name__})")
+            self.mention(EVERYTHING)
             return value
 
     def hold(self, value: Any, path: str, depth: int) -> Any:
@@ -228,6 +287,8 @@ class Shape:
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         self.vault().watch(tensor, path)
+        if tensor.grad_fn is not None or has_hooks(tensor):  # a backward gets at what no name leads to
+            self.mention(EVERYTHING)
         light = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= LIGHT_BYTES
         if tensor.is_leaf and tensor.requires_grad:
             self._note_gradient(tensor, path)
@@ -244,6 +305,8 @@ class Shape:
 
     def _hold_container(self, value: Any, path: str, kind: Kind, depth: int) -> Any:
         recipe = self.known[id(value)] = Recipe(value, path)
+        if kind is Kind.TUPLE and type(value) is not tuple:
+            note_class(self, type(value), path, depth)
         if length_of(value, kind) > LONG:
             recipe.original, recipe.is_long = value, True
             if kind is not Kind.TUPLE:
@@ -265,6 +328,11 @@ class Shape:
         elif not recipe.is_long and type(value) not in _REMADE and not _is_named_tuple(type(value)):
             recipe.original = weak(value)
         return recipe
+
+
+def _order(item: tuple[str, Any]) -> tuple[int, str]:
+    """Return where a name stands among others: what several lead to is called by the first."""
+    return _FIRST.get(kind_of(type(item[1])), len(_FIRST)), item[0]
 
 
 def _is_named_tuple(cls: type) -> bool:

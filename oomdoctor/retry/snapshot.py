@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from oomdoctor.retry.functions import Written, restore_function
 from oomdoctor.retry.held import GONE, Recipe, fill, living, revive, still_holds
 from oomdoctor.retry.installed import own_modules
 from oomdoctor.retry.locks import times_held
+from oomdoctor.retry.mentions import held_elsewhere, is_fixed
 from oomdoctor.retry.objects import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
@@ -120,6 +121,17 @@ class Snapshot:
                 f"an {name} that no name leads to was used before, and its weights were not seen"
             )
 
+    def widen(self, texts: Iterable[str]) -> None:
+        """Look at what other texts get at as well, which run in the place of the cell. The state is that of its start.
+
+        Args:
+            texts: of an attempt.
+        """
+        source = "\n".join(texts)
+        if not self._shape.is_everything:
+            with uncollected(), _outside_modes():
+                self._shape.absorb(Shape(self._namespace, lambda: self.vault, source, own_modules()))
+
     def kept_by_name(self, names: frozenset[str]) -> dict[str, Any]:
         """Return what these names stood for, as far as it is alive; a container is known as itself from then on."""
         kept: dict[str, Any] = {}
@@ -171,7 +183,7 @@ class Snapshot:
         def watched(names: dict[str, Any]) -> TensorVault:
             vault = TensorVault(lambda: 0)
             with _outside_modes():
-                Shape(names, lambda: vault, "")
+                Shape(names, lambda: vault, "", everything=True)
             return vault
 
         now = watched(self._namespace)
@@ -198,6 +210,7 @@ class Snapshot:
         for name, held in self._shape.bindings.items():
             if name in reach.names and name not in rebound and revive(held) is GONE:
                 yield f"`{name}` was replaced or deleted by the cell, which needs the old one"
+        yield from self._not_looked_at(reach)
         for path in self._gone_items():
             if _root(path) not in rebound:
                 yield f"`{path}` was replaced by the cell, and the old one is gone"
@@ -243,6 +256,19 @@ class Snapshot:
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
 
+    def _not_looked_at(self, reach: Reach) -> Iterator[str]:
+        """Yield a sentence for each name that was not looked at, and that the cell may have got at all the same."""
+        if self._shape.is_everything:
+            return
+        known, now = self._shape.bindings, self._namespace
+        unread = [name for name in self._shape.names if name not in known and is_users(name) and name not in self._left]
+        unread = [name for name in unread if name in now and not is_fixed(now[name])]
+        reached = set(unread) if reach.is_all else reach.names.intersection(unread)
+        if not reached:
+            reached = held_elsewhere(now, Shape.alive(), set(unread))
+        for name in sorted(reached):
+            yield f"`{name}` was not looked at before the cell, which may have changed it by way of other code"
+
     def _stood_for(self, name: str) -> Iterator[Any]:
         """Yield what a name stood for at the start of the cell, and what it stands for now."""
         held = self._shape.bindings.get(name)
@@ -286,7 +312,8 @@ class Snapshot:
     def _pieces(self, memo: dict[int, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield all that is put back, each with what it is called, in the order in which it is to be done."""
         shape, uses = self._shape, first_uses(self.source)
-        for name in [name for name in self._namespace if name not in shape.bindings and self._is_mine(name)]:
+        before = set(shape.names)
+        for name in [name for name in self._namespace if name not in before and self._is_mine(name)]:
             del self._namespace[name]
         for name in filter(is_users, shape.bindings):
             yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
@@ -353,8 +380,8 @@ class Snapshot:
 
     def rebound(self) -> list[str]:
         """Return the names that were bound, bound anew or deleted since the start of the cell."""
-        names = dict.fromkeys([*self._shape.bindings, *self._namespace])
-        return [name for name in names if self._is_mine(name) and not self._stands(name)]
+        names, before = dict.fromkeys([*self._shape.names, *self._namespace]), set(self._shape.names)
+        return [name for name in names if self._is_mine(name) and not self._stands(name, before)]
 
     def changes(self) -> Iterator[str]:
         """Yield what else is not as it was at the start of the cell, each as what was done: ``written `x```."""
@@ -375,7 +402,11 @@ class Snapshot:
                 f"changed `{recipe.path}`" for names, recipe in self._shape.globals if not still_holds(names, recipe)
             )
             for name, held in self._shape.bindings.items():
-                if type(held) is Recipe and self._stands(name) and not still_holds(self._namespace[name], held):
+                if (
+                    type(held) is Recipe
+                    and self._stands(name, self._shape.bindings)
+                    and not still_holds(self._namespace[name], held)
+                ):
                     yield f"changed `{name}`"
             for generator, state in self._shape.random:
                 if not _is_equal(generator_state(generator), state):
@@ -387,9 +418,11 @@ class Snapshot:
         name = next((name for name, value in self._namespace.items() if value is container and is_users(name)), None)
         return f"`{name}`" if name is not None else f"a {type(container).__name__}"
 
-    def _stands(self, name: str) -> bool:
-        if name not in self._shape.bindings or name not in self._namespace:
+    def _stands(self, name: str, before: Collection[str]) -> bool:
+        if name not in before or name not in self._namespace:
             return False
+        if name not in self._shape.bindings:  # the cell could not get at it
+            return True
         held, value = self._shape.bindings[name], self._namespace[name]
         return id(value) == held.ident if type(held) is Recipe else revive(held) is value
 

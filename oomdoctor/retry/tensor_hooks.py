@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["hooks_of", "take_new_hooks_away"]
+__all__ = ["has_hooks", "hooks_of", "take_new_hooks_away"]
 
 _KINDS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -17,6 +17,11 @@ _KINDS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def hooks_of(tensor: Any) -> frozenset[int]:
     """Return the numbers of the hooks of a tensor; only one that requires gradients can have any."""
     return frozenset(number for hooks in _registered(tensor) for number in hooks)
+
+
+def has_hooks(tensor: Any) -> bool:
+    """Return whether a backward through a tensor runs functions that were registered on it."""
+    return any(True for _ in _registered(tensor))
 
 
 def take_new_hooks_away(tensor: Any, before: frozenset[int]) -> None:

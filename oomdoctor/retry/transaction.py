@@ -127,6 +127,7 @@ class Transaction:
         self._holds = holds
         if self._snapshot is None:
             return
+        self._snapshot.widen((*attempt.replays, attempt.source))
         bound = frozenset[str]()
         for text in (*attempt.replays, attempt.source):
             uses = first_uses(text).items()

@@ -149,7 +149,7 @@ def test_no_attempt_changes_weights_that_could_not_be_copied(step: str, fused: b
     weight = torch.nn.Parameter(torch.ones(1000))
     weight.grad = torch.ones(1000)
     more = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0, fused=fused)}
-    sources = [f"log.append(1)\n{step}\nraise Doomed", f"log.append(2)\n{step}"]
+    sources = [f"log.append(1); weight\n{step}\nraise Doomed", f"log.append(2); weight\n{step}"]
     outcome, error, namespace = outcome_of(sources, more=more, room=100)
     assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.REFUSED, State.RESTORED, 2)
     assert "`weight` could not be kept: there was not enough host memory" in outcome.why
@@ -185,7 +185,7 @@ def test_an_odd_tensor_stands_in_nobodys_way(odd: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(1000))
     weight.grad = torch.ones(1000)
     more = {"odd": odd(), "weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0)}
-    outcome, _, _ = outcome_of(["optimizer.step(); raise Doomed", "optimizer.step()"], more=more)
+    outcome, _, _ = outcome_of(["odd; optimizer.step(); raise Doomed", "odd; optimizer.step()"], more=more)
     assert (outcome.kind, outcome.state) == (OutcomeKind.HEALED, State.CLEAN)
     assert weight.equal(torch.zeros(1000))
 
@@ -196,7 +196,8 @@ def test_a_tensor_whose_storage_was_freed_is_not_read() -> None:
     emptied = torch.ones(1 << 20)
     emptied.untyped_storage().resize_(0)
     more = {"emptied": emptied, "weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0)}
-    outcome, _, _ = outcome_of(["optimizer.step(); raise Doomed", "optimizer.step()"], more=more)
+    sources = ["emptied; optimizer.step(); raise Doomed", "emptied; optimizer.step()"]
+    outcome, _, _ = outcome_of(sources, more=more)
     assert outcome.kind is OutcomeKind.REFUSED
     assert "`emptied` could not be kept" in outcome.why
     assert weight.equal(torch.ones(1000))

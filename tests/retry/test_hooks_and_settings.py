@@ -74,7 +74,7 @@ def test_what_a_cell_left_behind_is_taken_back(what: str) -> None:
 
 
 def test_a_hook_of_before_stays_and_one_that_the_cell_removed_is_told() -> None:
-    names, transaction = begun("")
+    names, transaction = begun("model, weight, kept")
     names["weight"].register_hook(print)
     assert transaction.losses() == ()
     transaction.restore()

@@ -59,7 +59,7 @@ def test_a_trainer_that_failed_after_a_step_begins_anew(tmp_path: Path) -> None:
 
 def test_plain_data_that_a_cell_replaces_comes_back() -> None:
     namespace: dict[str, Any] = {"run": SimpleNamespace(state=SimpleNamespace(step=3, names=["a"]))}
-    transaction = Transaction(namespace, "pass", lambda: 1 << 20)
+    transaction = Transaction(namespace, "run", lambda: 1 << 20)
     namespace["run"].state = SimpleNamespace(step=4, names=[])
     transaction.restore()
     assert namespace["run"].state == SimpleNamespace(step=3, names=["a"])

@@ -432,7 +432,7 @@ def test_containers_of_other_kinds_come_back() -> None:
     tensor = torch.ones(1 << 16)
     answer, ring, named = Answer(key=tensor), deque([tensor], maxlen=4), Pair(tensor, 1)
     namespace: dict[str, Any] = {"answer": answer, "ring": ring, "named": named, "tensor": tensor}
-    transaction = Transaction(namespace, "pass", lambda: 1 << 20)
+    transaction = Transaction(namespace, "answer, ring, named", lambda: 1 << 20)
     namespace["answer"]["key"] = namespace["answer"]["more"] = 0
     namespace["ring"].append(1)
     namespace["named"] = None
@@ -448,7 +448,7 @@ def test_containers_of_other_kinds_come_back() -> None:
 def test_a_mapping_whose_keys_are_tuples_keeps_its_keys(changed: bool) -> None:
     tensor = torch.ones(1 << 16)
     namespace: dict[str, Any] = {"table": {(1, 2): "a", (3, "b"): tensor}}
-    transaction = Transaction(namespace, "pass", lambda: 1 << 20)
+    transaction = Transaction(namespace, "table", lambda: 1 << 20)
     if changed:
         namespace["table"].clear()
     transaction.restore()
@@ -459,7 +459,7 @@ def test_what_the_last_restore_could_not_bring_back_is_told(monkeypatch: pytest.
     weight = torch.nn.Parameter(torch.ones(100))
     weight.grad = torch.ones(100)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    transaction = Transaction({"weight": weight, "optimizer": optimizer}, "optimizer.step()", lambda: ROOM)
+    transaction = Transaction({"weight": weight, "optimizer": optimizer}, "weight; optimizer.step()", lambda: ROOM)
     with transaction.armed():
         optimizer.step()
 
@@ -509,7 +509,7 @@ def test_what_moved_whole_is_not_lost(steps: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_was_set_to_other_contents_is_no_move() -> None:
     weight = torch.nn.Parameter(torch.ones(100_000))
-    transaction = Transaction({"weight": weight}, "", lambda: ROOM)
+    transaction = Transaction({"weight": weight}, "weight", lambda: ROOM)
     weight.data = torch.zeros(100_000)
     assert any("`weight` was written in place" in sentence for sentence in transaction.losses())
 
@@ -517,7 +517,7 @@ def test_what_was_set_to_other_contents_is_no_move() -> None:
 def test_a_namespace_that_a_name_leads_to_is_the_same_after() -> None:
     namespace: dict[str, Any] = {"kept": [1]}
     namespace["all"] = namespace
-    transaction = Transaction(namespace, "", lambda: ROOM)
+    transaction = Transaction(namespace, "kept, all", lambda: ROOM)
     namespace["kept"].append(2)
     transaction.restore()
     assert namespace["all"] is namespace
@@ -551,7 +551,7 @@ def test_no_method_of_a_users_container_is_called(base: type) -> None:
     own = cls(made)
     for name in names:
         setattr(cls, name, refuse)
-    transaction = Transaction({"own": own}, "", lambda: ROOM)
+    transaction = Transaction({"own": own}, "own", lambda: ROOM)
     (base.update if issubclass(base, (dict, set)) else getattr(base, "append", lambda *_: None))(own, {2: 3})
     assert transaction.losses() == ()
     transaction.restore()
