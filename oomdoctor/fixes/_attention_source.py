@@ -19,15 +19,16 @@ from oomdoctor.fixes import _cst, _told
 from oomdoctor.fixes._attention_parts import Attention, NotRead
 from oomdoctor.fixes._attention_read import read, trees
 from oomdoctor.fixes._dataflow import bound, reads
+from oomdoctor.fixes._imports import knows
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["Fused", "asks_for_eager", "fused", "place_of"]
 
 _HOMES: Final = {
-    "F": r"import torch\.nn\.functional as F|from torch\.nn import functional as F",
-    "nn.functional": r"from torch import [\w, ]*\bnn\b(?! as)|import torch\.nn as nn\b",
-    "torch.nn.functional": r"import torch\b(?! as)",
+    "F": ("F", "torch.nn.functional"),
+    "nn.functional": ("nn", "torch.nn"),
+    "torch.nn.functional": ("torch", "torch"),
 }
 _LONGEST: Final = 100
 _VIEWS: Final = frozenset(
@@ -102,7 +103,7 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
     if len([node for node in definitions if isinstance(node, cst.FunctionDef)]) > 1:
         return Refused(f"the attention on line {line} stands in a function within a function")
     function = definitions[-1]
-    homes = [home for home, pattern in _HOMES.items() if _is_imported(cells, home, pattern)]
+    homes = [home for home, imported in _HOMES.items() if _is_imported(cells, home, imported)]
     if not homes:
         return Refused("no cell imports torch.nn.functional")
     try:
@@ -121,11 +122,9 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
     )
 
 
-def _is_imported(cells: Cells, home: str, pattern: str) -> bool:
-    imports = re.compile(rf"^[ \t]*({pattern})", re.MULTILINE)
+def _is_imported(cells: Cells, home: str, imported: tuple[str, str]) -> bool:
     taken = re.compile(rf"^[ \t]*{re.escape(home)}\s*=[^=]", re.MULTILINE)
-    sources = [cell.source for cell in cells.history]
-    return any(map(imports.search, sources)) and not any(map(taken.search, sources))
+    return knows(cells, *imported) and not any(taken.search(cell.source) for cell in cells.history)
 
 
 def _block(function: cst.FunctionDef, statement: _cst.Statement) -> list[_cst.Statement]:

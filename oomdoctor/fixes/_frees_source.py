@@ -10,12 +10,11 @@ import libcst as cst
 
 from oomdoctor.fixes import _cst, _told
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.names import imports_in
 from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["block_around", "blocks", "place_of", "starting_at", "torch_at_top", "torch_name"]
 
-_IMPORT: Final = re.compile(r"^[ \t]*import torch(?:[ \t]+as[ \t]+(?P<name>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE)
-_AMONG: Final = re.compile(r"^[ \t]*import (?:[\w.]+[ \t]*,[ \t]*)*torch[ \t]*(?:,|$)", re.MULTILINE)
 _BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
 
 
@@ -29,10 +28,10 @@ def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
     """Return the name that the cells know torch by, and the import that is needed for it, if any."""
     if any(_BOUND.search(cell.source) for cell in cells.history):
         return Refused("`torch` stands for something else in these cells")
-    found = [match for cell in cells.history for match in _IMPORT.finditer(cell.source)]
-    if any(match["name"] is None for match in found) or any(_AMONG.search(cell.source) for cell in cells.history):
-        return "torch", ()
-    return (str(found[-1]["name"]), ()) if found else ("torch", ("import torch",))
+    names = [name for cell in cells.history for name, home in sorted(imports_in(cell.source)) if home == "torch"]
+    if "torch" in names or not names:
+        return "torch", () if names else ("import torch",)
+    return names[-1], ()
 
 
 def torch_at_top(cells: Cells, parsed: _cst.ParsedCell) -> tuple[str, tuple[str, ...]] | Refused:

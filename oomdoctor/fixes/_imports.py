@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _cst
+from oomdoctor.model.names import imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-__all__ = ["insert_at_top", "knows_torch", "name_for", "source_of"]
-
-_TORCH: Final = re.compile(r"^[ \t]*import torch(?:\.[\w.]+)?\s*(?:#.*|,.*|;.*)?$", re.MULTILINE)
+__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "source_of"]
 
 _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 """Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
@@ -44,7 +43,12 @@ def _fresh(stem: str, cells: Cells) -> str:
 
 def knows_torch(cells: Cells) -> bool:
     """Whether a cell imports torch under its own name."""
-    return any(_TORCH.search(cell.source) for cell in cells.history)
+    return knows(cells, "torch", "torch")
+
+
+def knows(cells: Cells, name: str, home: str) -> bool:
+    """Whether a cell imports ``home``, a module or what is in one, as ``name``."""
+    return any((name, home) in imports_in(cell.source) for cell in cells.history)
 
 
 def source_of(module: str, attribute: str, name: str) -> str:

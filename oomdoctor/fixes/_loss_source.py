@@ -27,15 +27,11 @@ _LONGEST: Final = 100
 _OPTIONS: Final = ("weight", "ignore_index", "label_smoothing")
 _DEFAULTS: Final = {"ignore_index": "-100", "label_smoothing": "0.0"}
 _HOMES: Final = {
-    "F": re.compile(
-        r"^[ \t]*(import torch\.nn\.functional as F|from torch\.nn import functional as F)\b", re.MULTILINE
-    ),
-    "functional": re.compile(r"^[ \t]*from torch\.nn import [\w, ]*\bfunctional\b(?! as)", re.MULTILINE),
-    "nn.functional": re.compile(
-        r"^[ \t]*(from torch import [\w, ]*\bnn\b(?! as)|import torch\.nn as nn\b)", re.MULTILINE
-    ),
-    "torch.nn.functional": re.compile(r"^[ \t]*import torch\b(?! as)", re.MULTILINE),
-    "": re.compile(r"^[ \t]*from torch\.nn\.functional import [\w, ]*\bcross_entropy\b(?! as)", re.MULTILINE),
+    "F": ("F", "torch.nn.functional"),
+    "functional": ("functional", "torch.nn.functional"),
+    "nn.functional": ("nn", "torch.nn"),
+    "torch.nn.functional": ("torch", "torch"),
+    "": ("cross_entropy", "torch.nn.functional.cross_entropy"),
 }
 """What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
 
@@ -135,7 +131,7 @@ class _Calls(cst.CSTVisitor):
 
 def _not_torchs(cells: Cells, called: str) -> str | None:
     imported = _HOMES.get(called.rpartition(".")[0])
-    if imported is None or not any(imported.search(cell.source) for cell in cells.history):
+    if imported is None or not _imports.knows(cells, *imported):
         return f"whether `{called}` is torch's cross_entropy cannot be told from the cells"
     return None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import libcst as cst
 
 from oomdoctor.fixes import _cst
+from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._loss_forms import NotProven
 from oomdoctor.fixes._sample_values import Shape
 from oomdoctor.fixes._step import Step
@@ -51,7 +51,7 @@ class Writer:
         end = [f"{step.loss} = {self._sum}"] if self._sum else []
         end += [f"{name} = {total}" for name, total in self._sums.items()]
         end += [f"{name} = torch.cat({parts})" for name, parts in self._lists.items()]
-        if self._lists and not any(re.search(r"^\s*import torch\b(?!\.)", c.source, re.M) for c in self._cells.history):
+        if self._lists and not knows_torch(self._cells):
             raise NotProven(
                 f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it"
             )

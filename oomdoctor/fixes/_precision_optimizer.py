@@ -15,7 +15,7 @@ from oomdoctor.fixes._batch_notebook import Book, Place, calls
 from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
 from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._dataflow import reads
-from oomdoctor.fixes._imports import insert_at_top
+from oomdoctor.fixes._imports import insert_at_top, knows_torch
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -84,7 +84,7 @@ def _paths(code: CodeFacts) -> set[str]:
 def replaced(cells: Cells, code: CodeFacts, maker: Maker) -> Patch | Refused:
     """Return the cells with every Adam of the failing run made by ``maker``."""
     book = Book.read(cells)
-    if not any(re.search(r"^\s*import torch\s*(#|$|,)", cell.source, re.M) for cell in cells.history):
+    if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     made = dict(_calls(book, code))
     if not made:

@@ -20,6 +20,7 @@ import libcst as cst
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, reads
 from oomdoctor.fixes._dataflow import parsed as tree_of
+from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_device import device_text
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -62,7 +63,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     parsed = _cst.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    if not any(re.search(r"^\s*import torch\s*(#|$|,)", one.source, re.M) for one in cells.history):
+    if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     tree = ast.parse(parsed.masked.text)
     scaler = _cst.fresh_name("scaler", cells) if dtype == "float16" else ""

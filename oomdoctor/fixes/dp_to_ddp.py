@@ -24,6 +24,7 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Census, Role
+from oomdoctor.model.names import imports_in
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
 
@@ -37,7 +38,6 @@ _CAVEAT: Final = (
     "the cells then are a program that torchrun starts once for each device; every process prints and saves for "
     "itself, and where the samples do not come out even some are seen twice"
 )
-_TORCH: Final = re.compile(r"^import torch\b(?! as)", re.MULTILINE)
 _NUMBERED: Final = re.compile(r"cuda:[1-9]|\bcuda\(\s*\d|\.to\(\s*\d|\bset_device\b|CUDA_VISIBLE_DEVICES|f[\"']cuda:")
 _STARTS: Final = re.compile(r"\binit_process_group\b|\bDistributedDataParallel\b|\bnotebook_launcher\b|\bAccelerator\(")
 _ALL: Final = re.compile(r"(list\()?range\(torch\.cuda\.device_count\(\)\)\)?")
@@ -233,7 +233,7 @@ class _Program:
 
     def _start(self) -> str | None:
         """Enter the process group before anything is put on a device."""
-        first = next((cell for cell in self._cells.history if _TORCH.search(cell.source)), None)
+        first = next((cell for cell in self._cells.history if ("torch", "torch") in imports_in(cell.source)), None)
         if first is None:
             return "no cell imports torch by its name: the processes have to find each other after that"
         parsed = self._read(first)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book
+from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_inference import first_lines, preceded, runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
@@ -66,7 +67,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused(_TRAINS)
     if any("quantiz" in cell.source for cell in cells.history):
         return Refused("the cells have to do with quantization already")
-    if not any("import torch" in cell.source.splitlines() for cell in cells.history):
+    if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     book = Book.read(cells)
     found = runs(book, evidence.code)

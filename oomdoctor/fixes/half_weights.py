@@ -22,6 +22,7 @@ from oomdoctor.fixes import _cst
 from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._batch_replay import node_of
 from oomdoctor.fixes._cst import exchange
+from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_dtype import native
 from oomdoctor.fixes._precision_given import is_floating_tensor
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
@@ -86,7 +87,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for cell in {run.page.cell.number: run.page.cell for run in found}.values():
         if _CASTS.search(cell.source):
             return Refused(f"cell {cell.number} chooses the precision already")
-    if not any(re.search(r"^\s*import torch\s*(#|$|,)", one.source, re.M) for one in cells.history):
+    if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     first = first_lines(book, found, lambda path: f"{path}.to(torch.{dtype})")
     if isinstance(first, Refused):

@@ -35,7 +35,6 @@ _TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|se
 """Source: torch/utils/data/dataloader.py; multiprocessing/reduction.py."""
 
 _SETS: Final = re.compile(r"\bset_sharing_strategy\s*\(")
-_TORCH: Final = re.compile(r"^[ \t]*import torch\b(?!\.| as)", re.MULTILINE)
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -82,8 +81,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     parsed = _cst.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    known = any(_TORCH.search(one.source) for one in cells.history)
-    lines = [] if known else ["import torch"]
+    lines = [] if _imports.knows_torch(cells) else ["import torch"]
     lines.append(f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")')
     return _cst.join(cells, [_cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, parsed.module, lines))])
 

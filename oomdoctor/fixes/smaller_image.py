@@ -17,6 +17,7 @@ from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_notebook import Book, Number, calls
 from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
+from oomdoctor.fixes._imports import knows
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -151,13 +152,13 @@ def _told(book: Book) -> list[Number]:
 def _interpolate(cells: Cells) -> str | Refused:
     """Return what ``interpolate`` is called by in the cells."""
     imports = {
-        r"^\s*import torch\.nn\.functional as F\b|^\s*from torch\.nn import functional as F\b": "F.interpolate",
-        r"^\s*from torch import nn\b|^\s*import torch\.nn as nn\b": "nn.functional.interpolate",
-        r"^\s*import torch\s*(#|$|,)": "torch.nn.functional.interpolate",
+        ("F", "torch.nn.functional"): "F.interpolate",
+        ("nn", "torch.nn"): "nn.functional.interpolate",
+        ("torch", "torch"): "torch.nn.functional.interpolate",
     }
-    for pattern, name in imports.items():
-        if any(re.search(pattern, cell.source, re.MULTILINE) for cell in cells.history):
-            return name
+    for (name, home), called in imports.items():
+        if knows(cells, name, home):
+            return called
     return Refused("the cells do not import `torch` by its name")
 
 

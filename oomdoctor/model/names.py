@@ -17,6 +17,7 @@ __all__ = [
     "call_name",
     "first_uses",
     "imported",
+    "imports_in",
     "is_users",
     "loop_targets",
     "own_nodes",
@@ -64,6 +65,12 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
     elif isinstance(node, ast.ImportFrom):
         yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@lru_cache(maxsize=256)
+def imports_in(source: str) -> frozenset[tuple[str, str]]:
+    """Return each name that a cell's own imports bind, and what it stands for: ``("F", "torch.nn.functional")``."""
+    return frozenset(pair for node in own_nodes(_body(source)) for pair in imported(node))
 
 
 class FirstUse(Enum):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.absence import Unavailable
@@ -19,6 +19,7 @@ from oomdoctor.retry.transaction import Transaction
 
 __all__ = ["Run", "Trial", "heal"]
 
+_NAMED: Final = 4
 Run: TypeAlias = Callable[[Attempt], Awaitable[BaseException | None]]
 """Runs an attempt's source in the user's namespace; returns what the user's code raised."""
 
@@ -63,7 +64,7 @@ async def heal(
         ``healed`` the state is that of the changed cell, after everything else that of the cell's start.
     """
     known = set() if failed is None else failed
-    log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit)
+    log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
     for trial in trials:
         if trial.fix in log.unfit:
             continue
@@ -104,6 +105,7 @@ class _Log:
     Attributes:
         failed: labels of the trials that ran out of memory, in an earlier loop or in this one.
         unfit: ids of the fixes that found themselves unfit for the program, each with what it found.
+        made: the names that the failed cell has made, which the way back takes away.
         ran_out: how many trials ran out of memory.
         error: what the user's code raised in the last trial, unless it was a fix that stopped it.
     """
@@ -112,6 +114,7 @@ class _Log:
     accelerator: Accelerator
     failed: set[str]
     unfit: dict[str, str]
+    made: list[str]
     started_s: float = field(default_factory=time.monotonic)
     tried: list[str] = field(default_factory=list)
     ran_out: int = 0
@@ -148,7 +151,9 @@ class _Log:
     def back(self, kind: OutcomeKind, why: str) -> Outcome:
         """Put the state of the cell's start back, and return the outcome."""
         missing = dict.fromkeys((*self.transaction.losses(), *self.transaction.settle()))
-        return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *missing]))
+        gone = [f"`{name}`" for name in self.made[:_NAMED]] + ["more"] * (len(self.made) > _NAMED)
+        told = [f"what the cell itself had made before it failed is gone: {', '.join(gone)}"] if gone else []
+        return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *told, *missing]))
 
     def outcome(self, kind: OutcomeKind, state: State, why: str, peak: int | None = None) -> Outcome:
         return Outcome(

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.errors import StateError
-from oomdoctor.model.kinds import registered, submodules
+from oomdoctor.model.kinds import Kind, kind_of, registered, submodules
 from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
+_WORTH_TELLING: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER, Kind.TENSOR, Kind.ARRAY})
 _LONGEST: Final = 120
 """Of an error's own words."""
 _STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
@@ -377,6 +378,12 @@ class Snapshot:
 
     def _is_mine(self, name: str) -> bool:
         return is_users(name) and name not in self._left
+
+    def made(self) -> list[str]:
+        """Return the names that were not there at the start of the cell and stand for a model, an optimizer or data."""
+        before, now = set(self._shape.names), self._namespace
+        made = [name for name in now if name not in before and self._is_mine(name)]
+        return [name for name in made if kind_of(type(now[name])) in _WORTH_TELLING]
 
     def rebound(self) -> list[str]:
         """Return the names that were bound, bound anew or deleted since the start of the cell."""

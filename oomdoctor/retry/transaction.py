@@ -162,6 +162,10 @@ class Transaction:
         with held_back():
             self._snapshot.restore()
 
+    def made(self) -> list[str]:
+        """Return the names of models, optimizers and data that the cell itself has made: a way back takes them away."""
+        return self._snapshot.made() if self._snapshot is not None else []
+
     def unrestored(self) -> list[str]:
         """Return what ``restore`` failed to bring back, a sentence each."""
         return self._snapshot.unrestored() if self._snapshot is not None else []

@@ -321,3 +321,25 @@ def test_without_trials_nothing_is_tried() -> None:
     outcome, error, namespace = outcome_of([])
     assert (outcome.kind, outcome.attempts, error) == (OutcomeKind.REFUSED, 0, None)
     assert namespace["log"] == [0]
+
+
+def test_what_the_failed_cell_had_made_is_told_to_be_gone_with_it() -> None:
+    namespace: dict[str, Any] = {"log": [0], "Doomed": Doomed, "__name__": "__main__", "torch": torch}
+    cell = "model = torch.nn.Linear(2, 2); n = 3; log.append(model); raise Doomed"
+    transaction = Transaction(namespace, cell, lambda: 1 << 20)
+    with pytest.raises(Doomed):
+        exec(cell, namespace)
+
+    async def run(attempt: Attempt) -> BaseException | None:
+        return Doomed()
+
+    outcome, _ = asyncio.run(
+        heal(
+            transaction, [Trial(fix="a", label="a", attempt=Attempt(source=cell))], run,
+            accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
+            most_attempts=3, time_budget_s=60,
+        )
+    )  # fmt: skip
+    assert (outcome.kind, outcome.state) == (OutcomeKind.ROLLED_BACK, State.RESTORED)
+    assert "model" not in namespace
+    assert outcome.why.endswith("; what the cell itself had made before it failed is gone: `model`")
