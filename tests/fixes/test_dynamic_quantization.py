@@ -130,7 +130,7 @@ def test_what_is_not_safe_in_source_is_refused() -> None:
         "no linear layers": patched(*NOTEBOOKS["top level"], model=nn.Sequential(nn.Conv1d(1, 1, 1))),
         "cannot be trained": patched("import torch", TRAIN),
         "no call of a model": patched("import torch", "print(1)"),
-        "do not import `torch`": patched("import torch.nn", PREDICT),
+        "do not import `torch`": patched("import torch as th", PREDICT),
     }
     for reason, made in refusals.items():
         assert isinstance(made, Refused), reason
