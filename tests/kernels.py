@@ -16,8 +16,9 @@ from typing import Any
 
 import kernel_forks
 from jupyter_client.blocking import BlockingKernelClient
-from jupyter_client.connect import write_connection_file
 
+HANGS_S = 300
+"""What takes longer hangs, on a slow and busy machine too."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -70,13 +71,24 @@ class Kernel:
     def __init__(self, env: dict[str, str] | None = None, start: Any = kernel_forks.start) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="oomdoctor-kernel-")
         home = Path(self._home.name)
-        connection, _ = write_connection_file(str(home / "connection.json"))
+        connection = str(home / "connection.json")
         env = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_RUNTIME_DIR": str(home), **(env or {})}
         self._process = start(["-f", connection, "--log-level=ERROR"], env, str(home))
         self._client = BlockingKernelClient(connection_file=connection)
+        self._await_ports(Path(connection))
         self._client.load_connection_file()
         self._client.start_channels()
-        self._wait_until_ready(time.monotonic() + 60)
+        self._wait_until_ready(time.monotonic() + HANGS_S)
+
+    def _await_ports(self, connection: Path) -> None:
+        """Wait until the kernel has bound ports of its own choice and told them: what others choose is soon taken."""
+        end = time.monotonic() + HANGS_S
+        while time.monotonic() < end:
+            with suppress(OSError, ValueError):
+                json.loads(connection.read_text(encoding="utf-8"))
+                return
+            time.sleep(0.01)
+        raise TimeoutError("the kernel does not start")
 
     def _wait_until_ready(self, end: float) -> None:
         """Wait for the first answer: a kernel that is busy with its imports lets its heartbeat wait as well."""
@@ -88,7 +100,7 @@ class Kernel:
                     self.stop()
                     raise
 
-    def run(self, code: str, *, timeout: float = 120, ok: bool | None = None) -> Reply:
+    def run(self, code: str, *, timeout: float = HANGS_S, ok: bool | None = None) -> Reply:
         """Run a cell; ``ok`` asserts how it answers."""
         # A kernel of ipykernel 6 that has just told an error may take the next cell for one that was waiting behind it.
         asked = self._client.execute(code, store_history=True, allow_stdin=False, stop_on_error=False)
@@ -97,7 +109,7 @@ class Kernel:
     def value(self, expression: str) -> Any:
         """Return the value of an expression that JSON can carry. No cell is run for it."""
         asked = {"value": f"__import__('json').dumps({expression})"}
-        reply = self._wait(self._client.execute("", user_expressions=asked, store_history=False), 120, True)
+        reply = self._wait(self._client.execute("", user_expressions=asked, store_history=False), HANGS_S, True)
         answer = reply.content["user_expressions"]["value"]
         assert answer["status"] == "ok", answer
         return json.loads(ast.literal_eval(answer["data"]["text/plain"]))

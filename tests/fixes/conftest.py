@@ -7,6 +7,19 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Train on one thread: these programs run in this process, small and by hundreds, and beside other tests.
+
+    Threads that wait by spinning for those of others take more than twice the time. Kernels have the user's number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

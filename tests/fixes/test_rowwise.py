@@ -277,19 +277,18 @@ def test_where_no_process_can_be_made_the_trial_is_in_place(monkeypatch) -> None
 def test_a_trial_that_does_not_end_is_a_refusal(monkeypatch) -> None:
     monkeypatch.setattr(_rowwise, "_LIMIT_S", 0.5)
     with pytest.raises(OomDoctorError, match="did not end within"):
-        try_out(Net(lambda self, x: time.sleep(30)))
+        try_out(Net(lambda self, x: time.sleep(3000)))
     assert children() == []
 
 
 def test_an_interrupt_ends_the_child_and_goes_on() -> None:
-    files, began = open_files(), time.monotonic()
+    files = open_files()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        try_out(Net(lambda self, x: time.sleep(30)))
+        try_out(Net(lambda self, x: time.sleep(3000)))
     timer.join()
-    assert time.monotonic() - began < 20
     assert children() == []
     assert open_files() == files
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

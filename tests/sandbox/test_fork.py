@@ -21,7 +21,7 @@ import torch
 
 from oomdoctor.sandbox.fork import forked, is_severed
 
-LIMIT_S = 60
+LIMIT_S = 200
 
 
 def in_copy(do: Callable[[], Any]) -> str:
