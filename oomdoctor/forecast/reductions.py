@@ -62,7 +62,7 @@ def staging(card: Card, tensor: torch.Tensor, dims: Sequence[int] | None, kind: 
     over = {dim % tensor.dim() for dim in dims} if dims and tensor.dim() else set(range(tensor.dim()))
     shape = list(tensor.shape)
     while math.prod(shape) * kind.itemsize > _INDEXED and max(shape) > 1:
-        longest = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * max(int(tensor.stride(dim)), 1))
+        longest = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * max(int(tensor.stride()[dim]), 1))
         shape[longest] = -(-shape[longest] // 2)
     loops = _coalesced(_ordered(shape, tensor.stride(), over))
     return _buffers(card, loops, kind, int(tensor.storage_offset()))

@@ -7,7 +7,10 @@ a twin without data. An operation in place returns the real tensor that went in.
 
 from __future__ import annotations
 
+import mmap
 import sys
+import warnings
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -55,6 +58,21 @@ were there before, and have their values anyway, larger ones: labels of a data s
 fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
 
 
+_ADDRESSES: Final = 1 << 40
+_PLACE: Final = 64
+_PLACES: Final = 1 << 30
+
+
+def _addresses() -> mmap.mmap | None:
+    """Return addresses without memory behind them, None where they are limited."""
+    if sys.platform == "win32":
+        return None
+    try:  # what cannot be written to is charged to nobody
+        return mmap.mmap(-1, _ADDRESSES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+
+
 class NoDevice(AssertionError):
     """The cell asks for a device that there is none of. Torch raises this type for CUDA."""
 
@@ -96,6 +114,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host, self.ledgers = ledger, {"cpu": ledger}
         self.handlers = _HANDLERS | dict.fromkeys(COMPARISONS, self.scalars.compare)
         self.has_sparse = self.is_uncompiled = False
+        self._places, self._places_buffer = count(), _addresses()
         self._repointed: Any = WeakIdKeyDictionary()
         self._twins: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()
@@ -182,12 +201,22 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repoint(self, real: torch.Tensor, fake: torch.Tensor) -> None:
         """Assign ``fake`` to ``real.data``: its storage goes, its shape and dtype become those of ``fake``."""
         with _disable_current_modes():
-            place_holder = torch.empty((), dtype=fake.dtype).expand(fake.shape)
-        raw_data.__set__(real, place_holder)
+            raw_data.__set__(real, self._place_holder(fake))
         self._twins.pop(real, None)
         self._repointed[real] = fake.detach()
         if isinstance(real, torch.nn.Parameter):
             self.mark(real, Role.PARAMETER)
+
+    def _place_holder(self, fake: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor that lies as ``fake`` does, for compiled code asks for strides; without any memory."""
+        needed = 1 + sum((length - 1) * stride for length, stride in zip(fake.shape, fake.stride(), strict=True))
+        begin = (next(self._places) * _PLACE) % _PLACES  # so that no two have the same address
+        if self._places_buffer is None or not fake.numel() or begin + needed * fake.element_size() > _ADDRESSES:
+            return torch.empty((), dtype=fake.dtype).expand(fake.shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written to
+            room = torch.frombuffer(self._places_buffer, dtype=fake.dtype, count=needed, offset=begin)
+        return room.as_strided(fake.shape, fake.stride())
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what ``tensor.data`` is."""
