@@ -199,19 +199,23 @@ class Snapshot:
         self._surroundings.end()
         self._patches.end()
 
-    def losses(self) -> tuple[str, ...]:
-        """Return what cannot be brought back, a sentence each; nothing is touched."""
+    def losses(self, *, hidden: bool = True) -> tuple[str, ...]:
+        """Return what cannot be brought back, a sentence each; nothing is touched.
+
+        Args:
+            hidden: whether code is looked for that no name leads to, which goes through all objects of the process.
+        """
         around = list(self._surroundings.lost())
         with _outside_modes():
-            return tuple(dict.fromkeys((*self._lost(), *around)))
+            return tuple(dict.fromkeys((*self._lost(hidden), *around)))
 
-    def _lost(self) -> Iterator[str]:
+    def _lost(self, hidden: bool) -> Iterator[str]:
         uses, reach = first_uses(self.source), Reach(self.source, self._namespace, self._stood_for)
         rebound = {name for name, use in uses.items() if use is not FirstUse.READS}
         for name, held in self._shape.bindings.items():
             if name in reach.names and name not in rebound and revive(held) is GONE:
                 yield f"`{name}` was replaced or deleted by the cell, which needs the old one"
-        yield from self._not_looked_at(reach)
+        yield from self._not_looked_at(reach, hidden)
         for path in self._gone_items():
             if _root(path) not in rebound:
                 yield f"`{path}` was replaced by the cell, and the old one is gone"
@@ -257,7 +261,7 @@ class Snapshot:
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
 
-    def _not_looked_at(self, reach: Reach) -> Iterator[str]:
+    def _not_looked_at(self, reach: Reach, hidden: bool) -> Iterator[str]:
         """Yield a sentence for each name that was not looked at, and that the cell may have got at all the same."""
         if self._shape.is_everything:
             return
@@ -265,7 +269,7 @@ class Snapshot:
         unread = [name for name in self._shape.names if name not in known and is_users(name) and name not in self._left]
         unread = [name for name in unread if name in now and not is_fixed(now[name])]
         reached = set(unread) if reach.is_all else reach.names.intersection(unread)
-        if not reached:
+        if hidden and not reached:
             reached = held_elsewhere(now, Shape.alive(), set(unread))
         for name in sorted(reached):
             yield f"`{name}` was not looked at before the cell, which may have changed it by way of other code"

@@ -204,7 +204,7 @@ class Transaction:
         names, uses = later._snapshot.rebound(), self._snapshot.uses() | self._held.keys()
         if (needed := [name for name in names if name in uses]) != []:
             return f"bound `{needed[0]}`, which the failed cell uses"
-        if (lost := next((told for told in later.losses()), None)) is not None:
+        if (lost := next((told for told in later._snapshot.losses(hidden=False)), None)) is not None:
             return f"run, and {lost}"
         if not is_healed and (setting := self._snapshot.set_by(later._snapshot)) is not None:
             return f"changed a setting of torch's ({setting}), and the failed cell ran under the other"
