@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.model.memory import Role
 
-__all__ = ["Held", "bring_back", "fork_flag", "in_use", "mend_autograd", "relabel"]
+__all__ = ["Held", "bring_back", "fork_flag", "in_use", "mend_autograd", "not_in_use", "relabel"]
 
 _torch: Any = torch
 _kept: list[Any] = []
@@ -202,6 +202,12 @@ def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
     gone = {event[1] for event in ledger.events if event[0] == "free"}
     ledger.events[:] = [event for event in ledger.events if event[1] not in gone]
     ledger.peak, ledger.peak_at = ledger.live, len(ledger.events)
+
+
+def not_in_use(kind: str) -> Card:
+    """Return a device that this process has not begun to use, or that this machine lacks. To be asked in the copy."""
+    has_threads = kind == "cuda" and torch.backends.cuda.is_built()
+    return Card(type=kind, flag=fork_flag() if has_threads else None)
 
 
 def in_use() -> Card | None:

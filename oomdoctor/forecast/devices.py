@@ -108,7 +108,7 @@ def emulate(tracker: DeviceTracker) -> None:
     from oomdoctor.forecast import device_autocast, device_calls, device_check, device_in_use, device_kernels
 
     card = tracker.card
-    if card.held is not None:
+    if card.held is not None or card.flag is not None:
         device_in_use.mend_autograd(card)
     _build_on_cpu(card)
     _tell_of_device(tracker)

@@ -155,7 +155,9 @@ class Shadows:
             return
         # It asks for a device that this machine has not: what it would need there can be seen all the same.
         if self._card is None:
-            self._card = Card(type=reading.lacks)
+            from oomdoctor.forecast.device_in_use import not_in_use
+
+            self._card = not_in_use(reading.lacks)
         self.begin(key, attempt)
 
     def _end_all(self) -> None:

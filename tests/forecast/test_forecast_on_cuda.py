@@ -3,6 +3,8 @@
 `make test-cuda` runs these; `benchmarks/cuda.py` has all programs.
 """
 
+import os
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,3 +35,14 @@ def test_a_forecast_is_within_its_margin(card):
     for name, told, measured, margin, refused in rows:
         assert refused is None, name
         assert told[0] == pytest.approx(measured[0], rel=0.001 if name in EXACT else margin), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_stub(), reason="torch has no stub to run on")
+def test_a_device_that_is_not_in_use_yet_is_forecast_and_not_touched():
+    cell = "x = torch.ones(512, 512, requires_grad=True).cuda()\n(x @ x).sum().backward()"
+    code = f"import torch; from forecast_lab import forecast; f = forecast({{'torch': torch}}, {cell!r}); "
+    code += "assert f.refused is None, f.refused; assert f.peak > 1 << 20; assert not torch.cuda.is_initialized()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
