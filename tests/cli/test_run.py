@@ -53,7 +53,7 @@ def run(tmp_path: Path, source: str, *words: str, options: tuple[str, ...] = ())
 
 def plainly(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(tmp_path / "script.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
 
 
 def test_a_script_that_runs_out_is_healed_and_ends_as_itself(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_script_does_what_it_does_under_python(tmp_path: Path, source: str) ->
 def test_what_is_no_script_is_told_in_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00 = 1")
     command = [sys.executable, "-m", "oomdoctor", "run", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "is not a Python script that can be read" in done.stderr
