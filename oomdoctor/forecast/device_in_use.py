@@ -206,7 +206,7 @@ def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
 
 def not_in_use(kind: str) -> Card:
     """Return a device that this process has not begun to use, or that this machine lacks. To be asked in the copy."""
-    has_threads = kind == "cuda" and torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    has_threads = kind == "cuda" and _torch.backends.cuda.is_built()
     return Card(type=kind, flag=fork_flag() if has_threads else None)
 
 

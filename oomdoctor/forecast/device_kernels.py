@@ -182,7 +182,7 @@ def _attention(card: Card) -> Any:
             flash = _fits_flash(card, query, value, attn_mask) and (dropout_p == 0 or card.capability >= (8, 0))
             if flash:
                 return _flash(query, key, value, dropout_p, is_causal, scale)
-            if _fits_efficient(query, value, attn_mask, enable_gqa):
+            if _fits_efficient(card, query, value, attn_mask, enable_gqa):
                 return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
             mask = _as_bias(attn_mask, query)
             return _aten._scaled_dot_product_attention_math.default(
@@ -208,12 +208,13 @@ def _fits_flash(card: Card, query: torch.Tensor, value: torch.Tensor, mask: Any)
     )
 
 
-def _fits_efficient(query: torch.Tensor, value: torch.Tensor, mask: Any, grouped: bool) -> bool:
+def _fits_efficient(card: Card, query: torch.Tensor, value: torch.Tensor, mask: Any, grouped: bool) -> bool:
     least = 8 if query.dtype in _HALVES else 4
     return (
         _torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dim() == 4
         and query.dtype in (*_HALVES, torch.float32)
+        and (query.dtype is not torch.bfloat16 or card.capability >= (8, 0))
         and query.size(-1) % least == 0
         and value.size(-1) % least == 0
         and not grouped
