@@ -1,6 +1,7 @@
 """Collects the evidence of one moment, what the limits say first of all: looking takes memory itself.
 
-Where memory runs out while something is collected, that one thing is not known, and all else is.
+Where memory runs out while something is collected, that one thing is not known, and all else is. Without what the code
+says nothing else can be understood, so there the look fails.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def collect(
 
         places = tensors.places_of(accelerator)
     memories = tuple(place.read() for place in places)
-    code = _if_room(lambda: _facts(session, exc, filenames, line), CodeFacts())
+    code = _facts(session, exc, filenames, line)
     names, passed_over = list(user_names(spelled(session.namespace))), _apart(session.namespace)
     others: tuple[DeviceMemory, ...] = ()
     if has_tensors:
@@ -115,7 +116,7 @@ def _with_bare(whole: HostMemory, counts: Iterable[Census], beside: Iterable[Hos
 
 
 def _uncounted(memory: DeviceMemory, why: Unavailable) -> Census:
-    return Census(device=memory.name, found=0, allocated=why)
+    return Census(device=memory.name, found=0, allocated=why, notes=(f"Holders were not looked for: {why.reason}.",))
 
 
 def _unread(why: Unavailable) -> HostMemory:

@@ -16,6 +16,7 @@ run. None of this has to work: ``device_check`` runs a backward, and what fails 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -194,7 +195,8 @@ def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
         ForecastError: it could not be restored.
     """
     try:
-        prepare()
+        with _without_contents(tracker):
+            prepare()
     except Exception as error:
         raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
     gc.collect()
@@ -202,6 +204,23 @@ def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
     gone = {event[1] for event in ledger.events if event[0] == "free"}
     ledger.events[:] = [event for event in ledger.events if event[1] not in gone]
     ledger.peak, ledger.peak_at = ledger.live, len(ledger.events)
+
+
+@contextlib.contextmanager
+def _without_contents(tracker: Tracker) -> Iterator[None]:
+    """Leave out what is written outside of the modes to tensors behind which a fake lies: there is no memory."""
+    written = _torch.Tensor.copy_
+
+    def copy_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tracker.moved(tensor) is not None and not _torch._C._len_torch_dispatch_stack():
+            return tensor
+        return written(tensor, *args, **kwargs)
+
+    _torch.Tensor.copy_ = copy_
+    try:
+        yield
+    finally:
+        _torch.Tensor.copy_ = written
 
 
 def not_in_use(kind: str) -> Card:

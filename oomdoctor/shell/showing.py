@@ -94,7 +94,8 @@ class Shown:
 def _brief(case: Case) -> str:
     """Return what was found, in as many lines as there are causes."""
     causes = [f"  {number}. {one.title}" for number, one in enumerate(case.findings, 1)]
-    return "\n".join([f"Out of memory, case {case.number}", case.incident.message, *causes])
+    title = f"Out of memory, case {case.number}; there was no memory left to tell more"
+    return "\n".join([title, case.incident.message, *causes])
 
 
 def retry_of(case: Case) -> Retry:

@@ -58,8 +58,7 @@ FEW = """\
 %load_ext oomdoctor
 %config OomDoctor.forecast_time_s = 90
 from oomdoctor import fixes
-few = {name: fixes.get(name) for name in ("micro_batch", "chunked_forward")}
-fixes.catalogue = lambda: few
+fixes.catalogue = lambda few={name: fixes.get(name) for name in ("micro_batch", "chunked_forward")}: few
 """
 """Few changes, so that few forecasts are made."""
 LAST = "__import__('oomdoctor').last_case().to_dict()"
