@@ -11,7 +11,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dis import get_instructions
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final
@@ -133,7 +133,7 @@ def _is_end(value: Any) -> bool:
     return isinstance(value, (ModuleType, type)) or type(value) is FunctionType
 
 
-def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: Collection[str]) -> set[str]:
+def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: frozenset[str]) -> set[str]:
     """Return those of ``unread`` that code mentions which something beside the namespace holds: a hook of a library's.
 
     Goes through all objects of the process, so it is for after a failure.
@@ -145,12 +145,9 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
     functions = [one for one in gc.get_referrers(namespace) if type(one) is FunctionType]
     inside = _inside([value for name, value in namespace.items() if is_users(name) or name == "Out"], snapshots)
     classes = [one for one in inside.values() if isinstance(one, type) and not is_installed(module_of(one))]
-    mention: dict[int, set[str]] = {}
+    mention: dict[int, frozenset[str]] = {}
     for one in (*functions, *classes):
-        own = (
-            [one] if type(one) is FunctionType else [item for item in vars(one).values() if type(item) is FunctionType]
-        )
-        if names := {name for function in own for name in mentioned_by(function.__code__) if name in unread}:
+        if names := _mentioned_by_own(one) & unread:
             mention[id(one)] = names
     objects = [one for one in inside.values() if id(type(one)) in mention]
     mention |= {id(one): mention[id(type(one))] for one in objects}
@@ -161,6 +158,12 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
         if id(holder) not in inside and id(holder) not in passed and type(holder) is not FrameType:
             found |= set().union(*(mention.get(id(one), ()) for one in gc.get_referents(holder)))
     return found
+
+
+def _mentioned_by_own(value: Any) -> frozenset[str]:
+    """Return what a function mentions, or the methods of a class. Its own frame holds neither when it has returned."""
+    own = [value] if type(value) is FunctionType else [one for one in vars(value).values() if type(one) is FunctionType]
+    return frozenset[str]().union(*(mentioned_by(one.__code__) for one in own))
 
 
 def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:

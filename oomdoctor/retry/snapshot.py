@@ -270,7 +270,7 @@ class Snapshot:
         unread = [name for name in unread if name in now and not is_fixed(now[name])]
         reached = set(unread) if reach.is_all else reach.names.intersection(unread)
         if hidden and not reached:
-            reached = held_elsewhere(now, Shape.alive(), set(unread))
+            reached = held_elsewhere(now, Shape.alive(), frozenset(unread))
         for name in sorted(reached):
             yield f"`{name}` was not looked at before the cell, which may have changed it by way of other code"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.mentions import EVERYTHING, mentioned
+from oomdoctor.retry.mentions import EVERYTHING, held_elsewhere, mentioned
 
 
 class Slotted:
@@ -178,6 +178,15 @@ def test_what_is_got_at_by_a_hidden_way_comes_back_or_is_told(
     told = transaction.settle() + transaction.losses()
     assert any("`seen`" in one for one in told) or _shown(namespace["seen"]) == before, told
     assert changed or way == "the namespace of the program"
+
+
+def test_what_functions_mention_that_the_namespace_alone_holds_is_not_told() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("seen = []\ndef told():\n    seen.append(1)\n", namespace)
+    assert held_elsewhere(namespace, (), frozenset({"seen"})) == set()
+    beside = [namespace["told"]]
+    assert held_elsewhere(namespace, (), frozenset({"seen"})) == {"seen"}
+    del beside
 
 
 def test_an_attempt_that_gets_at_more_than_the_cell_is_taken_back_whole() -> None:

@@ -17,8 +17,7 @@ PENDING = "Forecasts are being made"
 SLOW = "import time\n" + TRAIN.replace("    loss.backward()", "    loss.backward()\n    time.sleep(slow)")
 FEW = """\
 from oomdoctor import fixes
-few = {name: fixes.get(name) for name in ("micro_batch", "autocast")}
-fixes.catalogue = lambda: few
+fixes.catalogue = lambda few={name: fixes.get(name) for name in ("micro_batch", "autocast")}: few
 """
 """Few changes, so that few forecasts are made."""
 numbers = count()
