@@ -57,7 +57,10 @@ def test_the_peak_is_that_of_the_real_run(name):
     found = rise(dict(namespace), source)
     ns: dict[str, Any] = dict(namespace)
     assert found == pytest.approx(measured_rise(ns, source), rel=0.01)
-    ns["data"].grad = None  # a gradient with a graph leads to what it is of, by a way that no collector sees
+    # A gradient with a graph leads to what it is of, and a function of one's own to the names that it is defined among:
+    # by ways that no collector sees.
+    ns["data"].grad = None
+    ns.clear()
 
 
 def test_it_is_known_what_a_gradient_that_nobody_else_holds_looks_like():
