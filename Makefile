@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 # Shadow runs see all that is alive in their process, so their tests share none with others; nor do those of plans,
 # in which some MiB decide, nor those to which every byte counts that is there before.
 EVERY_BYTE := $(addprefix tests/forecast/test_forecast_,growth.py layout.py)
+# Two files run at a time, each with as many threads as the machine has cores: those that wait must not spin.
+export OMP_WAIT_POLICY := PASSIVE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Hundreds of tests start Python, which would compile the package anew where PYTHONDONTWRITEBYTECODE is set.

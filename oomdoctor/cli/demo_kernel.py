@@ -32,6 +32,8 @@ _CELL_TIMEOUT_S: Final = 600
 _SETTINGS: Final = {
     # Without it debugpy, which ipykernel loads, prints a warning about frozen modules.
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    # Threads that wait for work let the processor to others: the child that makes a forecast is another process.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 _PROBE: Final = "__import__('oomdoctor.cli.demo_probe', fromlist=['read']).read(globals())"
 

@@ -51,7 +51,8 @@ from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
 from oomdoctor.model.magics import mask
-from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, keep_one_thread, threads_of_origin
+from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
+from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import forbid
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from oomdoctor.forecast.copies import COPIES, ESTIMATED
-from oomdoctor.sandbox.fork import limit_teams
+from oomdoctor.sandbox.openmp import limit_levels
 
 __all__ = ["Kernels", "flop_registry"]
 
@@ -164,7 +164,7 @@ class Kernels:
 
         def measure() -> None:
             began = time.thread_time()
-            limit_teams(1)
+            limit_levels(1)
             _set_num_threads(self._threads)
             try:
                 with torch.set_grad_enabled(grad):
@@ -174,7 +174,7 @@ class Kernels:
                 pass  # a combination that the kernel does not take, or another version's profiler
             finally:
                 _set_num_threads(1)  # for MKL, where it is a setting of the whole process
-                limit_teams(0)
+                limit_levels(0)
                 self._left_s -= time.thread_time() - began
 
         if self._left_s <= 0:

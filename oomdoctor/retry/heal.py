@@ -16,6 +16,7 @@ from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
+from oomdoctor.sandbox.openmp import teams_in_room
 
 __all__ = ["Run", "Trial", "heal"]
 
@@ -78,7 +79,7 @@ async def heal(
             break
         log.tried.append(trial.label)
         try:
-            with _peaks_before_resets(accelerator) as peaks:
+            with teams_in_room(), _peaks_before_resets(accelerator) as peaks:
                 error = await _attempt(transaction, trial.attempt, run, accelerator, peaks)
         except OomDoctorError as exc:
             log.unfit_for(trial, exc)

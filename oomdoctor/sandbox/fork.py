@@ -8,7 +8,7 @@ Every copy of the user's process is made here. What a copy and its origin would 
   the position that they have, and a pipe, socket or terminal cannot be read at all.
 - *Memory shared with others*, with the locks in it. The copy gets one of its own, with the same content.
 
-Limits: memory and runtimes of OpenMP are found in ``/proc``, which is Linux's; elsewhere torch alone has one thread.
+Limits: shared memory is found in ``/proc``, which is Linux's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import wall_off
 
 __all__ = [
@@ -41,8 +42,6 @@ __all__ = [
     "answered",
     "forked",
     "is_severed",
-    "keep_one_thread",
-    "limit_teams",
     "threads_of_origin",
 ]
 
@@ -195,15 +194,6 @@ def is_severed(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EBADF, errno.ENOTSOCK)
 
 
-def limit_teams(levels: int) -> None:
-    """Let parallel regions be nested so deep, in each runtime of OpenMP; at 0 all of them have one thread.
-
-    A number of threads that is set later, by whomever, changes nothing in that.
-    """
-    for runtime in _openmp_runtimes():
-        runtime.omp_set_max_active_levels(levels)
-
-
 def _be_alone(keep: Collection[int], prepare: Callable[[], None] | None) -> None:
     global _threads
     try:
@@ -217,23 +207,6 @@ def _be_alone(keep: Collection[int], prepare: Callable[[], None] | None) -> None
         _own_descriptors(keep)
     except BaseException:  # noqa: BLE001  nothing may run on in the copy as if it were the user's process
         os._exit(1)
-
-
-def keep_one_thread() -> None:
-    """Have each parallel region run in one thread from now on."""
-    limit_teams(0)
-    for runtime in _openmp_runtimes():
-        runtime.omp_set_num_threads(1)  # torch's way to say it makes its other pool anew
-    if sys.platform == "darwin" and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-
-
-def _openmp_runtimes() -> Iterator[Any]:
-    for path in {place for _, _, rights, *_, place in _mappings() if "x" in rights and "omp" in Path(place).name}:
-        with contextlib.suppress(OSError):
-            library = ctypes.CDLL(path)
-            if hasattr(library, "omp_set_max_active_levels"):
-                yield library
 
 
 def _mappings() -> Iterator[tuple[int, int, str, int, int, str]]:

@@ -9,7 +9,8 @@ At a failure nothing can be had: no memory, no module that is not loaded yet, no
   loaded. What works on tensors is loaded once the user has loaded torch, and never without;
 * memory is kept back where a limit is set or near (see ``model.reserve``);
 * the thread is begun that pyzmq keeps large messages alive with. It would begin with the first one, the panel, and
-  ``Thread.start`` waits without an end for a thread that finds no memory to begin with.
+  ``Thread.start`` waits without an end for a thread that finds no memory to begin with;
+* OpenMP's threads are begun where a limit is set or near, once the user has loaded torch (see ``sandbox.openmp``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Final
 
 from oomdoctor.model import baseline, reserve
 from oomdoctor.model.sizes import GIB
+from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.filling import comes_later
@@ -64,6 +66,7 @@ class Warming:
         self._task: asyncio.Task[None] | None = None
         self._looked_s = -_LOOK_EVERY_S
         self._pages: tuple[int, int] | None = None
+        self._has_teams = False
         self.kept, self.done = 0, False
 
     def begin(self) -> None:
@@ -110,6 +113,8 @@ class Warming:
             baseline.note(process[1] - process[0] - reserve.address_space())
         is_limited = self._pages is not None or process is not None
         if is_limited:
+            if "torch" in sys.modules and not self._has_teams:
+                self._has_teams = begin_teams()
             self._go_on(_AT_END_S)
         is_watched = "torch" in sys.modules and comes_later(self._shell, self._config.forecasts)
         if (is_limited or is_watched) and (self._task is None or self._task.done()):

@@ -189,7 +189,7 @@ def test_host_memory_is_told_apart(tmp_path: Path) -> None:
     )
     case, means, mapped, alone, unlimited = run.asked
     assert run.error("read") == "MemoryError"
-    assert case["findings"][0]["rule"] == "data_limit_reached"
+    assert case["findings"][0]["rule"] == "array_larger_than_memory"
     assert (case["outcome"]["kind"], case["fixes"][0]["id"]) == ("healed", "memmap_array")
     assert 'np.load(path, mmap_mode="r")' in run.text("diff")
     assert len(means) == 16

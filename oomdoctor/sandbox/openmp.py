@@ -1,0 +1,99 @@
+"""Teams of OpenMP: the threads among which a parallel region of PyTorch or NumPy divides its work.
+
+A runtime of OpenMP begins the threads of a team at the first region, keeps them, and ends the *process* where one
+cannot begin ("libgomp: Thread creation failed"). Where memory is short that is the user's kernel, so a team begins
+while there is room, or regions have one thread. Copies of a process have one thread in any case (see ``fork``).
+
+Limits: runtimes are found in ``/proc``, which is Linux's; elsewhere torch alone can be told to have one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from oomdoctor.model import reserve
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["begin_teams", "keep_one_thread", "limit_levels", "teams_in_room"]
+
+_STACK: Final = 8 << 20
+"""Bytes of a thread's stack where no limit on stacks is set."""
+
+_begun: dict[str, tuple[int, int]] = {}
+"""Of each runtime the process in which its team was begun here, and of how many threads it is."""
+
+
+def limit_levels(levels: int) -> None:
+    """Let parallel regions be nested so deep, in each runtime; at 0 all of them have one thread.
+
+    A number of threads that is set later, by whomever, changes nothing in that.
+    """
+    for _, runtime in _runtimes():
+        runtime.omp_set_max_active_levels(levels)
+
+
+def keep_one_thread() -> None:
+    """Have each parallel region run in one thread from now on."""
+    limit_levels(0)
+    for _, runtime in _runtimes():
+        runtime.omp_set_num_threads(1)  # torch's way to say it makes its other pool anew
+    if sys.platform == "darwin" and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def begin_teams() -> bool:
+    """Have each runtime begin this thread's team where there is room for it; return whether all teams are there."""
+    done = True
+    for path, runtime in _runtimes():
+        threads = runtime.omp_get_max_threads()
+        process, begun = _begun.get(path, (0, 0))
+        if threads > 1 and (process != os.getpid() or begun < threads):
+            if _has_room_for(threads - 1) and hasattr(runtime, "GOMP_parallel"):
+                # A region that does nothing. LLVM's runtime and Intel's have this function of GNU's too.
+                runtime.GOMP_parallel(ctypes.CDLL(None).getpid, None, 0, 0)
+                _begun[path] = os.getpid(), threads
+            else:
+                done = False
+    return done
+
+
+@contextlib.contextmanager
+def teams_in_room() -> Iterator[None]:
+    """Run the body with teams that are there already, and where there is no room for them with one thread."""
+    if begin_teams():
+        yield
+        return
+    before = [(runtime, runtime.omp_get_max_active_levels()) for _, runtime in _runtimes()]
+    limit_levels(0)
+    try:
+        yield
+    finally:
+        for runtime, levels in before:
+            runtime.omp_set_max_active_levels(levels)
+
+
+def _has_room_for(threads: int) -> bool:
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return reserve.has_room(threads * (_STACK if stack == resource.RLIM_INFINITY else stack) + reserve.FOR_THREAD)
+
+
+def _runtimes() -> Iterator[tuple[str, Any]]:
+    """Yield the place and the library of each runtime that this process has loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    mapped = (line.split(maxsplit=5) for line in lines if "omp" in line)
+    for path in sorted({of[5] for of in mapped if len(of) == 6 and "x" in of[1] and "omp" in Path(of[5]).name}):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(path)
+            if hasattr(library, "omp_set_max_active_levels"):
+                yield path, library
