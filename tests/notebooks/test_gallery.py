@@ -196,8 +196,7 @@ def test_host_memory_is_told_apart(tmp_path: Path) -> None:
     assert all(abs(mean) < 0.01 for mean in means)
     assert mapped
     assert unlimited
-    assert "page cache" in run.text("cached")
-    assert "so that part is not the cause" in run.text("cached")
+    assert re.search(r"page cache.*(so that part is not|is too little to be) the cause", run.text("cached"), re.I | re.S)
     nothing, as_list, as_array = (min(alone[name]) for name in ("nothing", "list", "array"))
     assert as_list > nothing + 15
     assert as_array < nothing + 8
