@@ -22,6 +22,7 @@ _CALLS: Final = re.compile(
     r"|(requests|httpx|urllib|socket|subprocess|shutil|smtplib|boto3|wandb|mlflow|neptune|comet_ml)\..+"
     r"|(urllib\.request\.)?(urlopen|urlretrieve)"
     r"|os\.(system|popen|remove|unlink|rename|replace|rmdir|removedirs|kill|execv\w*|spawn\w*)"
+    r"|os\.(p?readv?|p?writev?|sendfile|splice|f?truncate|lseek|link|symlink|mkfifo)"
     r"|torch\.save|(np|numpy)\.(save|savez|savez_compressed|savetxt)|(pickle|json|yaml|joblib|torch\.onnx)\.(dump|export)"
     r"|torchvision\.utils\.save_image|save_image|Popen"
     r"|.*\.(write_text|write_bytes|unlink|rename|rmdir|savefig|save_pretrained|push_to_hub|save_checkpoint|save_state"

@@ -1,8 +1,8 @@
 """What is too large to be looked into before every cell: long containers and large arrays.
 
 A long container is copied, not what lies in its items, while there are not too many of them together, or where the
-cell's text writes into it. Of a large array there is a checksum on the same terms. Of the rest it is told when code
-that the cell reaches writes into a thing of that name.
+cell's text writes into it. Of its items a trace is kept: attributes, lengths and versions. Of a large array there is a
+checksum on the same terms. Of the rest it is told when code that the cell reaches writes into a thing of that name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of
+from oomdoctor.model.kinds import Kind, items_of, kind_of, plain_dict
 from oomdoctor.retry.held import GONE, length_of, living, mapped_by
-from oomdoctor.retry.light import LIGHT_TYPES, SetCopy
+from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, SetCopy
 from oomdoctor.retry.writes import given_names, last_name, written_names
 
 __all__ = ["LONG", "Allowance", "Large", "Long", "Small", "Writes"]
@@ -66,7 +66,7 @@ class Allowance:
 class Long:
     """A container, or an array of objects, of more than ``LONG`` items."""
 
-    __slots__ = ("_container", "_copy", "_kind", "_length", "path")
+    __slots__ = ("_container", "_copy", "_kind", "_length", "_trace", "path")
 
     def __init__(self, container: Any, path: str, allowance: Allowance) -> None:
         self._container, self.path = container, path
@@ -77,6 +77,7 @@ class Long:
         is_heavy = any(kind_of(type(item)) in _HEAVY for item in first)
         is_copied = not is_heavy and allowance.copies(path, self._length)
         self._copy: Any = _copied(container, self._kind) if is_copied else None
+        self._trace = _trace(self._items()) if self._length <= _MOST_COPIED else None
 
     def lost(self, writes: Writes) -> Iterator[str]:
         """Yield a sentence if it was changed and cannot be put back, or if what lies in its items may have been."""
@@ -86,10 +87,20 @@ class Long:
                 yield f"`{self.path}` has more than {LONG} items and was changed"
             elif writes(self.path):
                 yield f"`{self.path}` has more than {LONG} items, and the cell may have changed them"
+        if self.is_same() and self._trace is not None and _trace(self._items()) != self._trace:
+            yield f"`{self.path}` has more than {LONG} items, and the cell has changed what lies in them"
+        elif self._copy is None:
+            return
         elif writes(self.path) and not all(map(_is_fixed, self._items_before())):
             yield f"`{self.path}` has more than {LONG} items, and the cell may have changed what lies in them"
         elif type(self._copy) is SetCopy and not self.is_same() and not self._copy.is_rebuilt_alike():
             yield f"a set of {self._length} items was changed, and its order cannot be brought back"
+
+    def _items(self) -> Iterable[Any]:
+        now = self._container
+        if self._kind is Kind.ARRAY:
+            return now.flat  # type: ignore[no-any-return]
+        return () if self._kind is Kind.SET else items_of(now, self._kind)
 
     def _items_before(self) -> Iterable[Any]:
         if self._kind is Kind.ARRAY:
@@ -136,6 +147,25 @@ class Long:
 def _is_fixed(item: Any) -> bool:
     """Return whether nothing lies in an item that may change."""
     return type(item) in LIGHT_TYPES or (type(item) is tuple and all(map(_is_fixed, item)))
+
+
+def _trace(items: Iterable[Any]) -> int:
+    """Return a number that is another one where attributes of items, their length or a tensor's version changed."""
+    trace = 0
+    for item in items:
+        cls = type(item)
+        if cls in LIGHT_TYPES:
+            continue
+        if cls in REFILLED:
+            sign: Any = len(item)
+        elif (kind := kind_of(cls)) is Kind.TENSOR:
+            sign = item._version
+        elif kind is Kind.TUPLE or (attributes := plain_dict(item)) is None:
+            continue
+        else:
+            sign = tuple([value if type(value) in LIGHT_TYPES else id(value) for value in attributes.values()])
+        trace = hash((trace, sign))
+    return trace
 
 
 def _first(container: Any, kind: Kind) -> list[Any]:

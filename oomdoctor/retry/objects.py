@@ -35,7 +35,7 @@ from oomdoctor.retry.light import LIGHT_TYPES, is_light
 from oomdoctor.retry.locks import is_lock, times_held
 from oomdoctor.retry.mentions import EVERYTHING, shares
 from oomdoctor.retry.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
-from oomdoctor.retry.places import REGISTRY, Place, is_memory, places_of
+from oomdoctor.retry.places import REGISTRY, STATE, Place, has_state, is_closed, is_memory, places_of
 from oomdoctor.retry.rng import generator_state, is_random, spawned
 
 if TYPE_CHECKING:
@@ -262,6 +262,12 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         if not shape.is_everything and shares(value):
             shape.mention(EVERYTHING)
         _look_into(shape, value, path, _FOREIGN_DEPTH)
+        if plain_dict(value) is not None or places_of(cls) or is_memory(cls):
+            return
+        if has_state(value):
+            _note_parts(shape, value, path, held, depth, STATE)
+        elif is_closed(value):
+            shape.closed.append((path, held))
 
 
 def _is_shell(cls: type) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import _abc  # type: ignore[import-not-found]
+import copy
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MappingView
 from dataclasses import dataclass
 from functools import partial
-from types import MemberDescriptorType
+from types import MemberDescriptorType, MethodDescriptorType
 from typing import Any, Final
 
-from oomdoctor.model.kinds import PerType, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.model.kinds import PerType, is_made_in_c, members_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.retry.light import LIGHT_TYPES
 
-__all__ = ["REGISTRY", "Place", "is_memory", "places_of"]
+__all__ = ["REGISTRY", "STATE", "Place", "has_state", "is_closed", "is_memory", "places_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,58 @@ def _set_registered(cls: type, name: str, before: frozenset[Any]) -> None:
     for base in mro_of(cls):  # those answer from what they remember
         if "_abc_impl" in members_of(base):
             _abc._reset_caches(base)
+
+
+def _of_state(value: Any) -> dict[str, Any]:
+    """Read what an object made in C gives to be pickled, and takes back: the tag and the children of an XML element."""
+    state = value.__getstate__()
+    return state if type(state) is dict else {"state": state}
+
+
+def _set_state(value: Any, name: str, item: Any) -> None:
+    state = value.__getstate__()
+    value.__setstate__({**state, name: item} if type(state) is dict else item)
+
+
+def _changes(cls: type) -> bool:
+    """Return whether objects of a class that is made in C may change, and keep elsewhere what changes.
+
+    What compares by value does not, nor what has no methods, nor a view of another's items or attribute.
+    """
+    members = dict[str, Any]()
+    for base in mro_of(cls)[-2::-1]:
+        members |= members_of(base)
+    has_methods = any(type(item) is MethodDescriptorType and name[:1] != "_" for name, item in members.items())
+    is_view = "__get__" in members or issubclass(cls, MappingView)
+    is_value = members.get("__hash__") is not None
+    return is_made_in_c(cls) and has_methods and not is_view and not is_value
+
+
+_may_change: Final = PerType(_changes)
+STATE: Final = Place(_of_state, _set_state)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether an object that is made in C lets itself be put into a state."""
+    return _may_change(type(value)) and hasattr(type(value), "__setstate__")
+
+
+def is_closed(value: Any) -> bool:
+    """Return whether nothing tells the state of an object that is made in C: Python refuses to pickle it."""
+    if not _may_change(type(value)):
+        return False
+    try:
+        value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 - border: any class may refuse in any way
+        return not _is_own_copy(value)
+    return False
+
+
+def _is_own_copy(value: Any) -> bool:
+    try:
+        return copy.copy(value) is value
+    except Exception:  # noqa: BLE001 - border: any class may refuse in any way
+        return False
 
 
 REGISTRY: Final = Place(_registered, _set_registered)

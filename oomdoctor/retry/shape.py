@@ -75,8 +75,9 @@ class Shape:
         functions: their code and defaults; ``bare``: those that hold nothing, ``codes`` of them in the same order.
         parts: what objects hold elsewhere than in their ``__dict__``. ``classes``: ``(owner, class)`` of objects.
         caches: of functions. ``context``: variables of contexts. ``long``: long containers.
-        iterators: path and value of what advances; ``deep`` of what lies too deep to be looked at; ``locks`` with
-            how many times each was held. ``unknown``: sentences on what could not be looked at.
+        iterators: path and value of what advances; ``closed`` of what is made in C and tells nothing; ``deep`` of what
+            lies too deep to be looked at; ``locks`` with how many times each was held. ``unknown``: sentences on what
+            could not be looked at.
         random: generators with their states. ``modules``: of Python's and of libraries.
         buffers, pinned_gradients: what the first forward may change; ``gradients``: of each parameter, if it had one.
         is_whole: whether all was looked at.
@@ -115,6 +116,7 @@ class Shape:
         self.deep: list[tuple[str, Any]] = []
         self.long: list[Long] = []
         self.iterators: list[tuple[str, Any]] = []
+        self.closed: list[tuple[str, Any]] = []
         self.locks: list[tuple[str, Any, int]] = []
         self.unknown: list[str] = []
         self.buffers: list[Weak] = []

@@ -245,6 +245,10 @@ class Snapshot:
         for path, held in self._shape.iterators:
             if (value := living(held)) is not GONE and reach.reaches(value):
                 yield f"`{path}` is an iterator, an open file or a connection that the cell may have advanced"
+        for path, held in self._shape.closed:
+            if (value := living(held)) is not GONE and reach.reaches(value):
+                what = f"an object of {type(value).__qualname__}"
+                yield f"`{path}` is {what}, made in C, which the cell may have changed without a trace"
         yield from self._context.lost(self._shape.context)
         for path, held, count in self._shape.locks:
             if (lock := living(held)) is not GONE and times_held(lock) != count and reach.reaches(lock):

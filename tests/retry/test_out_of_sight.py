@@ -229,6 +229,11 @@ PUT_BACK = {
     "an array of records": (
         "rows = np.zeros(2, [('x', 'f4'), ('y', 'i4')])", "rows['x'][0] = 3; rows[1] = (1, 2)", "rows.tolist()",
     ),
+    "an element of XML": (
+        "from xml.etree import ElementTree as ET; tree = ET.fromstring('<a x=\"1\"><b>c</b></a>')",
+        "tree[0].text = 'd'; tree.set('x', '2'); tree[0].append(ET.Element('e')); tree.tag = 'f'; tree.append(tree[0])",
+        "ET.tostring(tree)",
+    ),
     "the collector": (
         "", "gc.disable(); gc.set_threshold(7); gc.callbacks.append(lambda *_: None)",
         "(gc.isenabled(), gc.get_threshold(), len(gc.callbacks))",
@@ -249,6 +254,30 @@ TOLD = {
     ),
     "attributes of what lies in a long list": (
         "errors = [ValueError(1) for _ in range(30_000)]", "errors[0].args = (2,)", "`errors` has more than 20000",
+    ),
+    "objects in a long list, by their method": (
+        "class Row:\n    n = 0\n    def bump(self): self.n += 1\nrows = [Row() for _ in range(30_000)]",
+        "for row in rows: row.bump()", "`rows` has more than 20000 items, and the cell has changed what lies in them",
+    ),
+    "objects in a long dict, by a function": (
+        "rows = {at: types.SimpleNamespace(n=0) for at in range(30_000)}\ndef bump(row): row.n += 1",
+        "bump(rows[7])", "`rows` has more than 20000 items, and the cell has changed what lies in them",
+    ),
+    "lists in a long list, by a function": (
+        "rows = [[0] for _ in range(30_000)]\ndef grow(row): row.append(1)",
+        "grow(rows[7])", "`rows` has more than 20000 items, and the cell has changed what lies in them",
+    ),
+    "tensors in a long list, by a function": (
+        "rows = [torch.zeros(1) for _ in range(30_000)]\ndef bump(row): row += 1",
+        "bump(rows[7])", "`rows` has more than 20000 items, and the cell has changed what lies in them",
+    ),
+    "a hash": ("import hashlib; h = hashlib.sha256(b'a')", "h.update(b'b')", "`h` is an object of HASH, made in C"),
+    "a hash in an object": (
+        "import hashlib\nclass Log: pass\nlog = Log(); log.h = hashlib.md5(b'a')", "log.h.update(b'b')",
+        "`log.h` is an object of HASH, made in C",
+    ),
+    "a compressor": (
+        "import zlib; press = zlib.compressobj()", "press.compress(b'b' * 9999)", "`press` is an object of Compress,",
     ),
     "a long list of tensors": (
         "outputs = [torch.zeros(1)] * 30_000", "outputs[3] = None", "`outputs` has more than 20000 items",
