@@ -45,8 +45,6 @@ def _carried_idly(program: Program, idle: Collection[tuple[int, int, str]]) -> s
     for scope in program.running:
         lines = {line for number, line, _ in idle if number == scope.cell}
         around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
-        if scope.function is not None and scope.function.node.lineno in lines:
-            around.append(scope.function.node)
         for statement in statements(scope.body):
             is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
             if is_idle and statement.loops and _is_carried(statement, statement.loops[-1]):

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from oomdoctor.evidence._flow import Flow
 from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
 from oomdoctor.evidence._passage import Passage
 from oomdoctor.evidence._program import Program, Scope, with_gradients
-from oomdoctor.model.names import own_nodes
+from oomdoctor.model.kinds import Kind, items_of, kind_of, mro_of, name_of
+from oomdoctor.model.names import is_users, own_nodes
 
-__all__ = ["outliving", "runs_model"]
+__all__ = ["inputs_with_grad", "outliving", "runs_model"]
 
 _STOPS: Final = frozenset(
     {"item", "detach", "numpy", "tolist", "argmax", "argmin", "argsort", "size", "numel", "dim"}
@@ -27,6 +28,8 @@ _STOPS: Final = frozenset(
 )
 _NUMBERS: Final = frozenset({"float", "int", "len", "str", "bool", "round", "type", "isinstance", "range", "print"})
 _DROPS: Final = frozenset({"shape", "device", "dtype", "grad", "data"})
+_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE})
+_LOOKED_AT: Final = 64
 
 
 def outliving(
@@ -42,9 +45,25 @@ def outliving(
     search = _Search(program, kinds)
     kept: dict[str, None] = {}
     for number, line, _ in places:
-        for scope, node in _nodes_at(program, number, line):
+        for scope, node in _statements_at(program, number, line):
             search.of_place(scope, node, kept)
     return tuple(kept), tuple(search.models)
+
+
+def inputs_with_grad(namespace: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of tensors that require a gradient and are no parameters, or of what has one in it."""
+    found = []
+    for name, value in namespace.items():
+        kind = kind_of(type(value))
+        items = items_of(value, kind, _LOOKED_AT) if kind in _CONTAINERS else (value,)
+        if is_users(name) and any(map(_wants_grad, items)):
+            found.append(name)
+    return tuple(found)
+
+
+def _wants_grad(value: Any) -> bool:
+    is_tensor = kind_of(type(value)) is Kind.TENSOR and "Parameter" not in {name_of(one) for one in mro_of(type(value))}
+    return is_tensor and value.is_leaf and value.requires_grad
 
 
 def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
@@ -58,11 +77,9 @@ def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
     return bool(search.models)
 
 
-def _nodes_at(program: Program, number: int, line: int) -> Iterator[tuple[Scope, ast.stmt | None]]:
-    """Yield the statement that begins in a line, with its scope; None with the scope of a function defined there."""
+def _statements_at(program: Program, number: int, line: int) -> Iterator[tuple[Scope, ast.stmt]]:
+    """Yield the statement that begins in a line, with its scope."""
     for scope in (one for one in program.scopes if one.cell == number):
-        if scope.function is not None and scope.function.node.lineno == line:
-            yield scope, None
         for node in own_nodes(scope.body):
             if isinstance(node, ast.stmt) and node.lineno == line and not isinstance(node, ast.FunctionDef):
                 yield scope, node
@@ -82,17 +99,18 @@ class _Search:
         self.models: dict[str, None] = {}
         self._giving = self._functions_that_give()
 
-    def of_place(self, scope: Scope, node: ast.stmt | None, kept: dict[str, None]) -> None:
-        """Add to ``kept`` what the statement, or the whole of the function, leaves behind."""
-        body = scope.body if node is None else (node,)
-        self.meet_models(scope, body)
-        names = self._closed(scope, body)
-        if scope.function is not None:
-            kept |= dict.fromkeys(self._stored_outside(scope, names))
-            if self._gives(scope, self._closed(scope, scope.body, names, within=body)):
-                kept[f"{scope.function.name}(...)"] = None
-        elif node is not None:
+    def of_place(self, scope: Scope, node: ast.stmt, kept: dict[str, None]) -> None:
+        """Add to ``kept`` what the statement, and what it calls, leaves behind."""
+        called = self.meet_models(scope, (node,))
+        names = self._closed(scope, (node,))
+        for one in called:
+            kept |= dict.fromkeys(self._stored_outside(one, self._closed(one, one.body)))
+        if scope.function is None:
             kept |= dict.fromkeys(self._bound_at_end(scope, node, names))
+            return
+        kept |= dict.fromkeys(self._stored_outside(scope, names))
+        if self._gives(scope, self._closed(scope, scope.body, names, within=(node,))):
+            kept[f"{scope.function.name}(...)"] = None
 
     def _flow(self, scope: Scope | None) -> Flow:
         def makes(text: str) -> bool:
@@ -126,14 +144,16 @@ class _Search:
                 return self._giving
             self._giving |= more
 
-    def meet_models(self, scope: Scope, body: Iterable[ast.stmt], depth: int = 3) -> None:
-        """Note the models that ``body`` calls, and those that the functions that it calls do."""
+    def meet_models(self, scope: Scope, body: Iterable[ast.stmt], depth: int = 3) -> list[Scope]:
+        """Note the models that ``body`` calls, and those that the functions do which it calls; return these."""
+        met: list[Scope] = []
         for call in (node for node in own_nodes(body) if isinstance(node, ast.Call)):
             text = ast.unparse(call.func)
             if (path := self._model(scope, text)) is not None:
                 self.models[path] = None
             elif depth and (called := self._program.function(text.rpartition(".")[2])) is not None:
-                self.meet_models(called, called.body, depth - 1)
+                met += [called, *self.meet_models(called, called.body, depth - 1)]
+        return met
 
     def _closed(
         self,

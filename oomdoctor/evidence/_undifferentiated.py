@@ -1,9 +1,10 @@
 """Code that runs a model with gradients on, and of which nothing is ever differentiated.
 
-A loop, a statement or a whole function counts only if the cells show that it takes no gradient itself, and that nothing
-which leaves it (a name, a result, something it fills) reaches a ``backward`` or its like. The search goes from the
-failing line outwards in, so that an evaluation within an epoch is found beside the training. What is not understood
-counts as differentiated. What later cells will do is not known.
+A loop or a statement counts only if the cells show that it takes no gradient itself, and that nothing which leaves it
+(a name, a result, something it fills) reaches a ``backward`` or its like. The search goes from the failing line
+outwards in, so that an evaluation within an epoch is found beside the training. It stops at what calls a function:
+the function itself may be called with gradients wanted by cells that are not written yet. What is not understood counts
+as differentiated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SPLIT: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWi
 def undifferentiated(
     program: Program, kinds: Mapping[str, str], line: int | None = None
 ) -> tuple[tuple[int, int, str], ...]:
-    """Return ``(cell, line, source text)`` of each: of a loop its head, of a whole function its ``def``.
+    """Return ``(cell, line, source text)`` of each, of a loop its head.
 
     Args:
         program: the cells.
@@ -69,10 +70,6 @@ class _Search:
         self._seen.add(id(scope))
         if self._trains and self._keeps_state():
             return
-        if self._is_whole(scope):
-            assert scope.function is not None
-            yield scope.cell, scope.function.node.lineno, f"def {scope.function.node.name}"
-            return
         yield from self._of_block(scope, scope.body, ())
 
     def _of_block(
@@ -91,10 +88,6 @@ class _Search:
                 continue
             if self._differentiates([node]) or self._outflow.escapes(scope, node, rest) or _suspends(node):
                 yield from self._inside(scope, node, rest)
-            elif not isinstance(node, _SPLIT) and not self._calls_model(scope, [node]):
-                # The functions that it calls are the better place, if they can be one.
-                inner = [place for called in self._called([node]) for place in self.of_scope(called)]
-                yield from inner or [_place(scope, node)]
             else:
                 yield _place(scope, node)
 
@@ -132,18 +125,6 @@ class _Search:
             return False
         owner = scope.function.name.rpartition(".")[0]
         return any(one.function is not None and one.function.name == f"{owner}.forward" for one in self._forwards)
-
-    def _is_whole(self, scope: Scope) -> bool:
-        """Whether the whole body of a function can run without gradients, as far as any caller can tell."""
-        function = scope.function
-        if function is None or not isinstance(function.node, ast.FunctionDef) or function.node.decorator_list:
-            return False
-        body = list(scope.body)
-        if "<locals>" in function.name or self._is_before(scope, body[-1]) or not self._runs(scope, body):
-            return False
-        if any(isinstance(node, ast.Global | ast.Nonlocal) for node in own_nodes(body)):
-            return False
-        return not self._differentiates(body) and not self._outflow.leaves(scope)
 
     def _keeps_state(self) -> bool:
         """Whether a forward leaves something behind that other code reads: its graph may be part of a later loss."""

@@ -24,7 +24,7 @@ from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._loops import training_loops
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
-from oomdoctor.evidence._outliving import outliving, runs_model
+from oomdoctor.evidence._outliving import inputs_with_grad, outliving, runs_model
 from oomdoctor.evidence._program import Program, is_gradless, read
 from oomdoctor.evidence._reaching import unreached
 from oomdoctor.evidence._repeating import not_repeatable
@@ -85,6 +85,7 @@ def facts(
         undifferentiated=idle,
         idle_kept=idle_kept,
         idle_models=idle_models,
+        inputs_with_grad=inputs_with_grad(namespace),
         runs_model=runs_model(program, kinds),
         not_repeatable=once,
         not_reached=ahead,

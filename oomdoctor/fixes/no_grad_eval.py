@@ -1,9 +1,9 @@
 """Evaluation and prediction without gradients: ``torch.no_grad()`` around what is never differentiated.
 
 ``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes. Evidence names the
-loops, statements and functions of which the cells show that no gradient is taken of anything they make. A function gets
-the decorator, everything else stands in a ``with``. ``no_grad`` and not ``inference_mode``: what it makes may still be
-part of a later computation that is differentiated.
+loops and statements of which the cells show that no gradient is taken of anything they make; they stand in a ``with``.
+Functions that they call stay as they are, because another cell may train by them. ``no_grad`` and not
+``inference_mode``: what it makes may still be part of a later computation that is differentiated.
 
 Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
 inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as
@@ -99,8 +99,13 @@ def _kept_on(code: CodeFacts) -> str | None:
 
 
 def _may_be_trained(code: CodeFacts) -> bool:
-    """Whether a model that is run is in training mode, or may be as it is not among those that were found."""
+    """Whether a model that is run is in training mode, or may be as it is not among those that were found.
+
+    So is an input that requires a gradient, whatever the mode.
+    """
     found = {model.path: model for model in code.models}
+    if code.inputs_with_grad:
+        return True
     met = [found.get(path) for path in code.idle_models]
     models = met if met and all(met) else code.models
     return not models or any(one is not None and one.training for one in models)
@@ -117,7 +122,7 @@ def _only_trains(evidence: Evidence) -> TrainingLoop | None:
     if loop is None or loop.end_line is None or not held:
         return None
     lines = range(loop.line, loop.end_line + 1)
-    is_beside = all(cell == loop.cell and at not in lines and not text.startswith("def ") for cell, at, text in places)
+    is_beside = all(cell == loop.cell and at not in lines for cell, at, _ in places)
     is_of_step = all(_OF_STEP.match(one.path) or one.expression == loop.loss for one in held)
     return loop if is_beside and is_of_step else None
 
@@ -143,14 +148,11 @@ def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit 
     wrapped: list[_cst.Statement] = []
     for line, text in places:
         node = _frees_source.starting_at(parsed, line, text)
-        if isinstance(node, cst.FunctionDef):
-            changes[node] = [_decorated(node, name)]
-        elif node is None or not _frees_source.block_around(parsed, node):
+        if node is None or not _frees_source.block_around(parsed, node):
             return Refused(f"line {line} of cell {number} is no statement of its own")
-        elif isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
+        if isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
             return Refused(f"line {line} of cell {number} has several statements")
-        else:
-            wrapped.append(node)
+        wrapped.append(node)
     if imports and any(parsed.code(node) in dict(parsed.masked.hidden) for node in wrapped):
         return Refused("torch would have to be imported before a line of IPython's own syntax")
     for group in _neighbours(parsed, wrapped):
@@ -158,11 +160,6 @@ def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit 
         changes[group[0]] = [_under_no_grad(group, name)]
     module = _imports.insert_at_top(parsed, _cst.replace_all(parsed.module, changes), imports)
     return _cst.edit(cells, cell, parsed, module)
-
-
-def _decorated(function: cst.FunctionDef, torch: str) -> cst.FunctionDef:
-    decorator = cst.Decorator(cst.parse_expression(f"{torch}.no_grad()"))
-    return function.with_changes(decorators=[*function.decorators, decorator])
 
 
 def _neighbours(parsed: _cst.ParsedCell, nodes: Sequence[_cst.Statement]) -> list[list[_cst.Statement]]:

@@ -228,10 +228,10 @@ class CodeFacts:
             ``not_reached``: those that it had not come to when it failed.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.
         history_appends: places that keep a tensor with its graph, ``(cell, line, source text)``.
-        undifferentiated: loops, statements and functions (``def name``) that run a model with gradients on and of which
-            nothing is differentiated, ``(cell, line, source text)``.
+        undifferentiated: loops and statements that run a model with gradients on and of which nothing is
+            differentiated, ``(cell, line, source text)``.
         idle_kept: what holds something that those made, with its graph, when the cell has ended; ``idle_models``: the
-            models that they run.
+            models that they run; ``inputs_with_grad``: names of tensors that require a gradient and are no parameters.
         runs_model: whether the failing cell calls a model, by itself or by functions of the cells; None where it was
             not looked for.
         retain_graph: a ``backward`` that keeps its graph.
@@ -282,6 +282,7 @@ class CodeFacts:
     undifferentiated: tuple[tuple[int, int, str], ...] = ()
     idle_kept: tuple[str, ...] = ()
     idle_models: tuple[str, ...] = ()
+    inputs_with_grad: tuple[str, ...] = ()
     runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
