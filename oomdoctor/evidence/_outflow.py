@@ -28,7 +28,7 @@ from oomdoctor.evidence._passage import Passage
 from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.model.names import FirstUse, first_uses, own_nodes
 
-__all__ = ["Outflow"]
+__all__ = ["Outflow", "gives_graph"]
 
 _NUMBERS: Final = frozenset(
     {"float", "int", "len", "str", "bool", "round", "type", "isinstance", "range", "print", "format"}
@@ -208,6 +208,12 @@ class Outflow:
             return True
         local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
         return scope.function is not None and any(root_of(target) not in local for target, _ in stores)
+
+
+def gives_graph(scope: Scope) -> bool:
+    """Return whether a function gives whoever calls it something that may have a graph."""
+    made, free = _made(scope.body)
+    return _gives(scope.body, made | free)
 
 
 def _made(body: Iterable[ast.AST]) -> tuple[set[str], set[str]]:

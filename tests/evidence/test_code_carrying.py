@@ -46,6 +46,7 @@ TRAINING = """
     ("sources", "place"),
     [
         ((EVALUATION,), "In[1] line 3"),
+        ((FUNCTION, "print(evaluate(rnn, chunks))"), "In[1] line 4"),
         (("for epoch in range(2):\n" + textwrap.indent(textwrap.dedent(EVALUATION), "    "),), "In[1] line 5"),
         (("with timer():\n" + textwrap.indent(textwrap.dedent(EVALUATION), "    "),), "In[1] line 5"),
     ],
