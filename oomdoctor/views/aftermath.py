@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import OutcomeKind
+from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import prices, words
@@ -55,13 +55,14 @@ def _title(case: Case) -> str:
     what = "The cell" if cell is None or cell.number is None else f"In[{cell.number}]"
     after = f"after {words.count(outcome.attempts, 'attempt')}"
     changes = words.count(len(outcome.fixes), "change")
+    start = "the state of its start is back" if outcome.state is State.RESTORED else "not all of its start is back"
     return {
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
         OutcomeKind.HEALED: f"Healed: {what} ran to its end with {changes} in place, {after}.",
-        OutcomeKind.REFUSED: f"Not healed: no change kept its promise for {what}, and every change was undone."
+        OutcomeKind.REFUSED: f"Not healed: no change kept its promise for {what}; {start}."
         if outcome.attempts
         else f"Not retried: {what} was left as it failed.",
-        OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}, and every change was undone.",
+        OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}; {start}.",
         OutcomeKind.FAILED: f"Retry failed: {what} did not run to its end {after}.",
     }[outcome.kind]
 
