@@ -182,7 +182,6 @@ def _measure(namespace: dict[str, Any]) -> dict[str, Any]:
         with redirect_stdout(io.StringIO()):
             MemReporter().report()
 
-    torch.set_num_threads(1)
     places = [(device.read(), device.holds) for device in devices.in_use()]
     tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter)]
     nbytes = sum({storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}.values())
@@ -207,7 +206,6 @@ def measure_graph(nodes: int) -> dict[str, float]:
 
     Not one chain: torch frees a node that Python has looked at by recursion, so very deep graphs are not followed.
     """
-    torch.set_num_threads(1)
     leaf = torch.ones(FLOATS, requires_grad=True)
     namespace: dict[str, Any] = {"losses": [leaf]}
     idle = median_s(lambda: oomdoctor.report(namespace))

@@ -137,7 +137,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu":
         torch.set_default_device(args.device)  # not the CPU: that would put a mode around every call
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows = []
     for fix_id in args.fix or fixes.ids():

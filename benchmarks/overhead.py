@@ -126,7 +126,6 @@ warm = train(3)
 
 def begin(cell: str) -> InteractiveShell:
     """Return a shell in which ``cell`` was run."""
-    torch.set_num_threads(1)
     config = Config()
     config.HistoryManager.enabled = False
     shell = InteractiveShell.instance(config=config)

@@ -201,7 +201,6 @@ def main() -> None:
     if args.time:
         times(say)
     else:
-        torch.set_num_threads(1)
         families = [FAMILIES[name] for name in args.family or FAMILIES]
         do = doses if args.doses else matrix
         do(say, families, tuple(args.share or SHARES), args.seconds)

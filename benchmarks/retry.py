@@ -363,7 +363,6 @@ RETRIES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
 
 def measure(run: Callable[..., Any], program: Program, budget: str) -> dict[str, Any]:
     """Run one script once, in a process of its own."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     watch = Watch()
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

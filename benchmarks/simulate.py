@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     print(f"{'training step':<28}{'off ms':>9}{'on ms':>9}{'ratio':>8}")
     for name, width, batch in (
         ("MLP 64, batch 8", 64, 8),

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._outflow import gives_graph
 from oomdoctor.evidence._program import Loop, Program, Scope, Statement, place, statements, target_names
 from oomdoctor.model.names import call_name, own_nodes
 
@@ -43,19 +42,9 @@ def carries_state(
 
 
 def _carried_idly(program: Program, idle: Collection[tuple[int, int, str]]) -> str | None:
-    called = {
-        ast.unparse(call.func).rpartition(".")[2]
-        for scope in program.running
-        for node in own_nodes(scope.body)
-        if isinstance(node, ast.stmt) and any(at[:2] == (scope.cell, node.lineno) for at in idle)
-        for call in ast.walk(node)
-        if isinstance(call, ast.Call)
-    }
     for scope in program.running:
         lines = {line for number, line, _ in idle if number == scope.cell}
         around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
-        if scope.function is not None and scope.function.name.rpartition(".")[2] in called and not gives_graph(scope):
-            around += scope.body
         for statement in statements(scope.body):
             is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
             if is_idle and statement.loops and _is_carried(statement, statement.loops[-1]):

@@ -9,6 +9,7 @@ taken for both. Numbers, comparisons, and what was detached or taken to NumPy ha
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
@@ -28,7 +29,7 @@ from oomdoctor.evidence._passage import Passage
 from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.model.names import FirstUse, first_uses, own_nodes
 
-__all__ = ["Outflow", "gives_graph"]
+__all__ = ["Outflow"]
 
 _NUMBERS: Final = frozenset(
     {"float", "int", "len", "str", "bool", "round", "type", "isinstance", "range", "print", "format"}
@@ -97,6 +98,13 @@ class Outflow:
             if scope.function is not None
         ]
 
+    @cached_property
+    def _no_values(self) -> set[str]:
+        """The names of modules and of what they give, and Python's own."""
+        nodes = [node for scope in self._program.scopes for node in own_nodes(scope.body)]
+        found = [one for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for one in node.names]
+        return {"torch", *vars(builtins), *(one.asname or one.name.partition(".")[0] for one in found)}
+
     def _with_called(self, scope: Scope) -> list[Scope]:
         return [scope, *(one for one in self._called(scope.body) if one is not scope)]
 
@@ -118,6 +126,13 @@ class Outflow:
         if any(self._stores_outside(one) for one in (scope, *self._called(scope.body))):
             return True
         return self._is_returned(scope, scope.body, made | free)
+
+    def keeps_to_itself(self, scope: Scope) -> bool:
+        """Whether nothing with a graph leaves a function, whoever calls it."""
+        made, free = _made(scope.body)
+        if _gives(scope.body, made | (free - self._no_values)):
+            return False
+        return not any(map(self._stores_outside, self._with_called(scope)))
 
     def _is_returned(
         self, scope: Scope, body: Iterable[ast.stmt], names: set[str], source: str = "", depth: int = 3
@@ -185,7 +200,7 @@ class Outflow:
 
     def _stores_outside(self, scope: Scope) -> bool:
         made, free = _made(scope.body)
-        return bool(made & _outer_names(scope)) or self._is_stored(scope.body, made | free, scope)
+        return bool(made & _outer_names(scope)) or self._is_stored(scope.body, made | (free - self._no_values), scope)
 
     def _takes(self, call: ast.Call, names: set[str], source: str) -> bool:
         last = ast.unparse(call.func).rpartition(".")[2]
@@ -208,12 +223,6 @@ class Outflow:
             return True
         local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
         return scope.function is not None and any(root_of(target) not in local for target, _ in stores)
-
-
-def gives_graph(scope: Scope) -> bool:
-    """Return whether a function gives whoever calls it something that may have a graph."""
-    made, free = _made(scope.body)
-    return _gives(scope.body, made | free)
 
 
 def _made(body: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
@@ -278,8 +287,12 @@ def _carries(value: ast.expr, names: set[str], source: str = "") -> bool:
         return bool((names_in(value.body) - parameters_of(value)) & names)
     if isinstance(value, ast.Compare | ast.Constant | ast.JoinedStr):
         return False
-    inner = [part.iter if isinstance(part, ast.comprehension) else part for part in ast.iter_child_nodes(value)]
-    return any(_carries(part, names, source) for part in inner if isinstance(part, ast.expr))
+    if isinstance(value, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        for part in value.generators:
+            names = names | set(names_set(part.target)) if _carries(part.iter, names, source) else names
+        items = (value.key, value.value) if isinstance(value, ast.DictComp) else (value.elt,)
+        return any(_carries(item, names, source) for item in items)
+    return any(_carries(part, names, source) for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
 
 
 def _is_formatted(function: ast.expr) -> bool:

@@ -2,9 +2,9 @@
 
 A loop or a statement counts only if the cells show that it takes no gradient itself, and that nothing which leaves it
 (a name, a result, something it fills) reaches a ``backward`` or its like. The search goes from the failing line
-outwards in, so that an evaluation within an epoch is found beside the training. It stops at what calls a function:
-the function itself may be called with gradients wanted by cells that are not written yet. What is not understood counts
-as differentiated.
+outwards in, so that an evaluation within an epoch is found beside the training. It goes into a function that gives
+nothing with a graph to whoever calls it; another one may be called with gradients wanted by cells that are not written
+yet, and it is its call that counts. What is not understood counts as differentiated.
 """
 
 from __future__ import annotations
@@ -88,6 +88,10 @@ class _Search:
                 continue
             if self._differentiates([node]) or self._outflow.escapes(scope, node, rest) or _suspends(node):
                 yield from self._inside(scope, node, rest)
+            elif not isinstance(node, _SPLIT) and not self._calls_model(scope, [node]):
+                called = list(self._called([node]))
+                inner = [place for one in called for place in self.of_scope(one)]
+                yield from inner if inner and all(map(self._outflow.keeps_to_itself, called)) else [_place(scope, node)]
             else:
                 yield _place(scope, node)
 

@@ -56,6 +56,7 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         data_used=_proc.less(_limits.data_used(root), kept),
         malloc_free=_limits.malloc_free(),
         bare=_NOT_NOTED,
+        kept_back=reserve.released(),
         shm_total=machine.shm_total,
         shm_free=machine.shm_free,
         files_open=_limits.files_open(),

@@ -251,6 +251,7 @@ class HostMemory:
             matters with 2 alone.
         malloc_free: what the C library holds free of ``data_used``, which serves further requests.
         bare: what of ``data_used`` the interpreter and its modules take.
+        kept_back: what was kept from the program until it failed, for the diagnosis; no part of ``data_used``.
     """
 
     total: Measured
@@ -288,3 +289,4 @@ class HostMemory:
     commit_limit: Measured = _UNREAD
     malloc_free: Measured = _UNREAD
     bare: Measured = _UNREAD
+    kept_back: Measured = 0

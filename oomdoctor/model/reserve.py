@@ -23,7 +23,7 @@ from oomdoctor.model.sizes import MIB
 if sys.platform != "win32":
     import resource
 
-__all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "resident", "take"]
+__all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "released", "resident", "take"]
 
 _WANTED: Final = 96 * MIB
 """A diagnosis takes 7 MiB where all was loaded before, and 44 MiB where not, besides the traceback, the display and a
@@ -41,6 +41,7 @@ _address: int | None = None
 _size = 0
 _touched = 0
 _owner = 0
+_released = 0
 
 
 def take(free: int, limit: int, *, populated: bool) -> int:
@@ -50,7 +51,7 @@ def take(free: int, limit: int, *, populated: bool) -> int:
         free: bytes that can still be had below ``limit``.
         populated: whether its pages are to be there, because the limit counts pages.
     """
-    global _address, _size, _touched, _owner
+    global _address, _size, _touched, _owner, _released
     if _held():
         return _size
     size = min(_WANTED, limit // _SHARE_OF_LIMIT, free // _SHARE_OF_FREE) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -63,13 +64,15 @@ def take(free: int, limit: int, *, populated: bool) -> int:
         return 0
     libc.madvise(address, size, mmap.MADV_DONTFORK)
     _address, _size, _touched, _owner = address, size, size if populated else 0, os.getpid()
+    _released = 0
     return size
 
 
 def let_go() -> None:
     """Give all of it back. It takes no memory to do so."""
-    global _address, _size, _touched
+    global _address, _size, _touched, _released
     if _held():
+        _released = _size
         _libc().munmap(_address, _size)
     _address, _size, _touched = None, 0, 0
 
@@ -90,6 +93,11 @@ def has_room(size: int) -> bool:
 def address_space() -> int:
     """Return how many bytes of this process's address space are kept back."""
     return _size if _held() else 0
+
+
+def released() -> int:
+    """Return how many bytes were kept back until they were given back, and are not kept again."""
+    return _released
 
 
 def resident() -> int:

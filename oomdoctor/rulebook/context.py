@@ -119,6 +119,8 @@ _HOST: Final[dict[str, type]] = {
     "commit_limit": float,
     "malloc_free": float,
     "bare": float,
+    "kept_back": float,
+    "data_filled": float,
     # derived: of the limit on this process's data, what the bare process and what malloc holds free left out
     "program_used": float,
     "program_limit": float,

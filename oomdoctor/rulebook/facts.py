@@ -94,7 +94,8 @@ def _of_program(host: Mapping[str, Fact]) -> dict[str, Fact]:
         return {}
     bare = _number(host.get("bare")) or 0
     own, left = max(used - bare - (_number(host.get("malloc_free")) or 0), 0), max(limit - bare, 0)
-    return {"program_used": own, "program_limit": left, "program_ratio": _share(own, left)}
+    filled = used + (_number(host.get("kept_back")) or 0)
+    return {"data_filled": filled, "program_used": own, "program_limit": left, "program_ratio": _share(own, left)}
 
 
 def _whole(census: Mapping[str, Fact], device: Mapping[str, Fact], host: Mapping[str, Fact]) -> float | None:

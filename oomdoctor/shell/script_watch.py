@@ -15,7 +15,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -23,6 +23,7 @@ from threading import get_ident
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
+from oomdoctor.model import baseline, reserve
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.chain import chained, set_traceback, traceback_of
@@ -139,9 +140,18 @@ class Watch:
                 self._transaction = Transaction(part.namespace, part.source, _room)
 
     @property
-    def armed(self) -> AbstractContextManager[None]:
-        """Makes copies just in time while the part runs."""
-        return nullcontext() if self._transaction is None else self._transaction.armed()
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Makes copies just in time while the part runs, and keeps memory back for its failure."""
+        if (limit := reserve.of_process()) is not None and not reserve.address_space():
+            _make_ready()
+            baseline.note(limit[1] - limit[0])
+            reserve.take(*limit, populated=False)
+        try:
+            with nullcontext() if self._transaction is None else self._transaction.armed():
+                yield
+        finally:
+            reserve.let_go()
 
     async def answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
         """Diagnose a failure, and run the part again with a change where that is right.
@@ -303,6 +313,15 @@ class Watch:
             return edit
         before, after = (indented(text, self._part.indent) for text in (edit.before, edit.after))
         return replace(edit, before=before, after=after)
+
+
+@functools.cache
+def _make_ready() -> None:
+    """Load what a failure needs while there is memory."""
+    from oomdoctor.shell.warming import steps
+
+    for step in steps(_config()):
+        _quietly(step)
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:

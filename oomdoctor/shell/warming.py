@@ -32,7 +32,7 @@ from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.filling import comes_later
 
-__all__ = ["Warming"]
+__all__ = ["Warming", "steps"]
 
 _MODULES: Final = (
     *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
@@ -144,15 +144,10 @@ class Warming:
         return False
 
     def _all_steps(self) -> Iterator[Callable[[], Any]]:
-        for name in (*_MODULES, *(("ipywidgets",) if hasattr(self._shell, "kernel") else ())):
-            yield partial(importlib.import_module, name)
-        from oomdoctor import fixes, pipeline
-
-        for fix in fixes.ids():
-            yield partial(fixes.get, fix)
-        yield partial(pipeline.rulebook, tuple(map(Path, self._config.rule_paths)))
+        if hasattr(self._shell, "kernel"):
+            yield partial(importlib.import_module, "ipywidgets")
         yield partial(_rehearse_traceback, self._shell)
-        yield partial(_rehearse, self._config)
+        yield from steps(self._config)
         # The objects of so many modules have the collector go through all that there are, 0.2 s for a large program: it
         # would do so at the next burst of new objects, which is the first traceback.
         yield _collect
@@ -162,6 +157,18 @@ class Warming:
             yield partial(importlib.import_module, name)
         yield partial(_rehearse, self._config)
         yield _load_forecast
+
+
+def steps(config: OomDoctor) -> Iterator[Callable[[], Any]]:
+    """Yield what loads all that a failure needs, beside what works on tensors, step by step."""
+    for name in _MODULES:
+        yield partial(importlib.import_module, name)
+    from oomdoctor import fixes, pipeline
+
+    for fix in fixes.ids():
+        yield partial(fixes.get, fix)
+    yield partial(pipeline.rulebook, tuple(map(Path, config.rule_paths)))
+    yield partial(_rehearse, config)
 
 
 def _LATER() -> None:  # noqa: N802 - a constant that is told by its identity

@@ -94,10 +94,17 @@ def test_an_evaluation_within_an_epoch_is_found_beside_the_training() -> None:
     assert found(epochs) == [(1, 10, "for x, y in test_loader:")]
 
 
-def test_the_call_of_a_function_in_an_epoch_which_others_may_train_by() -> None:
+def test_the_loop_of_a_function_that_is_called_from_an_epoch() -> None:
     epochs = "for epoch in range(3):" + textwrap.indent(textwrap.dedent(TRAIN), "    ")
     epochs += "    loss_now, preds = evaluate(model, test_loader)\n    print(loss_now)\n"
-    assert found(FUNCTION, epochs) == [(2, 8, "loss_now, preds = evaluate(model, test_loader)")]
+    assert found(FUNCTION, epochs) == [(1, 5, "for x, y in loader:")]
+
+
+def test_of_a_function_that_others_may_train_by_it_is_the_call() -> None:
+    epochs = "for epoch in range(3):" + textwrap.indent(textwrap.dedent(TRAIN), "    ")
+    epochs += "    loss_now, preds = evaluate(model, test_loader)\n    print(loss_now)\n"
+    gives_graph = FUNCTION.replace(".item()", "")
+    assert found(gives_graph, epochs) == [(2, 8, "loss_now, preds = evaluate(model, test_loader)")]
 
 
 def test_only_what_runs_at_the_failing_line_or_after() -> None:
@@ -107,7 +114,7 @@ def test_only_what_runs_at_the_failing_line_or_after() -> None:
 
 def test_the_methods_of_a_trainer() -> None:
     assert found(TRAINER, "trainer = Trainer(model)\ntrainer.train_epoch()\nprint(trainer.validate())") == [
-        (2, 3, "print(trainer.validate())")
+        (1, 19, "for batch in test_loader:")
     ]
 
 

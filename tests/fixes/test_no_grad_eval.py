@@ -142,14 +142,22 @@ def test_a_loop_gives_the_same_bits_for_less_and_reads_well() -> None:
 def test_training_with_an_evaluation_each_epoch_stays_bit_for_bit() -> None:
     made = patched(SETUP, FUNCTION, EPOCHS)
     assert isinstance(made, Patch), made
-    assert [edit.cell for edit in made.edits] == [3], "the function stays as it is: another cell may train by it"
-    assert "with torch.no_grad():\n" in made.edits[0].after
+    assert "    with torch.no_grad():\n        for x, y in loader:" in made.edits[0].after
     plain = run(FUNCTION, EPOCHS)
     plain_rng = torch.get_rng_state()
-    fixed = run(FUNCTION, made.edits[0].after)
+    fixed = run(FUNCTION, made.edits[0].replay, EPOCHS)
     assert torch.equal(plain_rng, torch.get_rng_state())
     same(plain, fixed, "history")
-    assert isinstance(patched(SETUP, FUNCTION, made.edits[0].after), Refused)
+    assert isinstance(patched(SETUP, made.edits[0].after, EPOCHS), Refused)
+
+
+def test_a_function_that_another_cell_may_train_by_stays_as_it_is() -> None:
+    gives_graph = FUNCTION.replace(".item()", "")
+    made = patched(SETUP, gives_graph, EPOCHS)
+    assert isinstance(made, Patch), made
+    assert [edit.cell for edit in made.edits] == [3]
+    assert "    with torch.no_grad():\n        score = evaluate(model, test_loader)" in made.edits[0].after
+    run(gives_graph, made.edits[0].after, "evaluate(model, train_loader).backward()")
 
 
 def test_a_training_step_under_no_grad_would_be_seen() -> None:

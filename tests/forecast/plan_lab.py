@@ -1,7 +1,7 @@
 """A bench for plans: families run out of memory on the virtual accelerator, are priced, and healed in forked copies.
 
 A case is made once; every way to end it (a retry, a trial of one dose) runs in a forked copy of the process at the
-moment after the plan, so that each begins at the same state. One torch thread, so that the copies can compute.
+moment after the plan, so that each begins at the same state. The copies compute with one thread.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate, Verdict
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.retry import Transaction, release
+from oomdoctor.sandbox.openmp import keep_one_thread
 
 ROOMY_BYTES = 1 << 36
 
@@ -153,6 +154,7 @@ def in_a_copy(do: Callable[[], Any]) -> Any:
     if pid == 0:
         try:
             os.close(reader)
+            keep_one_thread()
             _count_here()
             answer = json.dumps(do())
         except BaseException:  # noqa: BLE001  nothing may leave the copy but by its pipe
@@ -218,10 +220,26 @@ def mildest_that_runs(ready: Ready, candidate: Candidate) -> int | None:
     return None
 
 
+def peak_of(ready: Ready, attempt: Attempt) -> int | None:
+    """Return the peak of an attempt on a device with room enough, in a copy; None where it finds itself unfit."""
+
+    def peak() -> int | None:
+        device: Any = ready.session.accelerator
+        device.capacity_bytes = device.allocator.capacity_bytes = device._room = ROOMY_BYTES
+        device.reset_peak()
+        return device.read().peak_allocated if _attempted(ready, attempt) else None
+
+    found = in_a_copy(peak)
+    return found if isinstance(found, int) else None
+
+
 def _runs(ready: Ready, fix: Any, dose: Any) -> bool | None:
     _, attempt = attempt_with(fix, dose, ready.session, ready.case.evidence)
-    if isinstance(attempt, Refused):
-        return None
+    return None if isinstance(attempt, Refused) else _attempted(ready, attempt)
+
+
+def _attempted(ready: Ready, attempt: Attempt) -> bool | None:
+    """Return whether an attempt runs, None where it finds itself unfit."""
     ready.transaction.restore()
     ready.session.accelerator.empty_cache()
     try:

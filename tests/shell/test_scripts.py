@@ -218,6 +218,38 @@ def diff_of(told: str, name: str) -> str:
     return "".join(lines[start:end])
 
 
+FILL = """\
+import resource
+from pathlib import Path
+import numpy as np
+import oomdoctor
+
+kept = []
+
+@oomdoctor.heal(auto="off")
+def fill():
+    while True:
+        kept.append(np.ones({size}, np.uint8))
+
+used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20), -1))
+try:
+    fill()
+except MemoryError:
+    print("the error is the user's")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on data are Linux's")
+@pytest.mark.parametrize("size", [64 << 10, 1 << 20])
+def test_a_script_that_fills_what_a_limit_leaves_is_diagnosed(tmp_path: Path, size: int) -> None:
+    (tmp_path / "fill.py").write_text(FILL.format(size=size))
+    ended = subprocess.run([sys.executable, "fill.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stdout == "the error is the user's\n", ended.stderr
+    assert "Why" in ended.stderr
+    assert "This process has reached its own limit on memory" in ended.stderr
+
+
 def test_a_script_that_is_run_with_the_futures_of_another_is_healed(tmp_path: Path) -> None:
     import __future__
 

@@ -1,0 +1,109 @@
+"""How far off estimates are: ``benchmarks/estimates.py [--write] [FAMILY ...]``.
+
+An estimate is what a plan tells of a change that had no shadow run: the peak of the unchanged cell, less what the
+census says that the change saves. Each model family of the tests, grown until its peak is some 48 MiB, runs out of
+memory on the virtual accelerator with 70 and 40 % of what it takes. The plan is made without any shadow run; then each
+change that has an estimate is made for real on a device with room enough, and the peak is measured there. Changes that
+find themselves unfit are left out. An estimate is of one of two kinds, by what is known of the unchanged cell:
+
+* *from a peak*: its peak is known by a shadow run, here by having run it;
+* *from the failure*: known is what it held and asked for when it failed, the least that it needs.
+
+Shown are estimate over measured, less one: the median, and between which bounds 9 of 10 lie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "forecast"))
+
+from models import FAMILIES, Family
+from plan_lab import Ready, failed, grown, peak_of, unfixed
+
+from oomdoctor import fixes
+from oomdoctor.forecast.planner import Planner
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.plan import Forecast
+
+RESULTS = Path(__file__).parent / "results" / "estimates.txt"
+SHARES = (0.7, 0.4)
+LEAST_BYTES = 48 << 20
+KINDS = ("from a peak", "from the failure")
+
+
+def measured(families: list[Family]) -> Iterator[tuple[str, str, str, float]]:
+    """Yield the kind, the family, the fix and how far off, for each estimate that can be held to a run."""
+    for small in families:
+        family = grown(small, LEAST_BYTES)
+        _, whole = unfixed(family)
+        for share in SHARES:
+            with failed(family, int(whole * share), time_budget_s=0) as ready:
+                if isinstance(ready, Ready):
+                    yield from ((kind, family.name, fix, off) for kind, fix, off in _of(ready, whole))
+
+
+def _of(ready: Ready, whole: int) -> Iterator[tuple[str, str, float]]:
+    case = ready.case
+    some = [fixes.get(one.fix) for one in case.plan.candidates]
+    planner = Planner(ready.session, case.incident, case.evidence, some, None, frozenset(), 0)
+    planner._propose()
+    known = (Forecast(basis="a run", peak=whole), planner.least(""))
+    peaks: dict[tuple[int, int], int | None] = {}
+    for kind, unchanged in zip(KINDS, known, strict=True):
+        for ladder in planner._ladders:
+            index, estimate = ladder.settled(unchanged, planner._scale(unchanged))
+            attempt = ladder.attempt(index)
+            if isinstance(attempt, Refused) or not estimate.peak:
+                continue
+            if (ladder.place, index) not in peaks:
+                peaks[ladder.place, index] = peak_of(ready, attempt)
+            if (peak := peaks[ladder.place, index]) is not None:
+                yield kind, ladder.fixes[0], estimate.peak / peak - 1
+
+
+def report(say: Callable[[str], None], rows: list[tuple[str, str, str, float]]) -> None:
+    """Say how far off each kind is, all together and by fix."""
+    for kind in KINDS:
+        of_kind = [row for row in rows if row[0] == kind]
+        say(f"{kind}: {_spread([off for *_, off in of_kind])} in {len(of_kind)} estimates")
+        by_fix: dict[str, list[float]] = defaultdict(list)
+        for _, _, fix, off in of_kind:
+            by_fix[fix].append(off)
+        for fix, offs in sorted(by_fix.items()):
+            say(f"  {fix:<26} {_spread(offs)} in {len(offs)}")
+
+
+def _spread(offs: list[float]) -> str:
+    low, middle, high = np.quantile(offs, (0.05, 0.5, 0.95))
+    return f"median {middle:+.0%}, 9 in 10 from {low:+.0%} to {high:+.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    args = parser.parse_args()
+    chosen = [FAMILIES[name] for name in args.families or FAMILIES]
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    rows = list(measured(chosen))
+    report(say, rows)
+    if args.write:
+        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
