@@ -327,6 +327,18 @@ def test_attention_that_pytorch_writes_out_itself_is_refused(is_live) -> None:
                 call()
 
 
+def test_attention_that_pytorch_writes_out_itself_is_refused_in_a_forecast() -> None:
+    with FakeTensorMode(), guard(live.session(), Dose()):
+        q = torch.randn(2, 2, 4, 8, requires_grad=True)
+        bias = torch.zeros(4, 4, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        F.scaled_dot_product_attention(q[0], q[0], q[0])  # of three dimensions: never exchanged
+        with pytest.raises(OomDoctorError, match="this attention on cpu"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+        with pytest.raises(OomDoctorError, match="with dropout on cpu"):
+            F.scaled_dot_product_attention(q, q, q, None, 0.1)
+
+
 def test_a_device_without_kernels_writes_out_its_attention(monkeypatch) -> None:
     def none(*args: Any, **kwargs: Any) -> int:
         raise NotImplementedError

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from forecast_lab import nothing, open_descriptors
 from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
+from oomdoctor.fixes.sdpa_attention import guard
 from oomdoctor.forecast.planning import Planning, make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
@@ -143,6 +145,18 @@ def test_a_fix_that_can_be_made_in_no_way_is_refused_and_its_stronger_doses_left
     found = plan([never], 70 * MIB)
     assert found.candidates == ()
     assert dict(found.refusals) == {"never": "it cannot be written"}
+
+
+def test_a_fix_whose_guard_would_refuse_the_changed_cell_is_refused_and_not_offered():
+    written = "y = (q @ q.mT / 8**0.5 + bias).softmax(-1) @ q"
+    fused = "y = torch.nn.functional.scaled_dot_product_attention(q, q, q, bias)"
+    source = f"q = torch.zeros(2, 2, 512, 8, requires_grad=True)\n{written}\n"
+    attention = replace(fix("sdpa_attention", {written: [fused]}), guard=guard)
+    for learns in (False, True):  # PyTorch writes out the scores where it has to give a gradient of what is added
+        bias = torch.zeros(512, 512, requires_grad=learns)
+        found = plan([attention], 200 * MIB, session=program(source, bias=bias))
+        assert ([one.fix for one in found.candidates] == ["sdpa_attention"]) is not learns
+        assert ("it writes out the scores" in str(dict(found.refusals))) is learns
 
 
 HALVES = [shrinking("checkpoint_blocks", "first", [30, 20]), shrinking("micro_batch", "second", [30, 24, 20])]
