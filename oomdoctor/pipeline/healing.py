@@ -78,26 +78,38 @@ async def heal(
 
 
 def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Trial]]:
-    """Return the trials: each candidate, and its stronger doses after it."""
+    """Return the trials: each candidate with its stronger doses after it, and first of all those that were seen to fit.
+
+    A stronger dose has no forecast, so the stronger doses of these come after the last of them.
+    """
     from oomdoctor import fixes
-    from oomdoctor.forecast.planning import attempt_with_all, stronger
+    from oomdoctor.forecast.planning import attempt_with_all
     from oomdoctor.retry import Trial
 
+    fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]
+    others = [candidate for candidate in chosen if candidate not in fitting]
+    made = [*fitting, *(dose for one in fitting for dose in _stronger(one, case))]
+    made += [dose for one in others for dose in (one, *_stronger(one, case))]
     trials = []
-    for candidate in chosen:
+    for candidate in made:
         parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
-        tried = [(candidate, parts)]
-        if len(parts) == 1:
-            unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-            fix = parts[0][0]
-            doses = stronger(fix, candidate.dose, case.incident, case.evidence)
-            tried += [(replace(candidate, dose=dose, forecast=unpriced), [(fix, dose)]) for dose in doses]
-        for made, of in tried:
-            patch, attempt = attempt_with_all(of, session, case.evidence)
-            if not isinstance(attempt, Refused):
-                trial = Trial(fix=made.fix, label=made.label, attempt=attempt)
-                trials.append((replace(made, patch=patch), trial))
+        patch, attempt = attempt_with_all(parts, session, case.evidence)
+        if not isinstance(attempt, Refused):
+            trial = Trial(fix=candidate.fix, label=candidate.label, attempt=attempt)
+            trials.append((replace(candidate, patch=patch), trial))
     return trials
+
+
+def _stronger(candidate: Candidate, case: Case) -> list[Candidate]:
+    """Return the candidate in its stronger doses; two fixes together have none."""
+    from oomdoctor import fixes
+    from oomdoctor.forecast.planning import stronger
+
+    if candidate.parts:
+        return []
+    unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
+    doses = stronger(fixes.get(candidate.fix), candidate.dose, case.incident, case.evidence)
+    return [replace(candidate, dose=dose, forecast=unpriced) for dose in doses]
 
 
 def _differs(made: Candidate) -> list[str]:
@@ -130,7 +142,7 @@ def _keep_forecast(forecast: Forecast, outcome: Outcome, session: Session) -> No
 
 
 def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
-    """Return the candidates that an automatic retry may use under this setting, best first.
+    """Return the candidates that an automatic retry may use under this setting: those seen to fit, the others.
 
     What other processes hold comes and goes: beside them, a shadow run of the change must fit. What broke in its shadow
     run, where the unchanged cell did not, is left to the user.
@@ -141,7 +153,7 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
         return ()
     must_fit = _is_held_by_others(case)
     effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
-    return tuple(
+    found = [
         candidate
         for candidate in case.plan.candidates
         if auto != "off"
@@ -151,7 +163,8 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
         and candidate.refuted is None
         and (_was_seen_to_fit(candidate) or not must_fit)
         and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
-    )
+    ]
+    return tuple(sorted(found, key=_was_seen_to_fit, reverse=True))
 
 
 def beyond_cure(case: Case) -> str | None:

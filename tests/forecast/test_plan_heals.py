@@ -1,9 +1,22 @@
 """With forecasts on, the first retry is the one that heals: a few of the cases that ``benchmarks/plan.py`` tries."""
 
-from models import FAMILIES
-from plan_lab import Ready, failed, grown, healed, steps_off, unfixed
+import asyncio
+import re
+from dataclasses import replace
 
-from oomdoctor.model.plan import Verdict
+import torch
+from forecast_lab import nothing
+from models import FAMILIES
+from plan_lab import ROOMY_BYTES, Ready, failed, grown, healed, steps_off, unfixed
+from planned import CELL, INCIDENT, evidence, program, shrinking
+
+from oomdoctor import fixes, pipeline
+from oomdoctor.allocator.virtual import simulate
+from oomdoctor.forecast.planning import make_plan
+from oomdoctor.model.case import Case
+from oomdoctor.model.fix import Dose
+from oomdoctor.model.plan import Course, Forecast, Verdict
+from oomdoctor.retry import Transaction
 
 LEAST_BYTES = 64 << 20
 
@@ -29,3 +42,33 @@ def test_what_cannot_be_healed_is_refused_and_not_looped():
         result = healed(ready, "exact")
         assert result["kind"] in ("none admitted", "rolled_back", "refused")
         assert result["attempts"] <= 3
+
+
+def test_what_was_seen_to_fit_is_tried_before_any_estimate_and_any_stronger_dose(monkeypatch):
+    sizes = {"estimated": [31, 32, 33], "fits": [11, 12], "fits_too": [21, 22]}
+    made = {name: shrinking(name, "first", of) for name, of in sizes.items()}
+    monkeypatch.setattr(fixes, "get", made.__getitem__)
+    estimate = Forecast(basis="a guess", budget=1 << 30, peak=1, error_ratio=0.3)
+    seen = replace(estimate, basis="shadow run", error_ratio=0.0, course=Course())
+    tried = []
+
+    async def run(attempt):
+        tried.append(int(re.search(r"first = torch.zeros\((\d+)", attempt.source)[1]))
+        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with simulate(ROOMY_BYTES) as device:
+        session = replace(program(), accelerator=device)
+        given = (session, INCIDENT, evidence(), list(made.values()))
+        plan = make_plan(*given, budget=1 << 30, prepare=nothing, time_budget_s=0)
+        candidates = [
+            replace(one, dose=Dose.of(strength=0), forecast=estimate if one.fix == "estimated" else seen)
+            for one in plan.candidates
+        ]
+        assert [one.fix for one in candidates] == list(sizes)
+        priced = replace(plan, candidates=tuple(candidates))
+        case = Case(number=1, incident=INCIDENT, evidence=evidence(), findings=(), plan=priced)
+        chosen = pipeline.admitted(case, "exact")
+        assert [one.fix for one in chosen] == ["fits", "fits_too", "estimated"]
+        transaction = Transaction(session.namespace, CELL, lambda: ROOMY_BYTES)
+        asyncio.run(pipeline.heal(case, session, transaction, chosen, run, most_attempts=9, time_budget_s=60))
+    assert tried == [11, 21, 12, 22, 31, 32, 33]
