@@ -148,9 +148,7 @@ def _name_anyway(args: argparse.Namespace, script: Path) -> None:
     from oomdoctor import pipeline
 
     case = pipeline.last_case()
-    if case is None or case.outcome.kind is not OutcomeKind.REFUSED or case.outcome.attempts or args.anyway:
-        return
-    if pipeline.admitted(case, args.auto):
+    if case is not None and case.outcome.anyway and pipeline.admitted(case, args.auto):
         again = f"`oomdoctor run --anyway {script}` runs it again; what is named stays as it is"
         print(f"  Anyway  {again}", file=sys.stderr)
 

@@ -47,6 +47,7 @@ class Outcome:
         fixes: labels of the fixes in place for the last attempt.
         peak: measured high-water mark of the last attempt in bytes, by the means that ``measure`` names.
         why: one sentence; for a refusal, what could not be brought back.
+        anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
     """
 
     kind: OutcomeKind = OutcomeKind.OFFERED
@@ -57,6 +58,7 @@ class Outcome:
     measure: str = ""
     elapsed_s: float | None = None
     why: str = ""
+    anyway: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ async def heal(
     ranks = case.evidence.code.world_size or 1
     alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
     if alone or (lost and not anyway):
-        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=alone or "; ".join(lost))
+        why = alone or "; ".join(lost)
+        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=alone is None)
         return replace(case, outcome=refused), None
     trials, unfit = _trials(case, session, chosen), dict[str, str]()
     outcome, error = await retry(

@@ -153,11 +153,12 @@ async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> 
         raise UsageError("the case can no longer be retried: run its cell again")
     meanwhile = (*threads_at_work(), *processes_since(opened.beside), *pools_since(opened.beside))
     still = "; ".join(meanwhile) if not request.anyway else ""
+    passable = bool(still) and extension.in_flight <= 1
     if extension.in_flight > 1:
         still = "another cell is running meanwhile"
     still = still or await end_since(opened.beside, waits=attempts.waits) or ""
     if still:
-        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=still)
+        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=still, anyway=passable)
         case, error = replace(request.case, outcome=refused), None
     else:
         _let_go(opened, extension.shell)

@@ -167,9 +167,11 @@ def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
     offered = _untried(case)
     if offered is None:
         return []
-    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts:  # and so would any other change be
+    if case.outcome.anyway:
         told = f"`{offered.apply} --anyway` ({offered.title}) retries all the same; what is named stays as it is"
         return [(_ANYWAY, told)]
+    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts:  # and so would any other change be
+        return []
     return [(_OFFERED, f"`{offered.apply}` {offered.title}")]
 
 

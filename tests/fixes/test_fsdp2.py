@@ -227,6 +227,7 @@ def test_it_is_shown_as_a_diff_and_runs_neither_in_a_forecast_nor_in_a_retry() -
     )
     assert error is None
     assert healed.outcome.kind is OutcomeKind.REFUSED
+    assert not healed.outcome.anyway
     assert "one of 2 ranks" in healed.outcome.why
     assert ran == []
 

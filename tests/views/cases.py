@@ -263,6 +263,7 @@ def refused() -> Case:
         kind=OutcomeKind.REFUSED,
         state=State.UNVERIFIED,
         why="line 3 writes to the file log.csv, which cannot be taken back",
+        anyway=True,
     )
     return offered(outcome=outcome)
 

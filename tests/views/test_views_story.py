@@ -365,6 +365,12 @@ def test_a_change_that_would_be_refused_for_the_same_reason_is_not_offered() -> 
     assert facts["Anyway"].startswith("`%oomdoctor fix 1 --anyway` (Run each batch in micro-batches")
 
 
+def test_going_on_anyway_is_advised_only_where_it_would_go_on() -> None:
+    case = cases.refused()
+    alone = replace(case, outcome=replace(case.outcome, why="this process is one of 2 ranks", anyway=False))
+    assert not {"Offered", "Anyway"} & dict(aftermath(alone).facts).keys()
+
+
 def test_the_diagnosis_says_why_a_cell_was_not_retried() -> None:
     """What a button puts out is not in the notebook's file."""
     case = cases.refused()
