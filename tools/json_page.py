@@ -121,6 +121,9 @@ _FITS: Final = {
     "verdict": _described(_ref("Verdict"), "the same in a word"),
 }
 _SCHEMA: Final = _described(_INTEGER, f"version of this shape: {SCHEMA}")
+_REFUSALS: Final = _described(
+    {"type": "object", "additionalProperties": _STRING}, "why not, by the ids of fixes left out"
+)
 _DIAGNOSIS: Final = {
     "schema": _SCHEMA,
     "incident": _described(_ref("Incident"), "the failure, as its message tells it"),
@@ -138,6 +141,7 @@ def _documents() -> dict[str, Schema]:
                 "evidence": _described(_ref("Evidence"), "what was found when it failed"),
                 "unchanged": _described(_ref("Forecast"), "of the cell as it stands"),
                 "fixes": _described(_list(_ref("Candidate")), "best first, as `%oomdoctor fix N` counts them"),
+                "refusals": _REFUSALS,
                 "outcome": _described(_ref("Outcome"), "how it ended"),
             },
         ),
@@ -164,9 +168,7 @@ def _documents() -> dict[str, Schema]:
                 "largest_batch": _described(_either(_ref("LargestBatch"), _NULL), "the largest that fits"),
                 "largest_batch_why": _why("largest_batch"),
                 "fixes": _described(_list(_ref("Candidate")), "best first; empty where none is needed"),
-                "refusals": _described(
-                    {"type": "object", "additionalProperties": _STRING}, "why not, by the ids of fixes left out"
-                ),
+                "refusals": _REFUSALS,
                 "elapsed_s": _described({"type": "number"}, "how long the plan took", "seconds"),
             },
             "largest_batch_why",

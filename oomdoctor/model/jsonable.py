@@ -82,6 +82,7 @@ def case(whole: Case) -> dict[str, Any]:
         "evidence": evidence(whole.evidence),
         "unchanged": _forecast(whole.plan.unchanged),
         "fixes": [_candidate(candidate) for candidate in whole.plan.candidates],
+        "refusals": dict(whole.plan.refusals),
         "outcome": plain(whole.outcome),
     }
 

@@ -51,6 +51,12 @@ print(json.dumps({"Report": after.to_dict() | {"growth": growth}, "Growth": grow
 """
 
 
+def test_a_case_tells_which_fixes_were_refused_and_why() -> None:
+    case = offered()
+    assert case.plan.refusals
+    assert case.to_dict()["refusals"] == dict(case.plan.refusals)
+
+
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("json_page", ROOT / "tools" / "json_page.py")
@@ -169,7 +175,7 @@ def test_plans_of_every_kind_have_the_shape(tool: ModuleType, make: Any) -> None
 def test_a_key_too_many_or_too_few_and_a_wrong_kind_are_seen(tool: ModuleType) -> None:
     right = json.loads(json.dumps(offered().to_dict()))
     assert faults(tool, "Case", right) == []
-    places = [where for where, part in walk(right) if not where.endswith((".roles", ".dose")) and part]
+    places = [where for where, part in walk(right) if not where.endswith((".roles", ".dose", ".refusals")) and part]
     assert len(places) > 20
     for where in places:
         for change in (more, fewer, another_kind):
