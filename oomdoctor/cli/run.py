@@ -47,9 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run it again also where something that it did cannot be taken back, such as a file that it wrote",
     )
     parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
-    parser.add_argument("--diff", metavar="PATH", help="write the change that healed the script there, as a diff")
     parser.add_argument(
-        "--json", metavar="PATH", help="write the failure and its outcome there, null if there was none"
+        "--diff",
+        metavar="PATH",
+        help="write the change that healed the script there, as a diff; of ranks, each its own",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        help="write the failure and its outcome there, null if there was none; of ranks, each its own",
     )
     parser.add_argument("script", metavar="SCRIPT.py", help="the script to run")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
@@ -65,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.script)
     source = _read(path)
     for target in filter(None, (args.diff, args.json)):
-        _check_writable(Path(target))
+        _check_writable(_of_rank(target))
     main = _become_main(path, args.arguments)
     shell = _shell_for(path, main)
     shell.anyway = args.anyway
@@ -91,6 +97,17 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} {_UNREADABLE}: {exc.strerror or exc}") from None
     except (SyntaxError, UnicodeError, ValueError) as exc:
         raise UsageError(f"{path} {_UNREADABLE}: {exc}") from None
+
+
+def _of_rank(target: str) -> Path:
+    """Return the file that this process writes: its own where several ranks run the script, ``case.rank1.json``.
+
+    Source: torchrun gives each of its processes ``RANK`` and ``WORLD_SIZE``.
+    """
+    path, rank = Path(target), os.environ.get("RANK")
+    if rank is None or os.environ.get("WORLD_SIZE", "1") == "1":
+        return path
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def _check_writable(target: Path) -> None:
@@ -133,14 +150,14 @@ def _write(args: argparse.Namespace, script: Path) -> None:
 
     case = pipeline.last_case()
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(case and case.to_dict(), indent=2) + "\n", encoding="utf-8")
+        _of_rank(args.json).write_text(json.dumps(case and case.to_dict(), indent=2) + "\n", encoding="utf-8")
     if args.diff is None or case is None or case.outcome.kind is not OutcomeKind.HEALED:
         return
     for patch in (one.patch for one in case.plan.candidates if one.label in case.outcome.fixes):
         if isinstance(patch, Refused):
             print(f"oomdoctor run: no diff: {patch.reason}", file=sys.stderr)
         else:
-            Path(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
+            _of_rank(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
 
 
 def _name_anyway(args: argparse.Namespace, script: Path) -> None:

@@ -141,6 +141,14 @@ def test_without_a_failure_the_json_is_null(tmp_path: Path) -> None:
     assert (tmp_path / "case.json").read_text() == "null\n"
 
 
+def test_each_rank_writes_its_own_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert run(tmp_path, "print(1)", options=("--json", "case.json")).returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("case*")) == ["case.rank0.json", "case.rank1.json"]
+
+
 def test_nothing_is_written_beside_the_script(tmp_path: Path) -> None:
     run(tmp_path, "print(1)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]
