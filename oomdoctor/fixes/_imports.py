@@ -29,10 +29,9 @@ def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
         cells: the cells that were run.
         otherwise: what to call it then.
     """
-    imports = re.compile(rf"^[ \t]*from {re.escape(module)} import [\w, ]*\b{attribute}\b(?! as)[^\n]*$", re.MULTILINE)
     bound = re.compile(rf"^[ \t]*{attribute}\s*(,[\w, ]*)?=(?!=)|\bas {attribute}\b", re.MULTILINE)
     used = re.compile(rf"\b{attribute}\b")
-    if any(imports.search(cell.source) for cell in cells.history):
+    if knows(cells, attribute, f"{module}.{attribute}"):
         return attribute if not any(bound.search(cell.source) for cell in cells.history) else _fresh(otherwise, cells)
     return _fresh(otherwise, cells) if any(used.search(cell.source) for cell in cells.history) else attribute
 

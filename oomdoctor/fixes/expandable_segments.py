@@ -30,6 +30,7 @@ from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.names import imports_in
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _HONOURED: Final = (2, 11)
 _SMALL: Final = 2 << 20
 """Requests are served from the pool of small blocks up to 1 MiB, whose segments of 2 MiB a message prints."""
 _SETS: Final = re.compile(r"PYTORCH_\w*ALLOC_CONF|expandable_segments")
-_TORCH: Final = re.compile(r"^(?:import|from) (?:torch|lightning|transformers|fastai|accelerate|timm)\b", re.MULTILINE)
+_TORCH: Final = frozenset({"torch", "lightning", "transformers", "fastai", "accelerate", "timm"})
 _OPTION: Final = "expandable_segments"
 
 
@@ -148,7 +149,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         return Refused("a cell makes settings of the allocator already")
-    first = next((cell for cell in cells.history if _TORCH.search(cell.source)), None)
+    first = next((cell for cell in cells.history if _imports_torch(cell.source)), None)
     if first is None:
         return Refused("no cell imports torch: the variable has to be set before that")
     cell = [one for one in cells.history if one.source == first.source][-1]
@@ -160,10 +161,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 def _with_variable(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, setting: str) -> Patch | Refused:
     body = list(parsed.module.body)
-    at = next((i for i, node in enumerate(body) if _TORCH.match(parsed.code(node))), None)
+    at = next((i for i, node in enumerate(body) if _is_import(node) and _imports_torch(parsed.code(node))), None)
     if at is None:
         return Refused(f"torch is imported under a condition in cell {cell.number}")
-    has_os = any(parsed.code(node) == "import os" for node in body[:at])
+    has_os = any(("os", "os") in imports_in(parsed.code(node)) for node in body[:at] if _is_import(node))
     first = 0 if has_os else next(i for i, node in enumerate(body) if _is_import(node))
     start = at if has_os else first
     new = list(_cst.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
@@ -179,6 +180,10 @@ def _with_variable(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, setting: s
         return after
     replay = after if cell is cells.failing else f"import os\n\n{setting}\n"
     return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
+
+
+def _imports_torch(source: str) -> bool:
+    return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
 
 
 def _is_import(node: cst.CSTNode) -> bool:

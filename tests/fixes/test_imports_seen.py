@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import live
 import pytest
 
-from oomdoctor.fixes import _frees_source, _imports
+from oomdoctor.fixes import _frees_source, _imports, expandable_segments
+from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.session import Cell, Cells
 
 
@@ -43,6 +45,26 @@ def test_torch_is_known(source: str) -> None:
 )
 def test_torch_is_not_known(source: str) -> None:
     assert not _imports.knows_torch(cells(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["import random, torch", "import torch as t", "from torch import nn, cuda", "import os, torch.nn as nn"]
+)
+def test_the_variable_of_the_allocator_is_set_before_any_import_of_torch(source: str) -> None:
+    made = expandable_segments.patch(cells(source), live.evidence(), Dose.of(variable="PYTORCH_ALLOC_CONF"))
+    assert isinstance(made, Patch)
+    assert made.edits[0].after.endswith(f'_segments:True"\n\n{source}')
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils.checkpoint import (\n    checkpoint,\n    set_device_states,\n)",
+        "from torch.utils.checkpoint import set_device_states as put, checkpoint",
+    ],
+)
+def test_a_function_that_is_imported_already_keeps_its_name(source: str) -> None:
+    assert _imports.name_for("torch.utils.checkpoint", "checkpoint", cells(source), "recompute") == "checkpoint"
 
 
 def test_another_name() -> None:
