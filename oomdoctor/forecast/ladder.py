@@ -22,8 +22,10 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.plan import Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["ESTIMATE_ERROR", "KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all"]
+__all__ = ["ESTIMATE_ERROR", "KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all", "taken_at_its_word"]
 
+_CAUTION: Final = 0.3
+"""By how much more than an estimate says a dose is to fit before it is the first that is forecast."""
 ESTIMATE_ERROR: Final = 0.3
 """How far off an analytic estimate may be; a guess on the safe side, and shown as an estimate."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
@@ -169,6 +171,7 @@ class Ladder:
             peak=peak,
             slowdown=_slowdown(rung),
             error_ratio=ESTIMATE_ERROR,
+            estimated=True,
             at_least=unchanged.at_least,
             refused=self.why,
         )
@@ -184,10 +187,9 @@ class Ladder:
 
     def points_at(self, doses: range, unchanged: Forecast, scale: float) -> int | None:
         """Return the mildest of some doses that fits by its estimate, where no more is needed than is known of."""
-        error = ESTIMATE_ERROR if self._truth(unchanged) is None else 0.0
+        error = _CAUTION if self._truth(unchanged) is None else 0.0
         for index in doses:
-            estimate = replace(self.estimate(index, unchanged, scale), error_ratio=error, at_least=False)
-            if estimate.verdict is Verdict.FITS:
+            if taken_at_its_word(self.estimate(index, unchanged, scale), error).verdict is Verdict.FITS:
                 return index
         return None
 
@@ -250,6 +252,11 @@ class Ladder:
     def _effect_of(part: Part, patch: Patch | Refused) -> Effect:
         changes = isinstance(patch, Refused) and part.fix.live_caveat is not None
         return max(part.proposal.effect, Effect.CHANGES_RESULT if changes else Effect.EXACT, key=_EFFECTS.index)
+
+
+def taken_at_its_word(forecast: Forecast, error: float = 0.0) -> Forecast:
+    """Return a forecast as if no more were needed than is known of, and an estimate were off by no more than this."""
+    return replace(forecast, estimated=False, at_least=False, error_ratio=error)
 
 
 def _caveats(part: Part, patch: Patch | Refused) -> tuple[str | None, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.allocator.caching import least_asked
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.ladder import ESTIMATE_ERROR, KEEPING, Ladder, Part
+from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
 from oomdoctor.forecast.pricing import forecast_of, is_late, late
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.settings import allocator_settings
@@ -39,6 +39,8 @@ _SEEN: Final = 0.95
 """A shadow run that needs less than this share of what was held and asked for has not seen what fills the memory."""
 _SAVES: Final = 0.98
 """A fix that leaves more than this share of the peak is none to put beside another."""
+_UNCHANGED_UNSEEN: Final = 0.3
+"""How far off a forecast of a changed cell is taken to be where the unchanged one could not be forecast."""
 _PAIRED: Final = 4
 """So many of the fixes that save most are put together by twos."""
 
@@ -127,10 +129,10 @@ class Planner:
         keeps = candidate.effect in KEEPING
         return (
             _VERDICTS.index(candidate.forecast.verdict),
-            replace(candidate.forecast, at_least=False).fits is not True,
+            taken_at_its_word(candidate.forecast, candidate.forecast.error_ratio).fits is not True,
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
-            candidate.forecast.error_ratio >= ESTIMATE_ERROR,
+            candidate.forecast.estimated,
             candidate.forecast.slowdown or 1.0,
             len(candidate.made_of),
         )
@@ -235,12 +237,13 @@ class Planner:
             ladder.search.end()
             return
         if unchanged.refused is not None:
-            forecast = replace(forecast, error_ratio=ESTIMATE_ERROR)
+            forecast = replace(forecast, error_ratio=_UNCHANGED_UNSEEN)
         if self._is_blind:
             # A shadow run that did not see what fills the memory unchanged does not see it with the fix either.
             estimate = ladder.estimate(index, unchanged, self._scale(unchanged))
             peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
-            forecast = replace(forecast, basis=estimate.basis, peak=peak, at_least=True, refused=unchanged.refused)
+            told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
+            forecast = replace(told, slowdown=forecast.slowdown)
         ladder.told[index] = forecast
         # What comes after the training of a library is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
@@ -281,7 +284,6 @@ class Planner:
             basis="held and asked for when it failed: the least that it needs",
             budget=self._budget,
             peak=None if isinstance(allocated, Unavailable) else allocated + asked,
-            error_ratio=ESTIMATE_ERROR,
             at_least=True,
             refused=why,
         )

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from dataclasses import replace
 from typing import Final
 
-from oomdoctor.forecast.ladder import ESTIMATE_ERROR, attempt_with, attempt_with_all
+from oomdoctor.forecast.ladder import attempt_with, attempt_with_all
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
 from oomdoctor.forecast.pricing import late
@@ -132,8 +132,7 @@ class Planning:
 
 def _without(forecast: Forecast, why: str) -> Forecast:
     """Return the forecast; of an estimate it says why it is none better."""
-    is_estimate = forecast.error_ratio >= ESTIMATE_ERROR and forecast.refused is None
-    return replace(forecast, refused=why) if is_estimate else forecast
+    return replace(forecast, refused=why) if forecast.estimated and forecast.refused is None else forecast
 
 
 def make_plan(

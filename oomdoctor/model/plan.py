@@ -52,6 +52,7 @@ class Forecast:
         slowdown: time with the change over time without it, None where it is not known.
         basis: how it was found out: a shadow run, an analytic estimate.
         error_ratio: how far off such forecasts may be, as a share of the peak.
+        estimated: whether it is told from the census alone: then it says neither what fits nor what does not.
         at_least: whether more than this may be needed: then it is known what does not fit, and never what does.
         at_most: whether less than this may be needed: then it is known what fits, and never what does not.
         peak_line: line of the failing cell at which the peak stands, None where it was not seen.
@@ -65,6 +66,7 @@ class Forecast:
     reserved: int | None = None
     slowdown: float | None = None
     error_ratio: float = 0.0
+    estimated: bool = False
     at_least: bool = False
     at_most: bool = False
     peak_line: int | None = None
@@ -74,7 +76,7 @@ class Forecast:
     @property
     def verdict(self) -> Verdict:
         """Whether it fits, by the larger of peak and reserved and the error that such forecasts have."""
-        if self.peak is None or self.budget is None:
+        if self.peak is None or self.budget is None or self.estimated:
             return Verdict.UNKNOWN
         need = max(self.peak, self.reserved or 0)
         if need > self.budget:

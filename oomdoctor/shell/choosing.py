@@ -49,6 +49,7 @@ def doses(case: Case, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]
                 peak=needs,
                 slowdown=proposal.slowdown,
                 error_ratio=ESTIMATE_ERROR,
+                estimated=True,
             )
         found.append((proposal.dose, priced))
     return tuple(found)
