@@ -99,7 +99,10 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
 
-    rows = list(measured(chosen))
+    rows = []
+    for row in measured(chosen):
+        rows.append(row)
+        print(*row, file=sys.stderr, flush=True)
     report(say, rows)
     if args.write:
         RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -2,8 +2,8 @@
 
 ``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes. Evidence names the
 loops and statements of which the cells show that no gradient is taken of anything they make; they stand in a ``with``.
-Functions that they call stay as they are, because another cell may train by them. ``no_grad`` and not
-``inference_mode``: what it makes may still be part of a later computation that is differentiated.
+A function that gives something with a graph to whoever calls it stays as it is, because another cell may train by it.
+``no_grad`` and not ``inference_mode``: what it makes may still be part of a later computation that is differentiated.
 
 Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
 inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as

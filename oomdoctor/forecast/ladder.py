@@ -22,12 +22,10 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.plan import Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["ESTIMATE_ERROR", "KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all", "taken_at_its_word"]
+__all__ = ["KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all", "taken_at_its_word"]
 
 _CAUTION: Final = 0.3
-"""By how much more than an estimate says a dose is to fit before it is the first that is forecast."""
-ESTIMATE_ERROR: Final = 0.3
-"""How far off an analytic estimate may be; a guess on the safe side, and shown as an estimate."""
+"""How far off an estimate is taken to be where it decides what to forecast or to try first."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _EFFECTS: Final = tuple(Effect)
 
@@ -170,7 +168,6 @@ class Ladder:
             budget=unchanged.budget,
             peak=peak,
             slowdown=_slowdown(rung),
-            error_ratio=ESTIMATE_ERROR,
             estimated=True,
             at_least=unchanged.at_least,
             refused=self.why,
@@ -254,8 +251,9 @@ class Ladder:
         return max(part.proposal.effect, Effect.CHANGES_RESULT if changes else Effect.EXACT, key=_EFFECTS.index)
 
 
-def taken_at_its_word(forecast: Forecast, error: float = 0.0) -> Forecast:
+def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast:
     """Return a forecast as if no more were needed than is known of, and an estimate were off by no more than this."""
+    error = caution if forecast.estimated else forecast.error_ratio
     return replace(forecast, estimated=False, at_least=False, error_ratio=error)
 
 

@@ -129,7 +129,7 @@ class Planner:
         keeps = candidate.effect in KEEPING
         return (
             _VERDICTS.index(candidate.forecast.verdict),
-            taken_at_its_word(candidate.forecast, candidate.forecast.error_ratio).fits is not True,
+            taken_at_its_word(candidate.forecast).fits is not True,
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.estimated,

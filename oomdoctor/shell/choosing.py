@@ -28,7 +28,6 @@ def doses(case: Case, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]
     by what that one is forecast to save over what it was thought to.
     """
     from oomdoctor import fixes
-    from oomdoctor.forecast.ladder import ESTIMATE_ERROR
 
     if candidate.parts or candidate.effect is Effect.ADVICE or candidate.fix not in fixes.ids():
         return ()
@@ -48,7 +47,6 @@ def doses(case: Case, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]
                 budget=priced.budget,
                 peak=needs,
                 slowdown=proposal.slowdown,
-                error_ratio=ESTIMATE_ERROR,
                 estimated=True,
             )
         found.append((proposal.dose, priced))

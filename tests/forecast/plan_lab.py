@@ -14,6 +14,7 @@ import json
 import linecache
 import os
 import random
+import signal
 import time
 import traceback
 import warnings
@@ -38,6 +39,7 @@ from oomdoctor.retry import Transaction, release
 from oomdoctor.sandbox.openmp import keep_one_thread
 
 ROOMY_BYTES = 1 << 36
+LONGEST_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +223,14 @@ def mildest_that_runs(ready: Ready, candidate: Candidate) -> int | None:
 
 
 def peak_of(ready: Ready, attempt: Attempt) -> int | None:
-    """Return the peak of an attempt on a device with room enough, in a copy; None where it finds itself unfit."""
+    """Return the peak of an attempt on a device with room enough, in a copy; None where it is unfit or takes long."""
+
+    def over(*_: Any) -> None:
+        raise TimeoutError
 
     def peak() -> int | None:
+        signal.signal(signal.SIGALRM, over)
+        signal.alarm(LONGEST_S)
         device: Any = ready.session.accelerator
         device.capacity_bytes = device.allocator.capacity_bytes = device._room = ROOMY_BYTES
         device.reset_peak()
