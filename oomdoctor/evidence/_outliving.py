@@ -17,7 +17,7 @@ from oomdoctor.evidence._loops import called_like_a_model
 from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
 from oomdoctor.evidence._passage import Passage
 from oomdoctor.evidence._program import Program, Scope, with_gradients
-from oomdoctor.model.kinds import Kind, items_of, kind_of, mro_of, name_of
+from oomdoctor.model.kinds import Kind, items_of, kind_of, members_of, mro_of, name_of
 from oomdoctor.model.names import is_users, own_nodes
 
 __all__ = ["inputs_with_grad", "outliving", "runs_model"]
@@ -62,8 +62,14 @@ def inputs_with_grad(namespace: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _wants_grad(value: Any) -> bool:
-    is_tensor = kind_of(type(value)) is Kind.TENSOR and "Parameter" not in {name_of(one) for one in mro_of(type(value))}
-    return is_tensor and value.is_leaf and value.requires_grad
+    if kind_of(type(value)) is not Kind.TENSOR:
+        return False
+    bases = {name_of(one): one for one in mro_of(type(value))}
+    if "Parameter" in bases:
+        return False
+    # Past a class of the user's, which may answer itself.
+    members = members_of(bases["TensorBase"])
+    return bool(members["is_leaf"].__get__(value) and members["requires_grad"].__get__(value))
 
 
 def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
