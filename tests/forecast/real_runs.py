@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oomdoctor.allocator.virtual import simulate
+from oomdoctor.sandbox.openmp import keep_one_thread
 
 
 def real_rise(make: Callable[[], dict[str, Any]], source: str, folder: str) -> int:
@@ -26,6 +27,7 @@ def real_rise(make: Callable[[], dict[str, Any]], source: str, folder: str) -> i
     pid = os.fork()
     if pid == 0:
         try:
+            keep_one_thread()  # the others of this process did not come along
             os.write(writer, json.dumps(_run(make, source, folder)).encode())
         finally:
             os._exit(0)
