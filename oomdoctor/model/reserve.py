@@ -20,9 +20,6 @@ from typing import Any, Final
 
 from oomdoctor.model.sizes import MIB
 
-if sys.platform != "win32":
-    import resource
-
 __all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "released", "resident", "take"]
 
 _WANTED: Final = 96 * MIB
@@ -109,6 +106,8 @@ def of_process() -> tuple[int, int] | None:
     """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where none is set."""
     if sys.platform != "linux":
         return None
+    import resource
+
     data, space = resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
     if data == space == resource.RLIM_INFINITY:
         return None

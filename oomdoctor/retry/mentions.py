@@ -136,14 +136,16 @@ def _is_end(value: Any) -> bool:
 def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: frozenset[str]) -> set[str]:
     """Return those of ``unread`` that code mentions which something beside the namespace holds: a hook of a library's.
 
-    Goes through all objects of the process, so it is for after a failure.
+    Goes through all objects of the process, so it is for after a failure. What widgets call runs between cells: a cell
+    that runs it itself mentions the widget, or awaits.
 
     Args:
         namespace: the globals of the functions.
         snapshots: what of ours holds functions. unread: names.
     """
     functions = [one for one in gc.get_referrers(namespace) if type(one) is FunctionType]
-    inside = _inside([value for name, value in namespace.items() if is_users(name) or name == "Out"], snapshots)
+    named = (value for name, value in namespace.items() if is_users(name) or name == "Out")
+    inside = _inside([*named, *_widgets()], snapshots)
     classes = [one for one in inside.values() if isinstance(one, type) and not is_installed(module_of(one))]
     mention: dict[int, frozenset[str]] = {}
     for one in (*functions, *classes):
@@ -158,6 +160,14 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
         if id(holder) not in inside and id(holder) not in passed and type(holder) is not FrameType:
             found |= set().union(*(mention.get(id(one), ()) for one in gc.get_referents(holder)))
     return found
+
+
+def _widgets() -> list[Any]:
+    """Return the widgets that are open. Source: ``widget.py`` of ipywidgets 8 and 7."""
+    module: Any = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None:
+        return []
+    return list((module._instances if hasattr(module, "_instances") else module.Widget.widgets).values())
 
 
 def _mentioned_by_own(value: Any) -> frozenset[str]:

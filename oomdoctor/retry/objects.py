@@ -246,8 +246,10 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         shape.locks.append((path, held, times_held(value)))
     elif cls is MappingProxyType:
         _hold_shown(shape, value, path, depth)
-    elif cls is Logger or _is_shell(cls):  # put back, as far as a cell changes them, whether they have a name or not
+    elif cls is Logger:  # put back, as far as a cell changes it, whether it has a name or not
         return
+    elif _is_shell(cls):  # so is this
+        shape.mention(EVERYTHING)
     elif cls in (bytearray, array):
         if len(value) <= LIGHT_BYTES:
             shape.light.add(value)

@@ -76,7 +76,7 @@ def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = N
     """
     # CPython seeds ``random`` anew in every forked process: the end of ``random.py``.
     state, pid = random.getstate(), -1
-    with _signals_held_back() as came:
+    with _history_goes_on(), _signals_held_back() as came:
         with warnings.catch_warnings():
             # Python 3.12 warns of forks beside threads; the copy touches nothing that another thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -182,6 +182,27 @@ def _signals_held_back() -> Iterator[set[int]]:
     finally:
         for number, kept in handlers.items():
             signal.signal(number, kept)
+
+
+@contextlib.contextmanager
+def _history_goes_on() -> Iterator[None]:
+    """Let IPython's thread that writes the history live through the fork; the copy writes none.
+
+    IPython ends it before each fork, and begins it again in the next cell. ``Thread.start`` waits without an end for
+    a thread that begins and then finds no memory, and a copy is forked where memory ran out.
+
+    Source: ``HistoryManager._stop_thread``, IPython/core/history.py from 9.2 on.
+    """
+    manager: Any = getattr(sys.modules.get("IPython.core.history"), "HistoryManager", None)
+    if not hasattr(manager, "_stop_thread"):
+        yield
+        return
+    known = manager._instances
+    manager._instances = type(known)()
+    try:
+        yield
+    finally:
+        manager._instances = known
 
 
 def threads_of_origin(torch: Any) -> int:

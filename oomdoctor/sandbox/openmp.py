@@ -19,9 +19,6 @@ from typing import Any, Final
 
 from oomdoctor.model import reserve
 
-if sys.platform != "win32":
-    import resource
-
 __all__ = ["begin_teams", "keep_one_thread", "limit_levels", "teams_in_room"]
 
 _STACK: Final = 8 << 20
@@ -81,6 +78,8 @@ def teams_in_room() -> Iterator[None]:
 
 
 def _has_room_for(threads: int) -> bool:
+    import resource  # which Windows has not
+
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     return reserve.has_room(threads * (_STACK if stack == resource.RLIM_INFINITY else stack) + reserve.FOR_THREAD)
 

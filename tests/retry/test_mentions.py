@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 
 from oomdoctor.retry import Transaction
 from oomdoctor.retry.mentions import EVERYTHING, held_elsewhere, mentioned
@@ -187,6 +189,24 @@ def test_what_functions_mention_that_the_namespace_alone_holds_is_not_told() -> 
     beside = [namespace["told"]]
     assert held_elsewhere(namespace, (), frozenset({"seen"})) == {"seen"}
     del beside
+
+
+def test_what_a_widget_calls_is_no_hidden_code() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("seen = []\ndef pressed(button):\n    seen.append(1)\n", namespace)
+    button = ipywidgets.Button()
+    button.on_click(namespace.pop("pressed"))
+    assert held_elsewhere(namespace, (), frozenset({"seen"})) == set()
+    button.close()
+
+
+def test_a_cell_that_gets_at_the_shell_under_any_name_gets_at_everything() -> None:
+    namespace: dict[str, Any] = {"shell": InteractiveShell.__new__(InteractiveShell), "seen": [1]}
+    transaction = Transaction(namespace, "shell.user_ns['se' + 'en'].append(2)", lambda: 1 << 20)
+    namespace["seen"].append(2)
+    transaction.restore()
+    assert namespace["seen"] == [1]
+    assert transaction.losses() == ()
 
 
 def test_an_attempt_that_gets_at_more_than_the_cell_is_taken_back_whole() -> None:

@@ -211,3 +211,21 @@ def test_an_interrupt_at_the_fork_leaves_no_copy(monkeypatch: pytest.MonkeyPatch
         in_copy(lambda: None)
     with pytest.raises(ChildProcessError):
         os.waitpid(pids[0], 0)
+
+
+def test_the_thread_that_writes_the_history_lives_through_the_fork(tmp_path: Path) -> None:
+    pytest.importorskip("IPython", minversion="9.2")
+    from IPython.core.history import HistoryManager
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    place = Config({"HistoryManager": {"hist_file": str(tmp_path / "history.sqlite")}})
+    manager = HistoryManager(shell=InteractiveShell.__new__(InteractiveShell), config=place)
+    try:
+        before = manager.save_thread
+        assert in_copy(lambda: 1) == "1"
+        assert manager.save_thread is before
+        assert before is not None
+        assert before.is_alive()
+    finally:
+        manager.close()
