@@ -233,8 +233,9 @@ def _casting(choose: Callable[[Any, str], torch.dtype]) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with _below():
                 dtype = choose((args, kwargs), kind)
-                cast = {name: _cast(value, dtype, kind) for name, value in kwargs.items()}
-                return operator(*(_cast(value, dtype, kind) for value in args), **cast)
+                # From the right, as compilers evaluate the arguments of a call: where copies lie depends on it.
+                cast = {name: _cast(value, dtype, kind) for name, value in reversed(kwargs.items())}
+                return operator(*[_cast(value, dtype, kind) for value in reversed(args)][::-1], **cast)
 
         return kernel
 

@@ -70,7 +70,7 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
         "log_softmax.int": _softmax_of(_aten.log_softmax.int, _aten._log_softmax.default),
     }
     if card.type == "cuda":
-        own["scaled_dot_product_attention"] = _attention(card)
+        own["scaled_dot_product_attention"], own["linear"] = _attention(card), _linear
         own |= {name: _recurrent(name, mode) for name, mode in _RECURRENT.items()}
         if hasattr(_aten, "_fused_rms_norm"):
             own["rms_norm"] = _rms_norm
@@ -78,10 +78,7 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
         _library.impl(name, kernel, "AutogradCPU")
         tracker.handlers[_operator(name)] = _again(tracker, kernel)
     _foreach_supported_types.append(FakeTensor)
-    workspaces = Workspaces(tracker, workspace_bytes(card.capability))
-    if card.type == "cuda":
-        tracker.handlers |= dict.fromkeys(_PRODUCTS, workspaces.multiply)
-    return workspaces
+    return Workspaces(tracker, workspace_bytes(card.capability))
 
 
 def _operator(name: str) -> Any:
@@ -119,6 +116,13 @@ def _softmax_of(composite: Any, kernel: Any) -> Any:
         return composite._op_dk(_COMPOSITE, tensor, dim, dtype)
 
     return softmax
+
+
+def _linear(tensor: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Any:
+    """Return a layer that adds its bias in place, as to a fake it is not. Source: ``linear`` in ``Linear.cpp``."""
+    if bias is None or tensor.dim() == 2 or tensor.is_contiguous() or not _there(tensor):
+        return _aten.linear.default._op_dk(_COMPOSITE, tensor, weight, bias)
+    return torch.matmul(tensor, weight.t()).add_(bias)
 
 
 def _rms_norm(tensor: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
@@ -274,14 +278,12 @@ class Workspaces:
         self._tracker, self._bytes = tracker, nbytes
         self._held: dict[bool, torch.UntypedStorage] = {}
 
-    def multiply(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a product of matrices; the first one of a thread allocates."""
-        if any(isinstance(arg, torch.Tensor) and _there(arg) for arg in args):
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward not in self._held:
-                self._held[in_backward] = storage = _torch.UntypedStorage(self._bytes, device="meta")
-                self._tracker.hold_as("workspace of cuBLAS", storage)
-        return func(*args, **kwargs)
+    def follow(self, func: Any) -> None:
+        """Count what an operation of CUDA takes once its result is there: the first product of a thread allocates."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if func in _PRODUCTS and in_backward not in self._held:
+            self._held[in_backward] = storage = _torch.UntypedStorage(self._bytes, device="meta")
+            self._tracker.hold_as("workspace of cuBLAS", storage)
 
     def found(self, nbytes: int) -> None:
         """Take what libraries hold already to be workspaces of the thread that runs, then of that of backward."""

@@ -176,6 +176,12 @@ def _of_softmax_gradient(_card: Card, given: dict[str, Any], _out: Any) -> Turns
     return [(dense_copy(grad), grad.numel() * grad.element_size())]
 
 
+def _of_safe_softmax(card: Card, given: dict[str, Any], out: Any) -> Turns:
+    """Return which scores are masked, and which rows are as a whole. Source: ``_safe_softmax`` in ``attention.cpp``."""
+    masked, dim = torch.empty_like(out, dtype=torch.bool), given["dim"]
+    return [(masked.nbytes, masked.nbytes // out.shape[dim], *_staged(card, masked, [dim], lambda _tensor: 1))]
+
+
 def _of_distances(_card: Card, given: dict[str, Any], _out: Any) -> Turns:
     """Return both sets of points with two columns more, and those on the way. Source: ``_euclidean_dist``."""
     points = [given["x1"], given["x2"]]
@@ -295,6 +301,7 @@ _RULES: Final = _table(
         ("multinomial", _of_draws),
         ("mm addmm bmm baddbmm", _of_products),
         ("_softmax_backward_data", _of_softmax_gradient),
+        ("_safe_softmax", _of_safe_softmax),
         ("_euclidean_dist", _of_distances),
         ("_scaled_dot_product_flash_attention_backward", _of_flash_gradient),
         ("_scaled_dot_product_efficient_attention_backward", _of_efficient_gradient),

@@ -92,6 +92,7 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
         """Return what an operation on the device takes from its allocator for itself. See ``device_scratch``."""
         if self.card.type != "cuda" or not any(_lies_on(value, self.card) for value in (*args[:2], out)):
             return []
+        self.workspaces.follow(func)
         return scratch(self.card, func, args, kwargs, out)
 
 

@@ -79,7 +79,7 @@ async def heal(
             break
         log.tried.append(trial.label)
         try:
-            with teams_in_room(), _peaks_before_resets(accelerator) as peaks:
+            with _peaks_before_resets(accelerator) as peaks:
                 error = await _attempt(transaction, trial.attempt, run, accelerator, peaks)
         except OomDoctorError as exc:
             log.unfit_for(trial, exc)
@@ -191,7 +191,7 @@ async def _attempt(
     with ExitStack() as live:
         for enter in attempt.live:
             live.enter_context(enter())
-        with transaction.armed(strict=True):
+        with teams_in_room(), transaction.armed(strict=True):
             return await run(attempt)
 
 

@@ -31,7 +31,7 @@ _begun: dict[str, tuple[int, int]] = {}
 def limit_levels(levels: int) -> None:
     """Let parallel regions be nested so deep, in each runtime; at 0 all of them have one thread.
 
-    A number of threads that is set later, by whomever, changes nothing in that.
+    A number of threads that is set later changes nothing in that, but what waits for so many waits for ever.
     """
     for _, runtime in _runtimes():
         runtime.omp_set_max_active_levels(levels)
@@ -39,6 +39,7 @@ def limit_levels(levels: int) -> None:
 
 def keep_one_thread() -> None:
     """Have each parallel region run in one thread from now on."""
+    _have_torch_set_its_number()
     limit_levels(0)
     for _, runtime in _runtimes():
         runtime.omp_set_num_threads(1)  # torch's way to say it makes its other pool anew
@@ -64,17 +65,30 @@ def begin_teams() -> bool:
 
 @contextlib.contextmanager
 def teams_in_room() -> Iterator[None]:
-    """Run the body with teams that are there already, and where there is no room for them with one thread."""
+    """Run the body with teams that are there already, and where there is no room for them with one thread.
+
+    Runtimes say so too when they are asked: oneDNN waits for as many threads as it was told that there are.
+    """
     if begin_teams():
         yield
         return
-    before = [(runtime, runtime.omp_get_max_active_levels()) for _, runtime in _runtimes()]
-    limit_levels(0)
+    _have_torch_set_its_number()
+    before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in _runtimes()]
+    for runtime, _, _ in before:
+        runtime.omp_set_max_active_levels(0)
+        runtime.omp_set_num_threads(1)
     try:
         yield
     finally:
-        for runtime, levels in before:
+        for runtime, levels, threads in before:
             runtime.omp_set_max_active_levels(levels)
+            runtime.omp_set_num_threads(threads)
+
+
+def _have_torch_set_its_number() -> None:
+    """Have torch tell the runtime its number of threads now. Source: ``lazy_init_num_threads`` in ``Parallel.h``."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.get_num_threads()
 
 
 def _has_room_for(threads: int) -> bool:

@@ -248,6 +248,7 @@ def _runs(ready: Ready, fix: Any, dose: Any) -> bool | None:
 def _attempted(ready: Ready, attempt: Attempt) -> bool | None:
     """Return whether an attempt runs, None where it finds itself unfit."""
     ready.transaction.restore()
+    keep_one_thread()  # the start of the cell may have brought others back
     ready.session.accelerator.empty_cache()
     try:
         with contextlib.ExitStack() as live:

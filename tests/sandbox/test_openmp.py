@@ -17,15 +17,15 @@ torch.set_num_threads(2)
 data = torch.empty(1 << 20)
 {before}
 used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0])
-resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + (2 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + ({room} << 20), resource.RLIM_INFINITY))
 {after}
 print(float(data.sum()))
 """
 
 
-def run(before: str, after: str) -> subprocess.CompletedProcess[str]:
-    source = PROGRAM.format(before=before, after=after)
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+def run(before: str, after: str, room: int = 2) -> subprocess.CompletedProcess[str]:
+    source = PROGRAM.format(before=before, after=after, room=room)
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_without_room_a_region_ends_the_process() -> None:
@@ -45,3 +45,21 @@ def test_a_team_that_was_begun_in_time_is_there(after: str) -> None:
     ended = run("print(begin_teams())", after)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(f"True\n{2.0 * (1 << 20)}")
+
+
+CONVOLUTION = """\
+net, images = torch.nn.Conv2d(3, 32, 3, padding=1), torch.randn(16, 3, 32, 32)
+def train():
+    net(images).sum().backward()
+    return torch.get_num_threads()
+"""
+
+
+@pytest.mark.parametrize("earlier", ["", "train()"])
+def test_what_waits_for_all_of_a_team_is_told_how_many_there_are(earlier: str) -> None:
+    within = "with teams_in_room(): print(train(), float((images.view(-1, 32) @ images.view(-1, 32).T)[0, 0]) > 0)"
+    ended = run(
+        CONVOLUTION + earlier, f"from oomdoctor.sandbox import openmp\nopenmp.begin_teams = bool\n{within}", 900
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("1 True\n")
