@@ -19,7 +19,7 @@ from oomdoctor.forecast.search import Search
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.plan import Candidate, Forecast, Verdict
+from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
 __all__ = ["KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all", "taken_at_its_word"]
@@ -168,7 +168,7 @@ class Ladder:
             budget=unchanged.budget,
             peak=peak,
             slowdown=_slowdown(rung),
-            estimated=True,
+            estimated=FROM_FAILURE if unchanged.at_least else FROM_PEAK,
             at_least=unchanged.at_least,
             refused=self.why,
         )
@@ -253,8 +253,8 @@ class Ladder:
 
 def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast:
     """Return a forecast as if no more were needed than is known of, and an estimate were off by no more than this."""
-    error = caution if forecast.estimated else forecast.error_ratio
-    return replace(forecast, estimated=False, at_least=False, error_ratio=error)
+    error = forecast.error_ratio if forecast.estimated is None else caution
+    return replace(forecast, estimated=None, at_least=False, error_ratio=error)
 
 
 def _caveats(part: Part, patch: Patch | Refused) -> tuple[str | None, ...]:

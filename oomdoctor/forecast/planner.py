@@ -132,7 +132,7 @@ class Planner:
             taken_at_its_word(candidate.forecast).fits is not True,
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
-            candidate.forecast.estimated,
+            candidate.forecast.estimated is not None,
             candidate.forecast.slowdown or 1.0,
             len(candidate.made_of),
         )

@@ -132,7 +132,8 @@ class Planning:
 
 def _without(forecast: Forecast, why: str) -> Forecast:
     """Return the forecast; of an estimate it says why it is none better."""
-    return replace(forecast, refused=why) if forecast.estimated and forecast.refused is None else forecast
+    is_estimate = forecast.estimated is not None and forecast.refused is None
+    return replace(forecast, refused=why) if is_estimate else forecast
 
 
 def make_plan(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect
-from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.plan import FROM_PEAK, Candidate, Forecast, Plan
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
@@ -47,7 +47,7 @@ def doses(case: Case, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]
                 budget=priced.budget,
                 peak=needs,
                 slowdown=proposal.slowdown,
-                estimated=True,
+                estimated=FROM_PEAK,
             )
         found.append((proposal.dose, priced))
     return tuple(found)

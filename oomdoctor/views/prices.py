@@ -232,8 +232,9 @@ def _tensors(forecast: Forecast) -> str:
 def basis(forecast: Forecast) -> str:
     """Return what a forecast was found by, and how far off such forecasts may be."""
     name = words.clean(forecast.basis, _BASIS)
-    if forecast.estimated:
-        return f"{name}; an estimate, which may be far off"
+    if forecast.estimated is not None:
+        low, high = forecast.estimated
+        return f"{name}; an estimate: of such, 9 in 10 measured peaks are {low:g} to {high:g} times as large"
     return f"{name}, ± {words.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
