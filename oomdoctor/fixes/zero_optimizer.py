@@ -119,8 +119,7 @@ def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
 
 def _is_of_torch(one: _ddp_source.Call, cells: Cells) -> bool:
     if isinstance(one.node.func, cst.Name):
-        imported = re.compile(rf"^[ \t]*from torch\.optim import [^\n]*\b{one.name}\b", re.MULTILINE)
-        return any(imported.search(cell.source) for cell in cells.history)
+        return _imports.knows(cells, one.name, f"torch.optim.{one.name}")
     return re.fullmatch(rf"(torch\.)?optim\.{one.name}", _ddp_source.code_of(one.node.func)) is not None
 
 
