@@ -32,6 +32,7 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.forecast import fresh
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.shadow import Crashed, Shadows, written
+from oomdoctor.model import reserve
 from oomdoctor.sandbox import walls
 from oomdoctor.sandbox.fork import forked
 
@@ -158,7 +159,7 @@ class Nursery:
         **terms: Any,
     ) -> None:
         loads = "oomdoctor.forecast.child" not in sys.modules
-        if loads and waits and not _limited():
+        if loads and waits and not reserve.is_limited():  # what is loaded here stays
             from oomdoctor.forecast import child
 
             child.warm_up()
@@ -285,14 +286,6 @@ class _End:
 
     def __init__(self, why: str | None, *, is_crash: bool = False) -> None:
         self.why, self.is_crash = why, is_crash
-
-
-def _limited() -> bool:
-    """Whether this process has so little memory left to itself that it should load no more modules."""
-    import resource
-
-    limits = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
-    return any(soft != resource.RLIM_INFINITY for soft in limits)
 
 
 def _nobody() -> None:

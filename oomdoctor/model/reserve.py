@@ -20,7 +20,17 @@ from typing import Any, Final
 
 from oomdoctor.model.sizes import MIB
 
-__all__ = ["FOR_THREAD", "address_space", "has_room", "let_go", "of_process", "released", "resident", "take"]
+__all__ = [
+    "FOR_THREAD",
+    "address_space",
+    "has_room",
+    "is_limited",
+    "let_go",
+    "of_process",
+    "released",
+    "resident",
+    "take",
+]
 
 _WANTED: Final = 96 * MIB
 """A diagnosis takes 7 MiB where all was loaded before, and 44 MiB where not, besides the traceback, the display and a
@@ -51,6 +61,7 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     global _address, _size, _touched, _owner, _released
     if _held():
         return _size
+    _address, _size, _touched, _owner = None, 0, 0, os.getpid()
     size = min(_WANTED, limit // _SHARE_OF_LIMIT, free // _SHARE_OF_FREE) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = _libc()
     if libc is None or size < _LEAST:
@@ -60,7 +71,7 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     if address == _FAILED:
         return 0
     libc.madvise(address, size, mmap.MADV_DONTFORK)
-    _address, _size, _touched, _owner = address, size, size if populated else 0, os.getpid()
+    _address, _size, _touched = address, size, size if populated else 0
     _released = 0
     return size
 
@@ -85,6 +96,11 @@ def has_room(size: int) -> bool:
         return False
     libc.munmap(address, size)
     return True
+
+
+def is_limited() -> bool:
+    """Return whether a limit on host memory is set for this process, or was set or near when memory was kept back."""
+    return of_process() is not None or _owner == os.getpid()
 
 
 def address_space() -> int:
