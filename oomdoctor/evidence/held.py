@@ -212,7 +212,13 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         yield from shown
         if _is_of_c(cls):
             known = {id(plain_dict(value)), *(id(item) for _, item in shown)}
-            yield from ((f"{ARROW}held", item) for item in gc.get_referents(value) if id(item) not in known)
+            inner = (item for item in gc.get_referents(value) if id(item) not in known and not _has_gaps(item))
+            yield from ((f"{ARROW}held", item) for item in inner)
+
+
+def _has_gaps(value: Any) -> bool:
+    """Return whether places of a container are still empty, as code in C may leave them: to read one is a crash."""
+    return type(value) in (list, tuple) and len(gc.get_referents(value)) < len(value)
 
 
 def items_in(value: Any, kind: Kind) -> Sequence[Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
 
 
-__all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session", "uncounted", "unpriced"]
+__all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session", "simulated", "uncounted", "unpriced"]
 
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
@@ -92,9 +92,9 @@ def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
 
 def accelerator_of(name: str | None) -> Accelerator:
     """Return the device of this name: the virtual accelerator where it is on and so called, else a real one."""
-    simulated: Accelerator | None = _simulated()
-    if simulated is not None and (name is None or simulated.name.startswith(name)):
-        return simulated
+    virtual: Accelerator | None = simulated()
+    if virtual is not None and (name is None or virtual.name.startswith(name)):
+        return virtual
     if "torch" not in sys.modules:
         from oomdoctor.evidence.host import HostAccelerator
 
@@ -106,10 +106,10 @@ def accelerator_of(name: str | None) -> Accelerator:
 
 def uncounted() -> Any:
     """Return a context whose tensors a virtual accelerator does not count."""
-    return nullcontext() if _simulated() is None else sys.modules["oomdoctor.allocator.virtual"].uncounted()
+    return nullcontext() if simulated() is None else sys.modules["oomdoctor.allocator.virtual"].uncounted()
 
 
-def _simulated() -> Any:
+def simulated() -> Any:
     """Return the virtual accelerator that is on, None if there is none. Nothing is loaded to find out."""
     virtual = sys.modules.get("oomdoctor.allocator.virtual")
     return None if virtual is None else virtual.active()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import Fault, NotAvailable, UsageError
+from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.kinds import spelled
-from oomdoctor.model.session import Cell, Cells
-from oomdoctor.pipeline.failure import open_session, uncounted
+from oomdoctor.model.session import Accelerator, Cell, Cells
+from oomdoctor.pipeline.failure import open_session, simulated, uncounted
 
 if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
@@ -79,15 +81,25 @@ def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Map
         namespace: where to look for names.
         filenames: number of the cell by the file name of its code.
     """
-    from oomdoctor.allocator import virtual
-    from oomdoctor.evidence import devices
     from oomdoctor.evidence.moment import collect
     from oomdoctor.views.displayed import Report
 
     run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
     with uncounted():
-        session = open_session(spelled(namespace), run, virtual.active() or devices.in_use()[0])
-        return Report(collect(session, None, filenames or {}), devices.absent())
+        device, absent = _first_device()
+        session = open_session(spelled(namespace), run, device)
+        return Report(collect(session, None, filenames or {}), absent)
+
+
+def _first_device() -> tuple[Accelerator, tuple[tuple[str, Unavailable], ...]]:
+    """Return the first device in use, and those that there are not; nobody is asked where torch is not loaded."""
+    if "torch" not in sys.modules:
+        from oomdoctor.evidence.host import HostAccelerator
+
+        return HostAccelerator(), ()
+    from oomdoctor.evidence import devices
+
+    return simulated() or devices.in_use()[0], devices.absent()
 
 
 def _source_of(namespace: dict[str, Any]) -> str:
@@ -104,10 +116,9 @@ def check_snapshot() -> None:
     Raises:
         NotAvailable: the line to show.
     """
-    from oomdoctor.allocator import virtual
     from oomdoctor.evidence import cuda_snapshot
 
-    if virtual.active() is not None:
+    if simulated() is not None:
         raise NotAvailable("there is no snapshot: the virtual accelerator has no CUDA allocator")
     cuda_snapshot.check()
 

@@ -99,7 +99,7 @@ def shares(value: Any) -> bool:
         inner.clear()
         for one in fresh.values():
             kind = type(one)
-            if isinstance(one, ReferenceType) or _is_users_own(one):
+            if issubclass(kind, ReferenceType) or _is_users_own(one):
                 return True
             if not _is_end(one):
                 inner.append(one)
@@ -117,20 +117,20 @@ def is_fixed(value: Any) -> bool:
     kind = type(value)
     if kind in LIGHT_TYPES or kind is BuiltinFunctionType:
         return True
-    return isinstance(value, (ModuleType, type, FunctionType)) and not _is_users_own(value)
+    return issubclass(kind, (ModuleType, type, FunctionType)) and not _is_users_own(value)
 
 
 def _is_users_own(value: Any) -> bool:
     if type(value) is FunctionType:
         return not is_installed(value.__globals__.get("__name__"))
-    if isinstance(value, type):
+    if issubclass(type(value), type):
         return not is_installed(module_of(value))
-    return not is_installed(value.__name__ if isinstance(value, ModuleType) else module_of(type(value)))
+    return not is_installed(value.__name__ if issubclass(type(value), ModuleType) else module_of(type(value)))
 
 
 def _is_end(value: Any) -> bool:
     """Return whether what a value leads to is not followed: it is a library's, and everybody's."""
-    return isinstance(value, (ModuleType, type)) or type(value) is FunctionType
+    return issubclass(type(value), (ModuleType, type, FunctionType))
 
 
 def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: frozenset[str]) -> set[str]:
@@ -146,7 +146,7 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
     functions = [one for one in gc.get_referrers(namespace) if type(one) is FunctionType]
     named = (value for name, value in namespace.items() if is_users(name) or name == "Out")
     inside = _inside([*named, *_widgets()], snapshots)
-    classes = [one for one in inside.values() if isinstance(one, type) and not is_installed(module_of(one))]
+    classes = [one for one in inside.values() if issubclass(type(one), type) and not is_installed(module_of(one))]
     mention: dict[int, frozenset[str]] = {}
     for one in (*functions, *classes):
         if names := _mentioned_by_own(one) & unread:
@@ -191,10 +191,8 @@ def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:
 
 
 def _is_a_librarys(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return is_installed(value.__name__)
-    if isinstance(value, type):
-        return is_installed(module_of(value))
-    if type(value) is FunctionType:
-        return is_installed(value.__globals__.get("__name__"))
-    return module_of(type(value)).startswith(("IPython", "ipykernel", "traitlets"))
+    """Return whether a value is a library's, told by its type: the proxy of what is gone answers nothing."""
+    kind = type(value)
+    if issubclass(kind, (ModuleType, type, FunctionType)):
+        return not _is_users_own(value)
+    return module_of(kind).startswith(("IPython", "ipykernel", "traitlets"))

@@ -88,10 +88,11 @@ class Reach:
             self._todo += self._leads_to(value)
 
     def _leads_to(self, value: Any) -> Iterator[Any]:
-        if isinstance(value, ModuleType):
+        kind = type(value)
+        if issubclass(kind, ModuleType):
             if not is_installed(value.__name__):
                 yield from vars(value).values()
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             if not is_installed(value.__module__):
                 yield from members_of(value).values()
         elif type(value) is FunctionType:

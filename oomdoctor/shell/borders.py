@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from oomdoctor.model.chain import is_of_signal
@@ -32,12 +33,13 @@ class Borders:
 
     def fault(self, stage: str, exc: BaseException) -> None:
         """Print that a stage failed; what the handler of a signal raised in it is the program's, and kept."""
-        if is_of_signal(exc):
-            self._signalled = exc
-            return
-        line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
-        self.faults.append(line)
-        print(f"oomdoctor could not finish ({line})", file=sys.stderr)
+        with suppress(MemoryError):  # then there is none to tell it with either
+            if is_of_signal(exc):
+                self._signalled = exc
+                return
+            line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
+            self.faults.append(line)
+            print(f"oomdoctor could not finish ({line})", file=sys.stderr)
 
     def take_signalled(self) -> BaseException | None:
         """Return what the handler of a signal has raised in a stage of ours, once."""
@@ -56,6 +58,8 @@ def quietly(do: Callable[[], Any]) -> Any:
     try:
         return do()
     except Exception as exc:
-        if is_of_signal(exc):  # there is no other time
-            raise
+        with suppress(MemoryError):
+            if not is_of_signal(exc):
+                return None
+            raise  # there is no other time
         return None

@@ -42,16 +42,20 @@ def as_cell(shell: Any, number: int | None) -> Iterator[None]:
 
 
 def placed(replay: str, source: str) -> str:
-    """Return the statements of ``replay`` on the lines that they have in a cell; as they are where it has others."""
+    """Return the statements of ``replay`` on the lines that they have in a cell.
+
+    As they are where it has others, or where another statement of the cell shares a line with one of them.
+    """
     try:
         wanted = [ast.dump(node) for node in ast.parse(replay).body]
-        nodes = {ast.dump(node): node for node in ast.parse(mask(source).text).body}
+        nodes = [(ast.dump(node), node) for node in ast.parse(mask(source).text).body]
     except (SyntaxError, ValueError, RecursionError):
         return replay
-    if not wanted or not nodes.keys() >= set(wanted):
-        return replay
     lines = source.split("\n")
-    kept = {line for one in wanted for line in _lines(nodes[one])}
+    kept = {line for text, node in nodes if text in wanted for line in _lines(node)}
+    others = {line for text, node in nodes if text not in wanted for line in _lines(node)}
+    if not wanted or [text for text, _ in nodes if text in wanted] != wanted or kept & others:
+        return replay
     text = [line if at in kept else "" for at, line in enumerate(lines, start=1)]
     return "\n".join([text[0] or "#", *text[1:]])  # the shell takes empty lines at the beginning away
 

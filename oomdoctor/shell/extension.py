@@ -193,7 +193,7 @@ class Extension:
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
-        asked = planned(raw_cell)
+        asked = quietly(lambda: planned(raw_cell))
         if self.open is not None and asks_for_retry(raw_cell):
             asked = self.open.session.cells.failing.source
         if asked is not None:

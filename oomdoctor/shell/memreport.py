@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -144,9 +145,8 @@ class MemReport:
     def _collect(self, number: int, options: Options) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
         from oomdoctor import pipeline
-        from oomdoctor.evidence.storages import unobserved
 
-        with unobserved():
+        with _unobserved():
             if options.snapshot is not None:
                 pipeline.check_snapshot()
             cells = cells_until(self._shell, number, "")
@@ -170,6 +170,15 @@ class MemReport:
             print(fitted(text.report(survey, **looks(sys.stdout)), sys.stdout), end="")
         else:
             display(report_bundle(survey), raw=True)
+
+
+def _unobserved() -> AbstractContextManager[None]:
+    """Return a context past the modes of torch, where the program has loaded it."""
+    if "torch" not in sys.modules:
+        return nullcontext()
+    from oomdoctor.evidence.storages import unobserved
+
+    return unobserved()
 
 
 def _write(options: Options, page: str, shape: str) -> None:

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ def leads(found: Census, path: str, namespace: dict[str, Any]) -> Any:
     assert held.bytes == BYTES
     assert held.expression is not None
     return eval(held.expression, dict(namespace))
+
+
+def test_a_list_with_empty_places_in_an_object_made_in_c_is_passed_over() -> None:
+    parser = ElementTree.XMLPullParser()
+    parser.feed("<a>")  # its stack is a list of twenty, of which one is filled
+    assert holding(taken({"parser": parser, "t": big()}), "t").bytes == BYTES
 
 
 # Without a tensor ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -198,6 +199,13 @@ def test_what_a_widget_calls_is_no_hidden_code() -> None:
     button.on_click(namespace.pop("pressed"))
     assert held_elsewhere(namespace, (), frozenset({"seen"})) == set()
     button.close()
+
+
+def test_a_proxy_of_what_is_gone_is_passed_over() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__", "bar": SimpleNamespace()}
+    exec("seen = []\ndef told():\n    seen.append(1)\n", namespace)
+    namespace["bar"].container = weakref.proxy(Plain())
+    assert held_elsewhere(namespace, (), frozenset({"seen"})) == set()
 
 
 def test_a_cell_that_gets_at_the_shell_under_any_name_gets_at_everything() -> None:

@@ -58,3 +58,5 @@ def test_statements_stand_on_the_lines_that_they_have_in_their_cell() -> None:
     assert placed("@wraps\ndef f():\n    return 1", cell) == "#\n\n\n@wraps\ndef f():\n    # why\n    return 1\n"
     assert placed("def h(): pass", cell) == "def h(): pass"
     assert placed("g = 2", "g = 2\nh = 3") == "g = 2\n"
+    assert placed("g = 2", "h = draw(); g = 2") == "g = 2", "what shares its line does not run again"
+    assert placed("g += 2", "g += 2\nh = 3\ng += 2") == "g += 2", "nor what is there twice"

@@ -101,3 +101,18 @@ def test_a_real_machine_without_proc_and_sys(tmp_path: Path) -> None:
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     home = {**os.environ, "IPYTHONDIR": str(folder), "HOME": str(folder)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=home)
+
+
+def test_a_report_of_a_program_without_torch_loads_none() -> None:
+    cells = "%load_ext oomdoctor", "import numpy as np; held = np.ones(1 << 20)", "%memreport"
+    program = f"""\
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in {cells!r}:
+    assert shell.run_cell(cell).success, cell
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "`held`" in done.stdout
