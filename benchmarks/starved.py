@@ -81,7 +81,7 @@ def fill(room, piece, asked):
         kept.append(make(piece))
     if free() - room > 1 << 18:
         kept.append(make(free() - room))
-    return make(asked or max(piece, room + (1 << 20)))
+    return make(asked or max(piece, room + (32 << 20)))
 fill({room}, {piece}, {asked})
 """
 

@@ -3,8 +3,9 @@
 A private mapping that is made where a limit on host memory is set or near, and let go first of all when a cell has
 failed: the traceback, the look and the diagnosis live in its room. Limits on a process (``RLIMIT_DATA``,
 ``RLIMIT_AS``) count address space, a memory cgroup and the machine count pages that were touched, so there the
-mapping is populated. Copies that the process forks do not get it (``MADV_DONTFORK``), and no figure that is told
-counts it.
+mapping is populated, with pages that the kernel may take back (``MADV_FREE``): a process that runs out there is not
+told but ended, and what a program can have with them is the program's. Copies that the process forks do not get it
+(``MADV_DONTFORK``), and no figure that is told counts it.
 
 Limits: Linux alone. Elsewhere an address space without a limit makes a failure a matter of the paging file.
 """
@@ -71,6 +72,8 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     if address == _FAILED:
         return 0
     libc.madvise(address, size, mmap.MADV_DONTFORK)
+    if populated:
+        libc.madvise(address, size, mmap.MADV_FREE)
     _address, _size, _touched = address, size, size if populated else 0
     _released = 0
     return size
@@ -114,8 +117,12 @@ def released() -> int:
 
 
 def resident() -> int:
-    """Return how many bytes of this process's resident set are kept back."""
-    return _touched if _held() else 0
+    """Return how many bytes of this process's resident set are kept back, those that the kernel has not taken."""
+    if not _touched or not _held():
+        return 0
+    pages = ctypes.create_string_buffer(_touched // mmap.PAGESIZE)
+    _libc().mincore(_address, _touched, pages)
+    return pages.raw.count(b"\1") * mmap.PAGESIZE
 
 
 def of_process() -> tuple[int, int] | None:
@@ -151,5 +158,6 @@ def _libc() -> Any:
     size, number = ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, size)
+    libc.mincore.argtypes = (ctypes.c_void_p, size, ctypes.c_char_p)
     libc.madvise.argtypes = (ctypes.c_void_p, size, number)
     return libc

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor.model import baseline, reserve
-from oomdoctor.model.sizes import GIB
+from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
@@ -46,6 +46,8 @@ _AT_END_S: Final = 0.1
 """Time for steps at the end of a cell. The longest step, the reading of the rules, takes about 0.3 s by itself."""
 _LOOK_EVERY_S: Final = 10.0
 """Time between two looks at the limits that files tell of."""
+_LEAST_LEFT: Final = 160 * MIB
+"""Room below which nothing is loaded. What a diagnosis needs takes 45 MiB, besides what is kept back."""
 _LIMITS_MACHINE: Final = 0.95
 """Share of the machine's memory below which a cgroup's limit is what binds."""
 _SHORT_RATIO: Final = 0.1
@@ -86,11 +88,9 @@ class Warming:
         """Keep memory back where a limit leaves some, and none is kept yet."""
         if reserve.address_space():
             return
-        process = reserve.of_process()
         if self._pages is not None:  # that was then, and a page too many ends the process
             self._pages = _limit_on_pages()
-        limits = [one for one in (process, self._pages) if one is not None]
-        if limits:
+        if limits := self._limits():
             self.kept = reserve.take(*min(limits), populated=self._pages is not None)
 
     def begin_history(self) -> None:
@@ -133,15 +133,22 @@ class Warming:
     def _go_on(self, time_s: float) -> bool:
         """Do steps until the time is over, one at least; return whether there may be more."""
         end = time.monotonic() + time_s
-        while (step := next(self._steps, None)) is not None:
+        while self._has_room() and (step := next(self._steps, None)) is not None:
             self.done = step is _LATER
             if self.done:
                 return False
             quietly(step)
             if time.monotonic() >= end:
                 return True
-        self.done = True
+        self.done = self._has_room()
         return False
+
+    def _has_room(self) -> bool:
+        """Whether what is loaded leaves the user most of what a limit leaves."""
+        return all(free >= _LEAST_LEFT for free, _ in self._limits())
+
+    def _limits(self) -> list[tuple[int, int]]:
+        return [one for one in (reserve.of_process(), self._pages) if one is not None]
 
     def _all_steps(self) -> Iterator[Callable[[], Any]]:
         if hasattr(self._shell, "kernel"):
@@ -156,7 +163,8 @@ class Warming:
         for name in _ON_TENSORS:
             yield partial(importlib.import_module, name)
         yield partial(_rehearse, self._config)
-        yield _load_forecast
+        if not reserve.is_limited():  # then each copy loads it for itself
+            yield _load_forecast
 
 
 def steps(config: OomDoctor) -> Iterator[Callable[[], Any]]:
