@@ -3,6 +3,10 @@
 A rule is matched while somebody waits for a diagnosis. So an expression compares facts and does sums with them, and no
 more: no function, no clock, no list that is made; and a pattern is written out, and cannot be tried in exponentially
 many ways.
+
+The engine evaluates what is constant in an expression while it builds it. So what an expression may not have is looked
+for in what the engine has parsed and not yet built, and no comparison of constants is ever built. Limits: this reads
+the deferred nodes of rule_engine 5, for which it has no public name.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any, Final
 
 import rule_engine
 from rule_engine import ast as tree
+from rule_engine.parser import Parser
 
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Role
@@ -24,6 +29,20 @@ from oomdoctor.rulebook.context import LONGEST_TEXT, engine_context
 __all__ = ["compiled"]
 
 _LONGEST: Final = 20_000
+_LONGEST_NUMBER: Final = 70
+"""Characters: 64 bits written out, and more than any size. A power of numbers with 3,000 takes seconds."""
+_SUMS: Final = (tree.AddExpression, tree.SubtractExpression, tree.ArithmeticExpression, tree.UnaryExpression)
+_VALUES: Final = (
+    *(tree.FloatExpression, tree.StringExpression, tree.BooleanExpression, tree.NullExpression),
+    tree.ArrayExpression,
+)
+_COMPARISONS: Final = (
+    *(tree.ComparisonExpression, tree.ArithmeticComparisonExpression, tree.FuzzyComparisonExpression),
+    tree.ContainsExpression,
+)
+_CHOICES: Final = (tree.LogicExpression, tree.TernaryExpression, tree.CoalesceExpression)
+_FACTS: Final = (tree.SymbolExpression, tree.GetAttributeExpression)
+_ALLOWED: Final = frozenset({tree.Statement, *_SUMS, *_VALUES, *_COMPARISONS, *_CHOICES, *_FACTS})
 _KINDS: Final = {"FLOAT": "a number", "STRING": "a word", "BOOLEAN": "a yes or no"}
 _WORDS: Final = {"family": ("family", frozenset(Family)), "largest_role": ("role", frozenset(Role))}
 """What facts that are one word of a few are called, and the words."""
@@ -40,7 +59,7 @@ def compiled(text: str) -> rule_engine.Rule:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", DeprecationWarning)  # an escape such as "\\w", which Python will refuse
-            rule = rule_engine.Rule(text, context=engine_context())
+            rule = _Rule(text, context=engine_context())
         for node in _nodes(rule.statement.expression):
             _refuse(node)
     except (rule_engine.EngineError, DeprecationWarning) as error:
@@ -55,16 +74,72 @@ def compiled(text: str) -> rule_engine.Rule:
     return rule
 
 
+class _CheckedParser(Parser):  # type: ignore[misc]
+    """The engine's parser, which builds nothing before it is checked."""
+
+    def __init__(self) -> None:
+        """Make no tables of the grammar, which takes half a second: those of the engine are used."""
+
+    def parse(self, text: str, context: rule_engine.Context, **kwargs: Any) -> tree.Statement:
+        parser: Any = rule_engine.Rule.parser
+        with parser._ParserBase__mutex:
+            parser.context = context
+            try:
+                parsed = parser._parser.parse(text, lexer=parser._lexer, **kwargs)
+            finally:
+                parser.context = None
+        _refuse_unbuilt(parsed)
+        built: tree.Statement = parsed.build()
+        return built
+
+
+class _Rule(rule_engine.Rule):  # type: ignore[misc]
+    parser = _CheckedParser()
+
+
+def _refuse_unbuilt(statement: Any) -> None:
+    """Refuse what an expression may not have, in the engine's nodes before they are built, which evaluates some."""
+    nodes = [statement]
+    for node in nodes:  # which grows
+        _refuse_kind(node)
+        nodes += _parts(node)
+    known: set[int] = set()  # what has a fact in it
+    for node in reversed(nodes):
+        if node.cls is tree.SymbolExpression or any(id(part) in known for part in _parts(node)):
+            known.add(id(node))
+        elif issubclass(node.cls, (*_COMPARISONS, *_CHOICES)):
+            raise ValueError("the expression is refused: a part of it has no fact in it, and says nothing")
+
+
+def _refuse_kind(node: Any) -> None:
+    if node.cls not in _ALLOWED:
+        raise ValueError(
+            "the expression is refused: it compares facts, does sums (+ - * / // % **), and calls or makes nothing"
+        )
+    if node.cls is tree.SymbolExpression and node.kwargs["scope"] is not None:
+        raise ValueError(f"the expression is refused: ${node.args[1]} is no fact")
+    if node.cls is tree.GetAttributeExpression and node.args[1].cls is not tree.SymbolExpression:
+        raise ValueError(f"the expression is refused: .{node.args[2]} stands after what is no group of facts")
+    if node.cls is tree.FloatExpression and len(node.args[1]) > _LONGEST_NUMBER:
+        raise ValueError(f"the expression is refused: a number in it has more than {_LONGEST_NUMBER} characters")
+    if node.cls is tree.FuzzyComparisonExpression:
+        _, _, left, right = node.args
+        if right.cls is not tree.StringExpression:
+            raise ValueError("the expression is refused: the pattern on the right must be written out")
+        if left.cls is not tree.GetAttributeExpression:
+            raise ValueError("the expression is refused: on the left of a pattern stands a fact, and nothing else")
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """Yield what a node that is not built is made of: such nodes, some of them in lists."""
+    for given in (*node.args, *node.kwargs.values()):
+        yield from (one for one in (given if isinstance(given, tuple) else (given,)) if isinstance(one, type(node)))
+
+
 def _refuse(node: Any) -> None:
-    if isinstance(node, tree.FunctionCallExpression | tree.ComprehensionExpression):
-        raise ValueError("the expression is refused: it compares facts, and calls or makes nothing")
-    if isinstance(node, tree.SymbolExpression) and node.scope is not None:
-        raise ValueError(f"the expression is refused: ${node.name} is no fact")
     for fact, other in _compared(node):
         _refuse_comparison(fact, other)
     if isinstance(node, tree.FuzzyComparisonExpression):
-        if not isinstance(node.right, tree.StringExpression):
-            raise ValueError("the expression is refused: the pattern on the right must be written out")
         if _is_explosive(str(node.right.value)):
             raise ValueError(
                 "the expression is refused: the pattern repeats a group that has a repeat or a choice in it, "

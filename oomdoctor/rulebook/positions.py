@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 __all__ = ["Document", "parse"]
+
+_DEEPEST: Final = 20
+"""Levels of lists and mappings, of which a rule has five. The composer in C goes down by calls, and has no limit."""
 
 # The parser in C is several times as fast; a build of PyYAML without libyaml does not have it.
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -54,8 +57,10 @@ def parse(text: str) -> Document:
     """Return the document in ``text``.
 
     Raises:
-        yaml.YAMLError: it is no YAML, has more than one document, or a tag other than the plain ones.
+        yaml.YAMLError: it is no YAML, is nested too deeply, has more than one document, or a tag other than the plain
+            ones.
     """
+    _refuse_depth(text)
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
@@ -63,6 +68,20 @@ def parse(text: str) -> Document:
         return Document(values=None if root is None else loader.construct_document(root), root=root)
     finally:
         loader.dispose()
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    event: Any
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST:
+            raise yaml.composer.ComposerError(
+                None, None, f"it is nested more than {_DEEPEST} levels deep", event.start_mark
+            )
 
 
 def _refuse_aliases(root: yaml.Node | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -42,6 +44,54 @@ def test_what_is_no_comparison_of_facts_is_refused_in_one_line(text: str, words:
         compiled(text)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+COSTLY = [
+    (f'"{"a" * 40}b" =~ "(a+)+$"', "on the left of a pattern stands a fact"),
+    (f'"{"a" * 40}b" =~~ "(a|a)*c"', "on the left of a pattern stands a fact"),
+    (f'incident.is_oom and not ("{"a" * 40}b" !~ "(a+)+$")', "on the left of a pattern stands a fact"),
+    ('(incident.frame + incident.frame) =~~ ".*.*x"', "on the left of a pattern stands a fact"),
+    ('incident.frame =~~ "(a" + "+)+$"', "must be written out"),
+    ("1 << 100000000000 > 1", "calls or makes nothing"),
+    ("1 << incident.requested > 1", "calls or makes nothing"),
+    ("1e99999999999 & 1 == 1", "calls or makes nothing"),
+    ('incident.frame[1e99999999999] == "a"', "calls or makes nothing"),
+    ('incident.frame[1e99999999999:] == "a"', "calls or makes nothing"),
+    ("incident.requested in {1, {2}}", "calls or makes nothing"),
+    ("(1e99999999999).floor > incident.requested", ".floor stands after what is no group"),
+    ("(incident.requested ** 9).floor > 1", ".floor stands after what is no group"),
+    ('"007".to_int > incident.requested', ".to_int stands after what is no group"),
+    (f"1.{'0' * 3000}1 ** 1e3000 > incident.requested", "more than 70 characters"),
+    ("2 ** 10000000000 > 1", "no fact in it"),
+    ('"a" * 10000000000 == "b"', "no fact in it"),
+    ("incident.is_oom and 3 in [1, 2]", "no fact in it"),
+    ('incident.is_oom or ("a" == "a" ? true : false)', "no fact in it"),
+    ("2 ** 10000000000 > incident.requested", "arithmetic error"),
+]
+REFUSALS = """
+import sys
+from oomdoctor.rulebook.expressions import compiled
+for text in sys.argv[1:]:
+    try:
+        print("accepted", compiled(text))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_what_is_costly_and_constant_is_refused_before_it_is_evaluated() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS, *(text for text, _ in COSTLY)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    for line, (text, words) in zip(done.stdout.splitlines(), COSTLY, strict=True):
+        assert line.startswith("the expression"), text
+        assert words in line
+
+
+def test_sums_of_constants_and_choices_between_facts_are_not() -> None:
+    holds = "incident.requested > 20 * 1024 ** 2 and (incident.free ?? -1) in [-1, 0.5] and 0xff + 1 == incident.total"
+    assert _holds(compiled(holds), bound({"incident": {"requested": 2**30, "total": 256}}))
 
 
 @pytest.mark.parametrize(
