@@ -24,6 +24,7 @@ from oomdoctor.model.sizes import MIB
 __all__ = [
     "FOR_THREAD",
     "address_space",
+    "give_up",
     "has_room",
     "is_limited",
     "let_go",
@@ -86,6 +87,13 @@ def let_go() -> None:
         _released = _size
         _libc().munmap(_address, _size)
     _address, _size, _touched = None, 0, 0
+
+
+def give_up() -> None:
+    """Give all of it to the program: nothing is kept back from what it does next."""
+    global _released
+    let_go()
+    _released = 0
 
 
 def has_room(size: int) -> bool:

@@ -113,7 +113,7 @@ class Extension:
             self.changed.clear()
         self._number = self.shell.execution_count
         self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
-        self.borders.guarded("reserve", self.warming.keep_back)
+        self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
         self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
@@ -125,6 +125,8 @@ class Extension:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
+        if failure is not None or raw_cell == self.warming.failed:
+            self.warming.failed = raw_cell if failure is not None else ""
         try:
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:

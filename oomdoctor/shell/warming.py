@@ -60,6 +60,7 @@ class Warming:
     Attributes:
         done: whether all is loaded that can be so far.
         kept: bytes that are kept back, and will be again before an attempt.
+        failed: text of the cell that failed last.
     """
 
     def __init__(self, shell: Any, config: OomDoctor) -> None:
@@ -69,7 +70,7 @@ class Warming:
         self._looked_s = -_LOOK_EVERY_S
         self._pages: tuple[int, int] | None = None
         self._has_teams = False
-        self.kept, self.done = 0, False
+        self.kept, self.done, self.failed = 0, False, ""
 
     def begin(self) -> None:
         """Do at load what takes no time."""
@@ -84,8 +85,14 @@ class Warming:
         self._steps = iter(())
         reserve.let_go()
 
-    def keep_back(self) -> None:
-        """Keep memory back where a limit leaves some, and none is kept yet."""
+    def keep_back(self, source: str = "") -> None:
+        """Keep memory back where a limit leaves some, and none is kept yet.
+
+        The cell that has failed gets all of it when it runs again: what was kept back may be what it lacked.
+        """
+        if source and source == self.failed:
+            reserve.give_up()
+            return
         if reserve.address_space():
             return
         if self._pages is not None:  # that was then, and a page too many ends the process

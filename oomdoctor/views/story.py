@@ -14,7 +14,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Finding
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine, Family, Incident
-from oomdoctor.model.memory import Census, DeviceMemory
+from oomdoctor.model.memory import Census, DeviceMemory, Measured
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
@@ -171,15 +171,16 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
         told = f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
         return f"{told} {words.clean(meaning, 600)}" if meaning else told
     device = None if evidence is None else _device(incident, evidence)
+    kept = None if evidence is None or device is None or device.name != "cpu" else evidence.host.kept_back
     share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
-    return f"{subject} {_fate(incident) or _request(incident, device)}{share}."
+    return f"{subject} {_fate(incident) or _request(incident, device, kept)}{share}."
 
 
 def _fate(incident: Incident) -> str | None:
     return _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
 
 
-def _request(incident: Incident, device: DeviceMemory | None) -> str:
+def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
     where = words.limited_name(device) if device else _bare_name(incident)
     total = words.known(incident.total, device.total if device else None)
     free = words.known(incident.free, device.free if device else None)
@@ -193,6 +194,9 @@ def _request(incident: Incident, device: DeviceMemory | None) -> str:
         return f"{asked} of {whole}, which could not be had"
     if incident.requested > free:
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
+    if isinstance(kept, int) and kept and incident.requested > free - kept:
+        of_it = f"of which {format_size(kept)} was kept back for this diagnosis"
+        return f"{asked} of the {format_size(free)} that was free, {of_it}"
     return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
 
 

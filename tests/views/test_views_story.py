@@ -55,6 +55,16 @@ def test_the_headline_says_no_more_than_is_known(changes: dict[str, object], sen
     assert headline(cases.incident(**changes)) == f"`loss.backward()` (In[5], line 7) {sentence}"
 
 
+def test_the_headline_says_what_was_kept_back_of_what_was_free() -> None:
+    found = cases.evidence()
+    host = replace(found.host, kept_back=GIB)
+    asked = cases.incident(device="cpu", free=3 * GIB)
+    assert headline(asked, replace(found, host=host, devices=(replace(found.device, name="cpu"),))).startswith(
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB of the 3.00 GiB that was free, of which 1.00 GiB was "
+        "kept back for this diagnosis"
+    )
+
+
 def test_the_headline_without_a_cell_and_within_a_function() -> None:
     assert headline(cases.incident(cell=None, total=None, requested=None)) == "The program ran out of memory on cuda:0."
     inside = CellLine(number=None, line=2, source_line="y = f(x)", function="train")
