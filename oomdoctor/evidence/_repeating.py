@@ -1,53 +1,271 @@
 """What a second run of the cell would do a second time: writes, requests, consumed iterators, commands.
 
-Writes into a tensor past autograd, through ``.data`` or ``.numpy()``, count: a snapshot does not notice them. The list
-is one of names, so it misses what a function of a library does inside, and a write through a second name.
+What is called is followed to where its name comes from: imports, ``name = dotted.name`` in any cell, and the functions,
+classes and modules that the namespace has. A listed function that is only mentioned (in a dictionary, a ``partial``, a
+default) counts as called: what is done with it later has no name. Writes into a tensor past autograd, through ``.data``
+or ``.numpy()``, count: a snapshot does not notice them. The list is one of names, so it misses what a function of a
+library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
-from collections.abc import Container, Iterator, Mapping
-from typing import Any, Final
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import getattr_static
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final, TypeGuard
 
+from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._program import Program, Scope, short
 from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.model.names import call_name, imported
 
 __all__ = ["not_repeatable"]
 
-_CALLS: Final = re.compile(
+_FUNCTIONS: Final = re.compile(
     r"^(input|raw_input|atexit\.register"
     r"|(requests|httpx|urllib|socket|subprocess|shutil|smtplib|boto3|wandb|mlflow|neptune|comet_ml)\..+"
     r"|(urllib\.request\.)?(urlopen|urlretrieve)"
     r"|os\.(system|popen|remove|unlink|rename|replace|rmdir|removedirs|kill|execv\w*|spawn\w*)"
     r"|os\.(p?readv?|p?writev?|sendfile|splice|f?truncate|lseek|link|symlink|mkfifo)"
-    r"|torch\.save|(np|numpy)\.(save|savez|savez_compressed|savetxt)|(pickle|json|yaml|joblib|torch\.onnx)\.(dump|export)"
-    r"|torchvision\.utils\.save_image|save_image|Popen"
-    r"|.*\.(write_text|write_bytes|unlink|rename|rmdir|savefig|save_pretrained|push_to_hub|save_checkpoint|save_state"
-    r"|to_csv|to_parquet|to_pickle|to_json|to_sql|add_scalar|add_scalars|add_image|add_images|add_histogram|add_graph"
-    r"|add_text|log_metric|log_metrics|log_artifact))$"
+    r"|torch\.(serialization\.)?save|(np|numpy)\.(save|savez|savez_compressed|savetxt)"
+    r"|(pickle|json|yaml|joblib|torch\.onnx)\.(dump|export)"
+    r"|torchvision\.utils\.save_image|save_image|Popen)$"
 )
+_METHODS: Final = re.compile(
+    r".*\.(write_text|write_bytes|unlink|rename|rmdir|savefig|save_pretrained|push_to_hub|save_checkpoint|save_state"
+    r"|to_csv|to_parquet|to_pickle|to_json|to_sql|add_scalar|add_scalars|add_image|add_images|add_histogram|add_graph"
+    r"|add_text|log_metric|log_metrics|log_artifact)$"
+)
+"""Count where they are called; an attribute of the name that is only read may be anything."""
+
+_OPENING: Final = frozenset({"open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open", "tarfile.open"})
+"""Functions that take the mode after the name of the file."""
+
+_CONSUMING: Final = frozenset({"next", "anext", "list", "enumerate", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm"})
 
 _CHANGING: Final = frozenset({"fill", "sort", "partition", "put", "itemset"})
 """Methods of an array that change it and do not end in an underscore."""
 
+_PUBLIC: Final = {"posix": "os", "nt": "os", "_io": "io", "_pickle": "pickle", "_socket": "socket"}
+"""Modules in C, and the ones by whose name their functions are listed."""
+
+_MOST_NAMES: Final = 100
+"""Of one expression; two names that are assigned from each other's attributes have no end of them."""
+
 
 def not_repeatable(
-    program: Program, namespace: Mapping[str, Any], ahead: Container[int] = ()
+    program: Program, namespace: Mapping[str, Any], under: Ground, ahead: Container[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
 
     Args:
         ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
     """
-    found = [(scope.cell, *one) for scope in program.running for one in _python(scope, namespace)]
-    behind = [(cell, node.lineno, text) for cell, node, text in found if id(node) not in ahead]
+    names = _Names(program, namespace)
+    reached, followed = _followed(program, names, ahead), _followed(program, names, ())
+    behind: list[tuple[int, int, str]] = []
+    later: list[tuple[int, int, str]] = []
+    for scope in followed:
+        is_late = scope not in reached or (scope.function is not None and id(scope.body[0]) in ahead)
+        for node, text in (*_python(scope, names), *_held(_defaults(scope), names)):
+            found = later if is_late or id(node) in ahead else behind
+            found.append((scope.cell, node.lineno, text))
+    for scope in under.basis:
+        if scope.function is None and scope.cell != program.failing:
+            behind += [(scope.cell, node.lineno, text) for node, text in _held(scope.body, names)]
     tops = {scope.cell for scope in program.running if scope.function is None}
     behind += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
-    later = [(cell, node.lineno, text) for cell, node, text in found if id(node) in ahead]
     return _told(program, behind), _told(program, later)
+
+
+class _Names:
+    """What dotted names stand for, by the imports and assignments of all cells and by the namespace."""
+
+    def __init__(self, program: Program, namespace: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+        self.bound: set[str] = set()
+        self._homes: dict[str, list[str]] = {}
+        self._found: dict[str, tuple[str, ...]] = {}
+        for node in (n for scope in program.scopes if scope.function is None for b in scope.body for n in ast.walk(b)):
+            for name, home in (*imported(node), *_aliases(node)):
+                self._homes.setdefault(name, []).append(home)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.bound.add(node.id)
+            elif isinstance(node, ast.arg):
+                self.bound.add(node.arg)
+
+    def of(self, dotted: str) -> tuple[str, ...]:
+        """Return ``dotted`` and all that it may stand for."""
+        if dotted not in self._found:
+            found = {dotted: None}
+            waiting = [dotted]
+            while waiting and len(found) < _MOST_NAMES:
+                further = [name for name in self._next(waiting.pop()) if name not in found]
+                found |= dict.fromkeys(further)
+                waiting += further
+            self._found[dotted] = tuple(found)
+        return self._found[dotted]
+
+    def is_function(self, dotted: str) -> bool:
+        """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
+        root, *rest = dotted.split(".")
+        if not rest:
+            return root not in self.bound and hasattr(builtins, root)
+        value: Any = sys.modules.get(root)
+        for part in rest:
+            value = getattr_static(value, part, None)
+        return callable(value) and not (type(value) is type and issubclass(value, BaseException))
+
+    def _next(self, dotted: str) -> Iterator[str]:
+        root, dot, rest = dotted.partition(".")
+        homes = [*self._homes.get(root, ()), *_home(self.namespace.get(root))]
+        yield from (home + dot + rest for home in homes if not f"{dotted}.".startswith(f"{home}."))
+        if dot:
+            yield from self._homes.get(f".{rest.rpartition('.')[2]}", ())
+            yield rest if root == "builtins" else f"{_PUBLIC.get(root, root)}.{rest}"
+
+
+def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield ``(name, dotted name)`` of each plain assignment; of attributes the name is ``.attr``, of whatever."""
+    if _is_alias(node) and node.value is not None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            name = f".{target.attr}" if isinstance(target, ast.Attribute) else call_name(target)
+            yield name, call_name(node.value)
+    elif isinstance(node, ast.ClassDef):
+        yield from ((f".{name}", home) for one in node.body for name, home in _aliases(one) if "." not in name)
+
+
+def _is_alias(node: ast.AST) -> TypeGuard[ast.Assign | ast.AnnAssign]:
+    """Return whether an assignment gives something that has a dotted name another one."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or not _is_dotted(node.value):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return all(isinstance(target, ast.Name | ast.Attribute) for target in targets)
+
+
+def _is_dotted(node: ast.AST | None) -> bool:
+    """Return whether it is names with dots between them alone, without calls."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _home(value: object) -> tuple[str, ...]:
+    """Return the dotted name of a module, or of a function or class by its definition."""
+    if type(value) is partial:
+        return _home(value.func)
+    if type(value) is ModuleType:
+        name = vars(value).get("__name__")
+        return (name,) if type(name) is str else ()
+    if any(type(value) is one for one in (FunctionType, BuiltinFunctionType, type)):
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        return (f"{module}.{name}",) if type(module) is str else ()
+    return ()
+
+
+def _followed(program: Program, names: _Names, without: Container[int]) -> list[Scope]:
+    """Return what the failing cell runs, with the functions that it calls by another name or hands over."""
+    functions: dict[str, list[Scope]] = {}
+    for scope in program.scopes:
+        if scope.function is not None:
+            tail = scope.function.name.rpartition(".")[2]
+            functions.setdefault(f".{tail}" if scope.function.in_class else tail, []).append(scope)
+    waiting = list(program.running)
+    done: list[Scope] = []
+    while waiting:
+        scope = waiting.pop(0)
+        if scope not in done:
+            done.append(scope)
+            used = (name for node in _nodes(scope.body) if id(node) not in without for name in _used(node, names))
+            waiting += [function for name in used for function in functions.get(name, ())]
+    return done
+
+
+def _used(node: ast.AST, names: _Names) -> Iterator[str]:
+    """Yield the functions that are called, ``.name`` for methods, and those that may be mentioned."""
+    if isinstance(node, ast.Call):
+        for name in names.of(call_name(node)):
+            _, dot, tail = name.rpartition(".")
+            yield dot + tail
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names.bound:
+        yield node.id
+
+
+def _nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield what is run or handed over, in the order of the text.
+
+    Bodies of lambdas and decorators are among it. Annotations, what is caught, the types that ``isinstance`` is asked
+    for, the name of what is called, and what a plain assignment gives a second name, are not.
+    """
+    for node in body:
+        yield node
+        yield from _nodes(_parts(node))
+
+
+def _parts(node: ast.AST) -> Iterable[ast.AST]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.decorator_list
+    if isinstance(node, ast.ClassDef) or _is_dotted(node):
+        return ()
+    if isinstance(node, ast.ExceptHandler):
+        return node.body
+    if _is_alias(node):
+        return node.targets if isinstance(node, ast.Assign) else [node.target]
+    if isinstance(node, ast.Call):
+        args = node.args[:1] if call_name(node) in {"isinstance", "issubclass"} else node.args
+        return (*(() if _is_dotted(node.func) else (node.func,)), *args, *node.keywords)
+    annotation = getattr(node, "annotation", None)
+    return (child for child in ast.iter_child_nodes(node) if child is not annotation)
+
+
+def _defaults(scope: Scope) -> list[ast.expr]:
+    if scope.function is None:
+        return []
+    args = scope.function.node.args
+    return [value for value in (*args.defaults, *args.kw_defaults) if value is not None]
+
+
+def _held(body: Iterable[ast.AST], names: _Names) -> Iterator[tuple[ast.expr, str]]:
+    """Yield what code that was run before keeps for later: functions that it mentions, and calls within lambdas."""
+    for node in _nodes(body):
+        if isinstance(node, ast.Lambda):
+            yield from ((call, short(ast.unparse(call))) for call in _nodes([node.body]) if _is_once(call, names))
+        elif _is_mention(node, names):
+            yield node, short(ast.unparse(node))
+
+
+def _is_mention(node: ast.AST, names: _Names) -> TypeGuard[ast.expr]:
+    """Return whether a function that is listed is handed over as a value."""
+    return (
+        isinstance(node, ast.Name | ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and _is_dotted(node)
+        and any(
+            (name in _OPENING or _FUNCTIONS.match(name)) and names.is_function(name)
+            for name in names.of(call_name(node))
+        )
+    )
+
+
+def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
+    """Return whether it is a call that must not be made a second time."""
+    return isinstance(node, ast.Call) and (
+        _is_listed(node, names) or _changes_unseen(node.func) or _consumes(node, names)
+    )
+
+
+def _is_listed(call: ast.Call, names: _Names) -> bool:
+    written = call_name(call) or ast.unparse(call.func)
+    return any(
+        _METHODS.match(name)
+        or ((_FUNCTIONS.match(name) or _writes(call, name)) and (name == written or names.is_function(name)))
+        for name in names.of(written)
+    )
 
 
 def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...]:
@@ -59,23 +277,16 @@ def _where(program: Program, cell: int) -> str:
     return "" if cell == program.failing else f"cell {cell}, "
 
 
-def _python(scope: Scope, namespace: Mapping[str, Any]) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    for node in own_nodes(scope.body):
-        if isinstance(node, ast.Call):
-            name = call_name(node) or ast.unparse(node.func)
-            if (
-                _CALLS.match(name)
-                or _changes_unseen(node.func)
-                or _writes(node, name)
-                or _consumes(node, name, namespace)
-            ):
-                yield node, short(ast.unparse(node))
-        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(
-            map(_is_past_autograd, _targets(node))
-        ):
+def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    for node in _nodes(scope.body):
+        if _is_once(node, names) or _is_mention(node, names) or _assigns_past_autograd(node):
             yield node, short(ast.unparse(node))
-        elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, namespace):
+        elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names.namespace):
             yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
+
+
+def _assigns_past_autograd(node: ast.AST) -> TypeGuard[ast.stmt]:
+    return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(map(_is_past_autograd, _targets(node)))
 
 
 def _changes_unseen(called: ast.expr) -> bool:
@@ -122,16 +333,16 @@ def _leads_past_autograd(value: ast.expr) -> bool:
 
 
 def _writes(call: ast.Call, name: str) -> bool:
-    if name not in {"open", "io.open", "gzip.open"} and not name.endswith(".open"):
+    if name not in _OPENING and not name.endswith(".open"):
         return False
-    at = 1 if name in {"open", "io.open", "gzip.open"} else 0
+    at = 1 if name in _OPENING else 0
     modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[at : at + 1]
     return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes)
 
 
-def _consumes(call: ast.Call, name: str, namespace: Mapping[str, Any]) -> bool:
-    return name in {"next", "anext", "list", "enumerate", "tqdm"} and any(
-        _is_iterator(argument, namespace) for argument in call.args[:1]
+def _consumes(call: ast.Call, names: _Names) -> bool:
+    return any(_is_iterator(argument, names.namespace) for argument in call.args[:1]) and not _CONSUMING.isdisjoint(
+        names.of(call_name(call))
     )
 
 

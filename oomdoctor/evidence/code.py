@@ -70,7 +70,7 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    once, ahead = not_repeatable(program, _from_before(cells, namespace), unreached(program, line, running))
+    once, ahead = not_repeatable(program, _from_before(cells, namespace), under, unreached(program, line, running))
     loops, idle = training_loops(program, kinds, line, running), undifferentiated(program, kinds, line)
     idle_kept, idle_models = outliving(program, kinds, idle)
     carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import os
 import textwrap
 from typing import Any
 
@@ -481,6 +483,72 @@ def test_reads_past_autograd_are_repeatable(source: str) -> None:
 
 def test_not_repeatable_in_a_function_of_another_cell() -> None:
     assert read("def save():\n    open('a', 'w')", "save()").not_repeatable == ("cell 1, line 2: `open('a', 'w')`",)
+
+
+@pytest.mark.parametrize(
+    ("before", "source", "found"),
+    [
+        ("from subprocess import run", "run('a', shell=True)", "line 1: `run('a', shell=True)`"),
+        ("from subprocess import run as R", "R('a', shell=True)", "line 1: `R('a', shell=True)`"),
+        ("x = 1", "from os import system\nsystem('a')", "line 2: `system('a')`"),
+        ("x = 1", "def f():\n    from os import read as r\n    r(fd, 2)\nf()", "line 3: `r(fd, 2)`"),
+        ("import os as o", "o.read(fd, 2)", "line 1: `o.read(fd, 2)`"),
+        ("import posix", "posix.read(fd, 2)", "line 1: `posix.read(fd, 2)`"),
+        ("from shutil import move", "move('a', 'b')", "line 1: `move('a', 'b')`"),
+        ("O = open", "O('f', 'a')", "line 1: `O('f', 'a')`"),
+        ("from socket import socket", "socket()", "line 1: `socket()`"),
+        ("from tqdm import tqdm\nfrom io import open", "open('f', 'a')", "line 1: `open('f', 'a')`"),
+        ("import codecs as c", "c.open('f', 'a')", "line 1: `c.open('f', 'a')`"),
+        ("import os\nR = os.read", "R(fd, 2)", "line 1: `R(fd, 2)`"),
+        ("import os as o\nR = o.read\nQ = R", "Q(fd, 2)", "line 1: `Q(fd, 2)`"),
+        ("import os\nclass K:\n    r = os.read", "K.r(fd, 2)", "line 1: `K.r(fd, 2)`"),
+        ("import os\nD = {'r': os.read}", "D['r'](fd, 2)", "cell 1, line 2: `os.read`"),
+        ("import os\nD = {}\nD['r'] = os.read", "D['r'](fd, 2)", "cell 1, line 3: `os.read`"),
+        ("from os import read\nimport functools\nf = functools.partial(read, fd)", "f(2)", "cell 1, line 3: `read`"),
+        ("import os\nf = lambda: os.read(fd, 2)", "f()", "cell 1, line 2: `os.read(fd, 2)`"),
+        ("f = lambda: open('a', 'w')", "f()", "cell 1, line 1: `open('a', 'w')`"),
+        ("import os\ndef rd(f=os.read):\n    return f(fd, 2)", "rd()", "cell 1, line 2: `os.read`"),
+        ("def save():\n    open('a', 'w')\ns = save", "s()", "cell 1, line 2: `open('a', 'w')`"),
+        ("def save():\n    open('a', 'w')", "train(then=save)", "cell 1, line 2: `open('a', 'w')`"),
+        ("import atexit", "@atexit.register\ndef f():\n    pass", "line 1: `atexit.register`"),
+        ("import subprocess as s", "pool.map(s.check_output, x)", "line 1: `s.check_output`"),
+        ("import os", "open('f', 'a').write('a')", "line 1: `open('f', 'a')`"),
+    ],
+)
+def test_a_second_name_hides_nothing(before: str, source: str, found: str) -> None:
+    assert read(before, source).not_repeatable == (found,)
+
+
+def test_names_that_only_the_namespace_has() -> None:
+    found = read("R(fd, 2); o.system('a'); p(2)", R=os.read, o=os, p=functools.partial(os.read, 0)).not_repeatable
+    assert found == ("line 1: `R(fd, 2)`", "line 1: `o.system('a')`", "line 1: `p(2)`")
+
+
+def test_a_second_name_that_is_used_later() -> None:
+    found = read("def save():\n    open('a', 'w')\ns = save", "train()\ns()", line=1, running=((2, 1),))
+    assert (found.not_repeatable, found.not_reached) == ((), ("cell 1, line 2: `open('a', 'w')`",))
+
+
+@pytest.mark.parametrize(
+    ("before", "source"),
+    [
+        ("O = open", "O('f'); O('f', 'r'); open('f', mode='rb')"),
+        ("f = lambda: open('f')", "f()"),
+        ("import subprocess", "try:\n    x = subprocess.PIPE\nexcept subprocess.CalledProcessError:\n    pass"),
+        ("import subprocess, socket", "p: subprocess.Popen = None\nisinstance(x, socket.socket)"),
+        ("def f(input):\n    return F.linear(input, w)", "for input in loader:\n    f(input)"),
+        ("class K:\n    def __init__(self, input):\n        self.input = input", "k.input(x)"),
+        ("open, close = columns", "plot(open, close)"),
+        ("import os\nR = os.read", "x = 1"),
+        ("import os\nD = {'r': os.read}", "x = 1"),
+        ("import requests\ndata = requests.get(u)\nf = open('a', 'w')", "train(data, f)"),
+        ("def save():\n    open('a', 'w')\nsave = True", "train(save=save)"),
+        ("a = b.x\nb = a.y\nb = a.z", "a.b.c(); b()"),
+        ("socket = make()", "plot(socket.weight, table.rename)"),
+    ],
+)
+def test_what_is_read_or_never_called_is_repeatable(before: str, source: str) -> None:
+    assert read(before, source).not_repeatable == ()
 
 
 class Block(nn.Module):
