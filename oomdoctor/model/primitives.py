@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from typing import Final
 
+from oomdoctor.model import reserve
+
 __all__ = ["is_memory_refused", "is_short_of_memory"]
 
 _WORDS: Final = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
@@ -29,9 +31,12 @@ def is_short_of_memory(exc: BaseException) -> bool:
 
 
 def is_memory_refused() -> bool:
-    """Return whether the system refuses this process the memory that a primitive has room in, now."""
+    """Return whether the system refuses this process the memory that a primitive has room in, now.
+
+    What was kept back and has been given back since, the primitive did not have.
+    """
     try:
-        mmap.mmap(-1, _ROOM, **_PRIVATE).close()
+        mmap.mmap(-1, _ROOM + reserve.released(), **_PRIVATE).close()
     except OSError:
         return True
     return False

@@ -266,7 +266,8 @@ def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
     if extension.open is None:
         return case
     transaction, session = extension.open.transaction, extension.open.session
-    reserve = transaction.bytes_to_copy + extension.warming.kept if session.accelerator.name == "cpu" else 0
+    warming, is_host = extension.warming, session.accelerator.name == "cpu"
+    reserve = transaction.bytes_to_copy + warming.kept + warming.to_load if is_host else 0
     terms: dict[str, Any] = {
         "time_budget_s": extension.config.forecast_time_s,
         "reserve": reserve,

@@ -48,6 +48,9 @@ _LOOK_EVERY_S: Final = 10.0
 """Time between two looks at the limits that files tell of."""
 _LEAST_LEFT: Final = 160 * MIB
 """Room below which nothing is loaded. What a diagnosis needs takes 45 MiB, besides what is kept back."""
+_FORECASTS: Final = 80 * MIB
+"""What forecasts, and recomputing, load of torch: ``torch._dynamo`` and what it imports."""
+_SHARE_TO_LOAD: Final = 4
 _LIMITS_MACHINE: Final = 0.95
 """Share of the machine's memory below which a cgroup's limit is what binds."""
 _SHORT_RATIO: Final = 0.1
@@ -170,8 +173,14 @@ class Warming:
         for name in _ON_TENSORS:
             yield partial(importlib.import_module, name)
         yield partial(_rehearse, self._config)
-        if not reserve.is_limited():  # then each copy loads it for itself
+        # Else each copy loads it for itself. Where pages are counted, what is too much ends the process.
+        if self._pages is None and all(free >= _SHARE_TO_LOAD * _FORECASTS for free, _ in self._limits()):
             yield _load_forecast
+
+    @property
+    def to_load(self) -> int:
+        """Bytes that an attempt may load besides what the program takes: the parts of torch that recompute."""
+        return _FORECASTS if "torch" in sys.modules and "torch._dynamo" not in sys.modules else 0
 
 
 def steps(config: OomDoctor) -> Iterator[Callable[[], Any]]:
