@@ -125,8 +125,11 @@ class Extension:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
-        if failure is not None or raw_cell == self.warming.failed:
-            self.warming.failed = raw_cell if failure is not None else ""
+        if failure is not None:
+            self.warming.failed = raw_cell
+            self.warming.pause()
+        elif raw_cell == self.warming.failed:
+            self.warming.failed = ""
         try:
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:

@@ -83,10 +83,14 @@ class Warming:
 
     def end(self) -> None:
         """Load nothing more, and give the memory back."""
-        if self._task is not None:
-            self._task.cancel()
+        self.pause()
         self._steps = iter(())
         reserve.let_go()
+
+    def pause(self) -> None:
+        """Load nothing until a cell has ended well: what is free now is what the fixes of a failure are priced by."""
+        if self._task is not None:
+            self._task.cancel()
 
     def keep_back(self, source: str = "") -> None:
         """Keep memory back where a limit leaves some, and none is kept yet.
