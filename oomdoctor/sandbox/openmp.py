@@ -74,9 +74,7 @@ def teams_in_room() -> Iterator[None]:
         return
     _have_torch_set_its_number()
     before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in _runtimes()]
-    for runtime, _, _ in before:
-        runtime.omp_set_max_active_levels(0)
-        runtime.omp_set_num_threads(1)
+    keep_one_thread()
     try:
         yield
     finally:

@@ -125,11 +125,7 @@ class Extension:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
-        if failure is not None:
-            self.warming.failed = raw_cell
-            self.warming.pause()
-        elif raw_cell == self.warming.failed:
-            self.warming.failed = ""
+        self.warming.note_end(raw_cell, failed=failure is not None)
         try:
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:

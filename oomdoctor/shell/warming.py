@@ -63,7 +63,6 @@ class Warming:
     Attributes:
         done: whether all is loaded that can be so far.
         kept: bytes that are kept back, and will be again before an attempt.
-        failed: text of the cell that failed last.
     """
 
     def __init__(self, shell: Any, config: OomDoctor) -> None:
@@ -73,7 +72,8 @@ class Warming:
         self._looked_s = -_LOOK_EVERY_S
         self._pages: tuple[int, int] | None = None
         self._has_teams = False
-        self.kept, self.done, self.failed = 0, False, ""
+        self._failed = ""
+        self.kept, self.done = 0, False
 
     def begin(self) -> None:
         """Do at load what takes no time."""
@@ -83,12 +83,22 @@ class Warming:
 
     def end(self) -> None:
         """Load nothing more, and give the memory back."""
-        self.pause()
+        self._pause()
         self._steps = iter(())
         reserve.let_go()
 
-    def pause(self) -> None:
-        """Load nothing until a cell has ended well: what is free now is what the fixes of a failure are priced by."""
+    def note_end(self, source: str, *, failed: bool) -> None:
+        """Note how a cell has ended.
+
+        After a failure nothing is loaded until a cell has ended well: what is free now is what its fixes are priced by.
+        """
+        if failed:
+            self._failed = source
+            self._pause()
+        elif source == self._failed:
+            self._failed = ""
+
+    def _pause(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
@@ -97,7 +107,7 @@ class Warming:
 
         The cell that has failed gets all of it when it runs again: what was kept back may be what it lacked.
         """
-        if source and source == self.failed:
+        if source and source == self._failed:
             reserve.give_up()
             return
         if reserve.address_space():
@@ -157,9 +167,9 @@ class Warming:
         self.done = self._has_room()
         return False
 
-    def _has_room(self) -> bool:
-        """Whether what is loaded leaves the user most of what a limit leaves."""
-        return all(free >= _LEAST_LEFT for free, _ in self._limits())
+    def _has_room(self, least: int = _LEAST_LEFT) -> bool:
+        """Whether what is loaded leaves the user most of what a limit leaves: so many bytes of it are free."""
+        return all(free >= least for free, _ in self._limits())
 
     def _limits(self) -> list[tuple[int, int]]:
         return [one for one in (reserve.of_process(), self._pages) if one is not None]
@@ -178,7 +188,7 @@ class Warming:
             yield partial(importlib.import_module, name)
         yield partial(_rehearse, self._config)
         # Else each copy loads it for itself. Where pages are counted, what is too much ends the process.
-        if self._pages is None and all(free >= _SHARE_TO_LOAD * _FORECASTS for free, _ in self._limits()):
+        if self._pages is None and self._has_room(_SHARE_TO_LOAD * _FORECASTS):
             yield _load_forecast
 
     @property
