@@ -28,7 +28,7 @@ from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.chain import traceback_of
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.kinds import module_of, qualname_of
-from oomdoctor.model.primitives import is_short_of_memory
+from oomdoctor.model.primitives import assemblers_error, is_short_of_memory
 
 __all__ = ["all_from_exception", "find_oom", "from_exception"]
 
@@ -161,7 +161,8 @@ def _understood(exc: BaseException, text: str) -> Incident:
     if found and found[0].is_oom:
         return found[0]
     if is_short_of_memory(exc):
-        is_stuck = "create a primitive" in text and "primitive descriptor" not in text
+        can_tell = assemblers_error() is not None
+        is_stuck = not can_tell and "create a primitive" in text and "primitive descriptor" not in text
         called = "onednn_create" if is_stuck else "onednn"  # no row has it: text does not tell that memory was wanting
         return Incident(is_oom=True, family=Family.HOST, format=called, device="cpu")
     known = _known_class(type(exc))

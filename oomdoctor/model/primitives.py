@@ -1,23 +1,41 @@
-"""Errors of oneDNN, which do not tell whether it was memory that was wanting."""
+"""Errors of oneDNN, which do not tell whether it was memory that was wanting.
+
+oneDNN writes machine code for each new operation and shape by the assembler Xbyak. Where that gets no memory, it keeps
+the error for the thread that it happened in, and makes nothing there any more, however much is free by then. Where the
+library's table of symbols tells the place of that error, it says what was wanting, and is cleared.
+
+Source: ``local::SetError`` and the codes in ``third_party/xbyak/xbyak.h`` of oneDNN; dl_iterate_phdr(3); elf(5).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import struct
+import sys
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 from oomdoctor.model import reserve
 
-__all__ = ["is_memory_refused", "is_short_of_memory"]
+__all__ = ["assemblers_error", "is_memory_refused", "is_short_of_memory"]
 
 _WORDS: Final = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
 """What is left of the status. Source: ``error::wrap_c_api`` in oneDNN's ``include/oneapi/dnnl/dnnl_common.hpp``."""
 _MARK: Final = "__oomdoctor_short_of_memory__"
 _ROOM: Final = 64 << 20
 """What a primitive's code and scratchpad have room in: the code takes less than 1 MiB, the scratchpad what it does."""
+_NO_MEMORY: Final = (14, 22)
+"""Xbyak's ``ERR_CANT_PROTECT`` and ``ERR_CANT_ALLOC``."""
+_LIBRARY: Final = b"libtorch_cpu.so"
+_ERROR: Final = b"\0_ZZN5Xbyak5local11GetErrorRefEvE3err\0"
+_SYMBOLS: Final = 2
+"""Type of the section that holds all symbols, those of this library alone included."""
 
 
 def is_short_of_memory(exc: BaseException) -> bool:
-    """Return whether ``exc`` is oneDNN's, and the system refuses memory while the frames of ``exc`` hold theirs.
+    """Return whether ``exc`` is oneDNN's, for want of memory; in this thread oneDNN goes on then, where it can.
 
     What was found when it was first asked is noted on ``exc`` and stays: later its frames hold less.
     """
@@ -26,7 +44,10 @@ def is_short_of_memory(exc: BaseException) -> bool:
         return False
     noted: dict[str, bool] = vars(exc)
     if _MARK not in noted:
-        noted[_MARK] = is_memory_refused()
+        error = assemblers_error()
+        noted[_MARK] = (error is not None and error.value in _NO_MEMORY) or is_memory_refused()
+        if error is not None:
+            error.value = 0
     return noted[_MARK]
 
 
@@ -40,6 +61,60 @@ def is_memory_refused() -> bool:
     except OSError:
         return True
     return False
+
+
+def assemblers_error() -> ctypes.c_int | None:
+    """Return the error that the assembler keeps for this thread, 0 for none; None where its place is not known."""
+    if sys.platform != "linux" or "torch" not in sys.modules:
+        return None
+    found: list[tuple[bytes, int]] = []
+
+    def visit(info: ctypes._Pointer[_Loaded], _size: int, _data: int) -> int:
+        if (info.contents.name or b"").endswith(_LIBRARY) and info.contents.tls:
+            found.append((info.contents.name, info.contents.tls))
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(_VISIT(visit), None)
+    for name, start in found:
+        if (offset := _offset(name.decode())) is not None:
+            return ctypes.c_int.from_address(start + offset)
+    return None
+
+
+class _Loaded(ctypes.Structure):
+    """``struct dl_phdr_info``; ``tls`` is the place of what the library keeps for the thread that asks."""
+
+    _fields_ = (
+        ("address", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        *(("headers", ctypes.c_void_p), ("header_count", ctypes.c_uint16)),
+        *(("adds", ctypes.c_ulonglong), ("subs", ctypes.c_ulonglong)),
+        *(("tls_module", ctypes.c_size_t), ("tls", ctypes.c_void_p)),
+    )
+
+
+_VISIT: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
+
+
+@cache
+def _offset(path: str) -> int | None:
+    """Return where the error lies within what the library keeps for each thread."""
+    try:
+        with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
+            (table,), (size, count) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HH", elf, 58)
+            sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + at * size) for at in range(count)]
+            for _, kind, _, _, start, length, names, _, _, entry in sections:
+                _, _, _, _, first, named, *_ = sections[names]
+                if kind == _SYMBOLS and (at := elf.find(_ERROR, first, first + named)) >= 0:
+                    wanted = struct.pack("<I", at + 1 - first)
+                    symbol = elf.find(wanted, start, start + length)
+                    while symbol >= 0:
+                        if (symbol - start) % entry == 0:
+                            return int(struct.unpack_from("<IBBHQ", elf, symbol)[4])
+                        symbol = elf.find(wanted, symbol + 1, start + length)
+    except (OSError, ValueError, IndexError, struct.error):
+        pass
+    return None
 
 
 _PRIVATE: Final[dict[str, int]] = (

@@ -22,6 +22,7 @@ from typing import Any, Final
 from oomdoctor.model.sizes import MIB
 
 __all__ = [
+    "FOR_MESSAGES",
     "FOR_THREAD",
     "address_space",
     "give_up",
@@ -39,11 +40,16 @@ _WANTED: Final = 96 * MIB
 retry's own bookkeeping. Source: resident set around a failure of one Linear layer; `benchmarks/starved.py`.
 """
 _LEAST: Final = 8 * MIB
+"""Below it nothing is kept for the diagnosis."""
 _SHARE_OF_LIMIT: Final = 8
 _SHARE_OF_FREE: Final = 4
 """One part in so many: what a limit leaves is the user's first."""
 FOR_THREAD: Final = 16 * MIB
 """Room with which a thread begins: its stack, 8 MiB by default, and what the interpreter makes for it."""
+FOR_MESSAGES: Final = 3 * MIB
+"""What is kept until a failure was answered: ZeroMQ ends the process where a message comes that it has no room for. The
+interpreter takes 1 MiB at a time.
+"""
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _address: int | None = None
@@ -54,19 +60,22 @@ _released = 0
 
 
 def take(free: int, limit: int, *, populated: bool) -> int:
-    """Keep memory back, where there is none kept yet; return how much is kept now, in bytes.
+    """Keep memory back, where no more than ``FOR_MESSAGES`` is kept; return how much is kept now, in bytes.
 
     Args:
         free: bytes that can still be had below ``limit``.
         populated: whether its pages are to be there, because the limit counts pages.
     """
     global _address, _size, _touched, _owner, _released
-    if _held():
+    if address_space() > FOR_MESSAGES:
         return _size
-    _address, _size, _touched, _owner = None, 0, 0, os.getpid()
+    let_go()
+    _owner = os.getpid()
     size = min(_WANTED, limit // _SHARE_OF_LIMIT, free // _SHARE_OF_FREE) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = _libc()
-    if libc is None or size < _LEAST:
+    if size < _LEAST:
+        size = FOR_MESSAGES if size >= FOR_MESSAGES else 0
+    if libc is None or not size:
         return 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if populated else 0)
     address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -80,13 +89,19 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     return size
 
 
-def let_go() -> None:
-    """Give all of it back. It takes no memory to do so."""
+def let_go(keep: int = 0) -> None:
+    """Give it back, but for ``keep`` bytes. It takes no memory to do so."""
     global _address, _size, _touched, _released
-    if _held():
-        _released = _size
-        _libc().munmap(_address, _size)
-    _address, _size, _touched = None, 0, 0
+    if not _held():
+        _address, _size, _touched = None, 0, 0
+        return
+    given = max(_size - keep, 0)
+    if given:
+        _libc().munmap(_address, given)
+    _released += given
+    _size -= given
+    _touched = min(_touched, _size)
+    _address = (_address or 0) + given if _size else None
 
 
 def give_up() -> None:

@@ -16,6 +16,7 @@ from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
+from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.sandbox.openmp import teams_in_room
 
 __all__ = ["Run", "Trial", "heal"]
@@ -191,7 +192,7 @@ async def _attempt(
     with ExitStack() as live:
         for enter in attempt.live:
             live.enter_context(enter())
-        with teams_in_room(), transaction.armed(strict=True):
+        with teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
             return await run(attempt)
 
 

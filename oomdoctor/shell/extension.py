@@ -130,6 +130,7 @@ class Extension:
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:
             if failure is not None:
+                reserve.let_go()
                 self.borders.guarded("history", self.warming.begin_history)
 
     async def _follow(

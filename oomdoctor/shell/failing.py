@@ -6,6 +6,7 @@ cell that could be run again for it, and it says so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -148,6 +149,8 @@ def _looked_at(
     from oomdoctor import pipeline
 
     guarded = extension.borders.guarded
+    if guarded("reserve", lambda: _lacks_room(extension, failure)):
+        return None
     # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
     # census is without what it held.
     observed = quietly(observe)
@@ -162,6 +165,22 @@ def _looked_at(
     diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, found))
     diagnosed = diagnosed or quietly(lambda: _diagnose(extension, found, by_message=True)) or case
     return replace(diagnosed, plan=pipeline.unpriced(pending=True)) if later else diagnosed
+
+
+def _lacks_room(extension: Extension, failure: BaseException) -> bool:
+    """Return whether there is no room to load a diagnosis, also without what the failure holds; then it says so.
+
+    To load what fits would take the last of the room, and find nothing.
+    """
+    if not extension.warming.lacks_room():
+        return False
+    _let_go(extension, failure)
+    why = extension.warming.lacks_room()
+    if why:
+        extension.end_filling()
+        extension.open = extension.healed = None
+        print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
+    return bool(why)
 
 
 def _let_go(extension: Extension, failure: BaseException) -> None:

@@ -40,7 +40,7 @@ class TracebackWatch:
         self._wrapped.remove()
 
     def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
-        reserve.let_go()  # first of all: whatever follows takes memory
+        reserve.let_go(keep=reserve.FOR_MESSAGES)  # first of all: whatever follows takes memory
         given = args[0] if args else kwargs.get("exc_tuple")
         exc = (given or sys.exc_info())[1]
         given = None

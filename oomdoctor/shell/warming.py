@@ -47,7 +47,9 @@ _AT_END_S: Final = 0.1
 _LOOK_EVERY_S: Final = 10.0
 """Time between two looks at the limits that files tell of."""
 _LEAST_LEFT: Final = 160 * MIB
-"""Room below which nothing is loaded. What a diagnosis needs takes 45 MiB, besides what is kept back."""
+"""Room below which nothing is loaded: what a diagnosis takes, what is kept back, and something for the user."""
+_DIAGNOSIS: Final = 45 * MIB
+"""What all of ``_MODULES`` take, and what comes with them."""
 _FORECASTS: Final = 80 * MIB
 """What forecasts, and recomputing, load of torch: ``torch._dynamo`` and what it imports."""
 _SHARE_TO_LOAD: Final = 4
@@ -110,7 +112,7 @@ class Warming:
         if source and source == self._failed:
             reserve.give_up()
             return
-        if reserve.address_space():
+        if reserve.address_space() > reserve.FOR_MESSAGES:
             return
         if self._pages is not None:  # that was then, and a page too many ends the process
             self._pages = _limit_on_pages()
@@ -170,6 +172,19 @@ class Warming:
     def _has_room(self, least: int = _LEAST_LEFT) -> bool:
         """Whether what is loaded leaves the user most of what a limit leaves: so many bytes of it are free."""
         return all(free >= least for free, _ in self._limits())
+
+    def lacks_room(self) -> str:
+        """Return why a diagnosis cannot be loaded now; nothing where it can, or is loaded."""
+        missing = sum(name not in sys.modules for name in _MODULES)
+        if not missing:
+            return ""
+        if self._pages is not None:
+            self._pages = _limit_on_pages()
+        needed = _DIAGNOSIS * missing // len(_MODULES)
+        free = min((free for free, _ in self._limits()), default=needed)
+        if free >= needed:
+            return ""
+        return f"{free / MIB:.0f} MiB are left below a limit on host memory, and it would load {needed / MIB:.0f} MiB"
 
     def _limits(self) -> list[tuple[int, int]]:
         return [one for one in (reserve.of_process(), self._pages) if one is not None]

@@ -364,21 +364,16 @@ resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 10), resource.RLIM_INFIN
 short = failure()
 found = find_oom(short) is short
 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-incident, again = from_exception(short, {}), failure()
+incident = from_exception(short, {})
 print(found, incident.is_oom, incident.family, incident.device, incident.format)
-print([finding.rule for finding in oomdoctor.explain(short).findings][0])
-print(str(again) == str(short), from_exception(again, {}).is_oom)
+print(failure())
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps on Linux alone")
-def test_a_primitive_that_there_was_no_memory_for_is_host_memory_and_stays_broken():
+def test_a_primitive_that_there_was_no_memory_for_is_host_memory_and_onednn_goes_on():
     done = subprocess.run([sys.executable, "-c", LIMITED], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        "True True host_oom cpu onednn_create",
-        "onednn_makes_no_primitive",
-        "True False",  # with memory to be had the same words come again, and are not taken for a want of it
-    ]
+    assert done.stdout.splitlines() == ["True True host_oom cpu onednn", "None"]
 
 
 @pytest.mark.parametrize(("refused", "family"), [(True, Family.HOST), (False, Family.NOT_OOM)])

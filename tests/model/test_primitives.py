@@ -24,7 +24,7 @@ try:
 except RuntimeError as error:
     short = is_short_of_memory(error)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-    print(error, short, is_short_of_memory(error), is_short_of_memory(RuntimeError(*error.args)))
+    print(error, short, is_short_of_memory(error), is_short_of_memory(RuntimeError(*error.args)), len(model(x)))
 """
 
 
@@ -36,7 +36,28 @@ def test_a_primitive_that_the_system_had_no_memory_for_is_told_from_one_that_fai
         said.add(f"{done.stdout.strip() or done.stderr.strip()} ({done.returncode})")
         if done.stdout.startswith("could not create a primitive"):
             break
-    assert "could not create a primitive True True False (0)" in said, "what was found stays"
+    assert "could not create a primitive True True False 4 (0)" in said, "what was found stays, and oneDNN goes on"
+
+
+RESULT_GONE = """
+import ctypes
+import torch
+from oomdoctor.model import primitives
+from oomdoctor.incident import from_exception
+error = primitives.assemblers_error()
+print(error is not None and error.value)
+for value in (22, 3, 0):
+    if error is not None:
+        error.value = value
+    found = from_exception(RuntimeError("could not create a primitive"), {})
+    print(found.is_oom, found.format, error is not None and error.value)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library's symbols are read on Linux alone")
+def test_the_assembler_tells_what_was_wanting_when_the_result_is_gone_that_filled_the_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", RESULT_GONE], check=True, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == ["0", "True onednn 0", "False None 0", "False None 0"]
 
 
 @pytest.mark.parametrize("what", ["create a primitive", "execute a primitive", "create a memory object"])

@@ -41,6 +41,21 @@ def test_it_takes_what_the_limit_counts_and_gives_it_back(populated: bool, count
     assert reserve.address_space() == reserve.resident() == 0
 
 
+def test_a_little_stays_until_the_failure_was_answered_and_is_kept_anew_after() -> None:
+    before = in_use("VmData")
+    size = reserve.take(4 * GIB, 4 * GIB, populated=False)
+    for _ in range(2):
+        reserve.let_go(keep=reserve.FOR_MESSAGES)
+        assert reserve.address_space() == reserve.FOR_MESSAGES
+        assert reserve.released() == size - reserve.FOR_MESSAGES
+    assert reserve.take(4 * GIB, 4 * GIB, populated=False) == reserve.address_space() == size
+    reserve.let_go(keep=reserve.FOR_MESSAGES)
+    reserve.let_go()
+    assert reserve.address_space() == 0
+    assert reserve.released() == size
+    assert in_use("VmData") - before < 0.1 * size
+
+
 @pytest.mark.parametrize(("free", "limit"), [(64 * MIB, 64 * GIB), (64 * GIB, 256 * MIB)])
 def test_most_of_what_a_limit_leaves_is_the_users(free: int, limit: int) -> None:
     assert 0 < reserve.take(free, limit, populated=False) <= min(free / 2, limit / 8)

@@ -487,7 +487,10 @@ def test_what_no_retry_cures_is_not_tried_and_told(shell: InteractiveShell, kind
     for cell in CELLS[:-1]:
         run(shell, cell)
     shell.user_ns["fail"] = _raising(message)
-    with mock.patch.object(primitives, "is_memory_refused", return_value=True):  # as beside a limit that was reached
+    with (
+        mock.patch.object(primitives, "is_memory_refused", return_value=True),  # as beside a limit that was reached
+        mock.patch.object(primitives, "_offset", return_value=None),  # as where the library tells no symbols
+    ):
         result, shown = run(shell, f"{CELLS[-1]}fail()")
     assert str(result.error_in_exec) == message
     case = known()
