@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
+from oomdoctor.errors import StateError
 from oomdoctor.model.kinds import Kind, items_of, kind_of, plain_dict
 from oomdoctor.retry.held import GONE, length_of, living, mapped_by
 from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, SetCopy
@@ -223,13 +224,27 @@ class Small:
         array = living(self._held)
         if array is GONE or _form(array) != self._form:
             return
-        with suppress(ValueError):  # its memory is another's, and may not be written to
-            if self._is_writeable and not array.flags.writeable:
-                array.flags.writeable = True
+        if not array.flags.writeable and (self._is_writeable or array.tobytes() != self._copy.tobytes()):
+            _allow_writes(array)
         if array.flags.writeable:
             array[...] = self._copy
             if not self._is_writeable:  # to set what is set already is refused for memory of other libraries
                 array.flags.writeable = False
+        elif self._is_writeable:  # what never could be written to is put back by whatever has its memory
+            raise StateError(f"`{self.path}` is an array that cannot be written to any more")
+
+
+def _allow_writes(array: Any) -> None:
+    """Have an array be written to, which numpy allows while those that it is a view of can be."""
+    views = [array]
+    while isinstance(base := views[-1].base, type(array)):
+        views.append(base)
+    shut = [one for one in views if not one.flags.writeable]
+    with suppress(ValueError):  # the memory is another's, and may not be written to
+        for one in reversed(shut):
+            one.flags.writeable = True
+    for one in shut[1:]:
+        one.flags.writeable = False
 
 
 def _form(array: Any) -> tuple[Any, ...]:

@@ -226,6 +226,16 @@ PUT_BACK = {
         "table.flags.writeable = True; table[0] = 9; other[1] = 9; other.flags.writeable = False",
         "(table, table.flags.writeable, other, other.flags.writeable)",
     ),
+    "a view of an array, and then the array, that may not be written to": (
+        "base = np.arange(4); part = base[1:]; inner = part[1:]",
+        "inner[0] = 7\nfor one in (base, part, inner): one.flags.writeable = False",
+        "[(one, one.flags.writeable) for one in (inner, base, part)]",
+    ),
+    "a view of an array that could not be written to": (
+        "base = np.arange(4); part = base[1:]; base.flags.writeable = False",
+        "part[0] = 7; part.flags.writeable = False",
+        "[(one, one.flags.writeable) for one in (part, base)]",
+    ),
     "an array of records": (
         "rows = np.zeros(2, [('x', 'f4'), ('y', 'i4')])", "rows['x'][0] = 3; rows[1] = (1, 2)", "rows.tolist()",
     ),
