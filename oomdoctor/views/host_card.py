@@ -24,7 +24,7 @@ _CHILDREN: Final = 5
 _WORTH_A_LINE: Final = 0.05
 _WORKER: Final = re.compile(r"DataLoader worker \d+(?P<loader>( of \w+)?)")
 _TENSORS_BESIDE_A_DEVICE: Final = 3
-_NO_TENSOR: Final = "NumPy arrays, Python objects and libraries, 0.2 to 0.3 GiB of it torch"
+_NO_TENSOR: Final = "NumPy arrays, Python objects and libraries; torch, once loaded, is 0.2 to 0.3 GiB of them"
 """Source: growth of RSS by `import torch` and a first training step, torch 2.13 for CPU: 0.2 GiB; more with CUDA."""
 
 _SHARED: Final = "with all that it shares (RSS)"
