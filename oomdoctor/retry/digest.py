@@ -6,7 +6,7 @@ import hashlib
 import sys
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, kind_of, module_of, plain_dict
 from oomdoctor.model.names import is_users
 from oomdoctor.retry.rng import RandomState, generator_state
 
@@ -84,7 +84,7 @@ def _items(value: Any, kind: Kind) -> list[tuple[str, Any]]:
         return [("", item) for item in sorted(value, key=repr) if kind_of(type(item)) is Kind.ATOM]
     if type(value).__name__ == "RemovableHandle":  # numbered across the process
         return []
-    is_open = str(type(value).__module__).startswith(("__main__", "torch."))
+    is_open = module_of(type(value)).startswith(("__main__", "torch."))
     if kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER) or is_open:
         return sorted((plain_dict(value) or {}).items())
     return []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of, plain_dict
+from oomdoctor.model.kinds import Kind, items_of, kind_of, module_of, plain_dict
 from oomdoctor.retry.held import GONE, Weak, length_of, living
 from oomdoctor.retry.light import LIGHT_TYPES, is_light
 
@@ -166,7 +166,7 @@ _LRU: Final[Any] = type(lru_cache(abs))
 def is_frame(value: Any) -> bool:
     """Return whether it is a pandas frame or series, not too large, of a pandas that copies on write: 3 and later."""
     cls = type(value)
-    if cls.__module__ not in ("pandas", "pandas.core.frame", "pandas.core.series"):
+    if module_of(cls) not in ("pandas", "pandas.core.frame", "pandas.core.series"):
         return False
     if cls.__name__ not in ("DataFrame", "Series") or value.size > _FRAME_CELLS:
         return False

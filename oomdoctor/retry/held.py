@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of
+from oomdoctor.model.kinds import Kind, items_of, kind_of, module_of
 
 __all__ = [
     "GONE",
@@ -229,4 +229,4 @@ def _empty(recipe: Recipe) -> Any:
     cls = recipe.cls
     if cls is defaultdict:
         return defaultdict(recipe.factory)
-    return cls() if cls.__module__ in ("builtins", "collections") else {} if issubclass(cls, dict) else []
+    return cls() if module_of(cls) in ("builtins", "collections") else {} if issubclass(cls, dict) else []

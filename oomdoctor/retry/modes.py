@@ -40,15 +40,15 @@ class Modes:
         for stack, held in zip(self._stacks(), self._before, strict=True):
             before = [living(one) for one in held]
             kept = len(stack)
-            while kept and not is_ours(type(stack[kept - 1]).__module__) and not _is_in(stack[kept - 1], before):
+            while kept and not is_ours(module_of(type(stack[kept - 1]))) and not _is_in(stack[kept - 1], before):
                 kept -= 1
             yield before, stack[:kept], stack[kept:]
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for what cannot be entered or left in its place."""
         for before, below, _ in self._entered():
-            of_users = [mode for mode in below if not is_ours(type(mode).__module__)]
-            expected = [mode for mode in before if not is_ours(type(mode).__module__)]
+            of_users = [mode for mode in below if not is_ours(module_of(type(mode)))]
+            expected = [mode for mode in before if not is_ours(module_of(type(mode)))]
             if len(of_users) != len(expected) or not all(map(_is_in, of_users, [expected] * len(of_users))):
                 yield "a mode of torch's that was entered before was left, or lies below one that was not"
         if self._torch.is_inference_mode_enabled() != self._infers:

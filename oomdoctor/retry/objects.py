@@ -255,7 +255,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
             shape.light.add(value)
         else:
             shape.large.append(Large(value, held, path, shape.allowance))
-    elif (cls.__module__, cls.__name__) in _OUTWARD:
+    elif (module_of(cls), name_of(cls)) in _OUTWARD:
         shape.iterators.append((path, held))
     elif isinstance(value, ReferenceType):
         if (one := value()) is not None:
@@ -313,7 +313,7 @@ def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -
 def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
     """Note the attributes of an object of another library's; look for modules, optimizers and tensors in it."""
     attributes = plain_dict(value)
-    if depth == 0 or not attributes or len(shape.known) > MOST_OBJECTS or is_ours(type(value).__module__):
+    if depth == 0 or not attributes or len(shape.known) > MOST_OBJECTS or is_ours(module_of(type(value))):
         return
     if type(value) is Condition:  # it knows of the threads that wait for it, and nothing else
         return
@@ -362,4 +362,4 @@ def _hold_table(shape: Shape, table: dict[str, Any], path: str, kind: str, depth
 
 def is_open(cls: type) -> bool:
     """Return whether the ``__dict__`` of its objects is their whole state: the user's own classes, and some others."""
-    return str(cls.__module__).startswith(_OPEN_MODULES) or not is_installed(cls.__module__)
+    return module_of(cls).startswith(_OPEN_MODULES) or not is_installed(module_of(cls))

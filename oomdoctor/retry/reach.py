@@ -14,7 +14,7 @@ from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from oomdoctor.model.kinds import members_of, mro_of
+from oomdoctor.model.kinds import members_of, module_of, mro_of
 from oomdoctor.model.names import FirstUse, first_uses, read_names
 from oomdoctor.retry.installed import is_installed
 from oomdoctor.retry.light import LIGHT_TYPES
@@ -93,7 +93,7 @@ class Reach:
             if not is_installed(value.__name__):
                 yield from vars(value).values()
         elif issubclass(kind, type):
-            if not is_installed(value.__module__):
+            if not is_installed(module_of(value)):
                 yield from members_of(value).values()
         elif type(value) is FunctionType:
             yield from self._code(value)
@@ -101,7 +101,7 @@ class Reach:
             if type(value) is MethodType:
                 yield value.__func__
             for base in mro_of(type(value)):
-                if not is_installed(base.__module__):
+                if not is_installed(module_of(base)):
                     yield base
             yield from islice(gc.get_referents(value), _MOST)
 

@@ -638,6 +638,16 @@ def test_an_alarm_that_would_end_the_process_is_switched_off() -> None:
         signal.setitimer(signal.ITIMER_REAL, *left)
 
 
+def test_a_class_that_answers_nothing_is_named() -> None:
+    meta = "class Shy(type):\n    def __getattribute__(cls, name): raise RuntimeError(name)\n"
+    with begun(f"{meta}class C(metaclass=Shy): pass") as namespace:
+        transaction = failed("taken = C", namespace)
+        assert transaction.losses() == ("`C` could not be looked at (RuntimeError)",)
+        transaction.restore()
+        assert "taken" not in namespace
+        assert {"C", "taken"} <= transaction._snapshot.uses()
+
+
 def test_signals_are_told_where_they_cannot_be_put_back() -> None:
     with begun("") as namespace:
         transaction = failed("signal.signal(signal.SIGUSR1, lambda *_: None)", namespace)
