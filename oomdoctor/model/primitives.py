@@ -74,7 +74,8 @@ def assemblers_error() -> ctypes.c_int | None:
             found.append((info.contents.name, info.contents.tls))
         return 0
 
-    ctypes.CDLL(None).dl_iterate_phdr(_VISIT(visit), None)
+    # With the lock of the interpreter held, which a thread that loads a library may hold beside that of the loader.
+    ctypes.PyDLL(None).dl_iterate_phdr(_VISIT(visit), None)
     for name, start in found:
         if (offset := _offset(name.decode())) is not None:
             return ctypes.c_int.from_address(start + offset)

@@ -52,9 +52,9 @@ interpreter takes 1 MiB at a time.
 """
 _FAILED: Final = ctypes.c_void_p(-1).value
 
-_address: int | None = None
-_size = 0
-_touched = 0
+_kept: Final[list[tuple[int, int, int]]] = []
+"""Address, size and touched bytes of what is kept: one at most. Whoever takes it out has it alone."""
+_NOTHING: Final = 0, 0, 0
 _owner = 0
 _released = 0
 
@@ -66,9 +66,9 @@ def take(free: int, limit: int, *, populated: bool) -> int:
         free: bytes that can still be had below ``limit``.
         populated: whether its pages are to be there, because the limit counts pages.
     """
-    global _address, _size, _touched, _owner, _released
+    global _owner, _released
     if address_space() > FOR_MESSAGES:
-        return _size
+        return address_space()
     let_go()
     _owner = os.getpid()
     size = min(_WANTED, limit // _SHARE_OF_LIMIT, free // _SHARE_OF_FREE) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -84,24 +84,29 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     libc.madvise(address, size, mmap.MADV_DONTFORK)
     if populated:
         libc.madvise(address, size, mmap.MADV_FREE)
-    _address, _size, _touched = address, size, size if populated else 0
+    _kept.append((address, size, size if populated else 0))
     _released = 0
     return size
 
 
 def let_go(keep: int = 0) -> None:
-    """Give it back, but for ``keep`` bytes. It takes no memory to do so."""
-    global _address, _size, _touched, _released
-    if not _held():
-        _address, _size, _touched = None, 0, 0
+    """Give it back, but for ``keep`` bytes. It takes no memory to do so.
+
+    Nothing is given back twice, whatever interrupts this or runs beside it: another's memory may lie there by then.
+    """
+    global _released
+    try:
+        address, size, touched = _kept.pop()
+    except IndexError:
         return
-    given = max(_size - keep, 0)
+    if _owner != os.getpid():
+        return
+    given = max(size - keep, 0)
+    if given < size:
+        _kept.append((address + given, size - given, min(touched, size - given)))
     if given:
-        _libc().munmap(_address, given)
-    _released += given
-    _size -= given
-    _touched = min(_touched, _size)
-    _address = (_address or 0) + given if _size else None
+        _libc().munmap(address, given)
+        _released += given
 
 
 def give_up() -> None:
@@ -131,7 +136,7 @@ def is_limited() -> bool:
 
 def address_space() -> int:
     """Return how many bytes of this process's address space are kept back."""
-    return _size if _held() else 0
+    return _own()[1]
 
 
 def released() -> int:
@@ -141,10 +146,11 @@ def released() -> int:
 
 def resident() -> int:
     """Return how many bytes of this process's resident set are kept back, those that the kernel has not taken."""
-    if not _touched or not _held():
+    address, _, touched = _own()
+    if not touched:
         return 0
-    pages = ctypes.create_string_buffer(_touched // mmap.PAGESIZE)
-    _libc().mincore(_address, _touched, pages)
+    pages = ctypes.create_string_buffer(touched // mmap.PAGESIZE)
+    _libc().mincore(address, touched, pages)
     return pages.raw.count(b"\1") * mmap.PAGESIZE
 
 
@@ -167,9 +173,9 @@ def _pages(column: int) -> int:
         return int(file.read().split()[column])
 
 
-def _held() -> bool:
-    """Whether there is one, and it is this process's: a copy that was forked has nothing at that address."""
-    return _address is not None and _owner == os.getpid()
+def _own() -> tuple[int, int, int]:
+    """Return what is kept and this process's, zeros for nothing: a copy that was forked has nothing at that address."""
+    return next(iter(_kept), _NOTHING) if _owner == os.getpid() else _NOTHING
 
 
 @cache

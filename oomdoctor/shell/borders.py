@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from oomdoctor.model.chain import is_of_signal
 
 __all__ = ["Borders", "quietly"]
+
+
+_EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
+"""Stages beside each cell: what a full memory does to them is told once."""
 
 
 class Borders:
@@ -37,8 +41,11 @@ class Borders:
             if is_of_signal(exc):
                 self._signalled = exc
                 return
-            line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
+            line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0].rstrip(": ")
+            is_told = stage in _EACH_CELL and isinstance(exc, MemoryError) and line in self.faults
             self.faults.append(line)
+            if is_told:
+                return
             print(f"oomdoctor could not finish ({line})", file=sys.stderr)
 
     def take_signalled(self) -> BaseException | None:

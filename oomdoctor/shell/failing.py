@@ -60,8 +60,10 @@ def find_oom(exc: BaseException) -> BaseException | None:
     """Return the exception that memory ran out with; None where there is none, or where it was diagnosed before."""
     if isinstance(exc, (SyntaxError, KeyboardInterrupt)):
         return None
-    from oomdoctor.incident import find_oom
-
+    try:
+        from oomdoctor.incident import find_oom
+    except (ImportError, MemoryError, OSError, SystemError):  # there is no room to load it
+        return exc if isinstance(exc, MemoryError) else None
     found = find_oom(exc)
     return None if found is None or is_told(exc) or is_told(found) else found
 
@@ -146,11 +148,11 @@ def _looked_at(
         later: whether the rest may come after the display. Then the plan of what is returned is pending, and the
             failure not let go of yet, unless the memory that it holds is what the display needs itself.
     """
-    from oomdoctor import pipeline
-
     guarded = extension.borders.guarded
     if guarded("reserve", lambda: _lacks_room(extension, failure)):
         return None
+    from oomdoctor import pipeline
+
     # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
     # census is without what it held.
     observed = quietly(observe)
@@ -174,11 +176,13 @@ def _lacks_room(extension: Extension, failure: BaseException) -> bool:
     """
     if not extension.warming.lacks_room():
         return False
-    _let_go(extension, failure)
+    if not extension.config.keep_frames:
+        quietly(lambda: _release(failure, extension.shell))
     why = extension.warming.lacks_room()
     if why:
         extension.end_filling()
         extension.open = extension.healed = None
+        extension.passed = "a cell has run out of memory that there was no room to diagnose"
         print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
     return bool(why)
 

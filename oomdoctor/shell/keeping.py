@@ -91,7 +91,7 @@ def why_not_undone(case: Case | None, passed: str) -> str:
         passed: what a later cell has done that moved the state on, empty where none has.
     """
     if case is None:
-        return "there is nothing to undo: no cell has run out of memory so far"
+        return "there is nothing to undo: no cell that ran out of memory was diagnosed so far"
     outcome, cell = case.outcome, case.incident.cell
     what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
     if outcome.kind is OutcomeKind.HEALED:

@@ -215,7 +215,7 @@ def _case() -> Case:
 
     case = pipeline.last_case()
     if case is None:
-        raise UsageError("no cell has run out of memory so far")
+        raise UsageError("no cell that ran out of memory was diagnosed so far")
     return case
 
 

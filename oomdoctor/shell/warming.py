@@ -7,6 +7,7 @@ At a failure nothing can be had: no memory, no module that is not loaded yet, no
   Where cells follow one another, or no loop runs between them, each cell's end does a few steps. No thread loads,
   because a process that the user's program forks meanwhile would inherit the locks of the modules that are being
   loaded. What works on tensors is loaded once the user has loaded torch, and never without;
+* large blocks are kept out of the heap where a limit on the process is set (see ``sandbox.malloc``);
 * memory is kept back where a limit is set or near (see ``model.reserve``);
 * the thread is begun that pyzmq keeps large messages alive with. It would begin with the first one, the panel, and
   ``Thread.start`` waits without an end for a thread that finds no memory to begin with;
@@ -27,6 +28,7 @@ from typing import Any, Final
 
 from oomdoctor.model import baseline, reserve
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.sandbox.malloc import keep_large_blocks_apart, let_large_blocks_join
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
@@ -88,6 +90,7 @@ class Warming:
         self._pause()
         self._steps = iter(())
         reserve.let_go()
+        let_large_blocks_join()
 
     def note_end(self, source: str, *, failed: bool) -> None:
         """Note how a cell has ended.
@@ -117,6 +120,8 @@ class Warming:
         if self._pages is not None:  # that was then, and a page too many ends the process
             self._pages = _limit_on_pages()
         if limits := self._limits():
+            if limits != [self._pages]:
+                keep_large_blocks_apart()
             self.kept = reserve.take(*min(limits), populated=self._pages is not None)
 
     def begin_history(self) -> None:

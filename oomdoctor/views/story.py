@@ -195,7 +195,7 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
     if incident.requested > free:
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
     if isinstance(kept, int) and kept and incident.requested > free - kept:
-        of_it = f"of which {format_size(kept)} was kept back for this diagnosis"
+        of_it = f"of which {format_size(kept)} was kept back for this diagnosis; run again, it gets that too"
         return f"{asked} of the {format_size(free)} that was free, {of_it}"
     return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
 

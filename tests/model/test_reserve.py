@@ -77,7 +77,7 @@ def test_no_figure_counts_it() -> None:
 def test_a_forked_copy_has_none_and_lets_go_of_nothing() -> None:
     before = in_use("VmData")
     size = reserve.take(4 * GIB, 4 * GIB, populated=False)
-    address = reserve._address
+    address = reserve._own()[0]
     child = os.fork()
     if not child:
         is_free = in_use("VmData") - before < 0.1 * size and reserve.address_space() == 0
@@ -88,6 +88,42 @@ def test_a_forked_copy_has_none_and_lets_go_of_nothing() -> None:
         stays = f"\n{address:x}-" in Path("/proc/self/maps").read_text()
         os._exit(0 if is_free and stays else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+INTERRUPTED = """
+import signal, sys, threading
+from oomdoctor.model import reserve
+libc, given = reserve._libc(), []
+unmap = libc.munmap
+def noted(address, size):
+    given.append((address, size))
+    unmap(address, size)
+    if "interrupt" in sys.argv:
+        raise KeyboardInterrupt
+libc.munmap = noted
+reserve.take(4 << 30, 4 << 30, populated=True)
+def go(barrier=threading.Barrier(16)):
+    barrier.wait()
+    reserve.let_go(keep=reserve.FOR_MESSAGES)
+    reserve.let_go()
+if "interrupt" in sys.argv:
+    for _ in range(3):
+        try:
+            reserve.let_go(keep=reserve.FOR_MESSAGES)
+            reserve.let_go()
+        except KeyboardInterrupt:
+            pass
+else:
+    threads = [threading.Thread(target=go) for _ in range(16)]
+    [one.start() for one in threads], [one.join() for one in threads]
+print(len(given) == len(set(given)), sum(size for _, size in given) >> 20, reserve.address_space(), reserve.resident())
+"""
+
+
+@pytest.mark.parametrize("how", ["interrupt", "threads"])
+def test_nothing_is_given_back_twice(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, how], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "96", "0", "0"]
 
 
 LIMITED = """

@@ -166,7 +166,7 @@ def test_the_fix_for_all_results_works_without_a_case(loaded: Kernel) -> None:
 def test_a_fix_that_changes_the_cell_still_needs_a_case(loaded: Kernel) -> None:
     for fix in ("micro_batch", "detach_history"):
         reply = loaded.run(f"%oomdoctor fix {fix}", ok=True)
-        assert reply.stderr == "oomdoctor: no cell has run out of memory so far\n"
+        assert reply.stderr == "oomdoctor: no cell that ran out of memory was diagnosed so far\n"
 
 
 def test_beside_a_case_that_it_does_not_heal_it_is_let_go_of_too(loaded: Kernel) -> None:

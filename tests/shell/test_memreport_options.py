@@ -171,7 +171,7 @@ TYPED = {
     f"%oomdoctor {LONG}": "there is no verb 'nnn",
     f"%oomdoctor status {LONG}": "status does not take 'nnn",
     f"%oomdoctor auto {LONG}": "auto takes one of off, exact, any, not 'nnn",
-    f"%oomdoctor fix {DIGITS}": "no cell has run out of memory so far",
+    f"%oomdoctor fix {DIGITS}": "no cell that ran out of memory was diagnosed so far",
 }
 
 

@@ -182,7 +182,7 @@ def test_a_kernel_is_sent_the_cell(kernel: Kernel) -> None:
 
 def test_before_any_failure_there_is_nothing_to_undo(shell: InteractiveShell) -> None:
     assert said(shell, "%oomdoctor undo") == (
-        "oomdoctor: there is nothing to undo: no cell has run out of memory so far\n"
+        "oomdoctor: there is nothing to undo: no cell that ran out of memory was diagnosed so far\n"
     )
 
 
