@@ -4,13 +4,14 @@ oneDNN writes machine code for each new operation and shape by the assembler Xby
 the error for the thread that it happened in, and makes nothing there any more, however much is free by then. Where the
 library's table of symbols tells the place of that error, it says what was wanting, and is cleared.
 
-Source: ``local::SetError`` and the codes in ``third_party/xbyak/xbyak.h`` of oneDNN; dl_iterate_phdr(3); elf(5).
+Source: ``local::SetError`` and the codes in ``third_party/xbyak/xbyak.h`` of oneDNN; dlinfo(3); elf(5).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import struct
 import sys
 from functools import cache
@@ -28,7 +29,9 @@ _ROOM: Final = 64 << 20
 """What a primitive's code and scratchpad have room in: the code takes less than 1 MiB, the scratchpad what it does."""
 _NO_MEMORY: Final = (14, 22)
 """Xbyak's ``ERR_CANT_PROTECT`` and ``ERR_CANT_ALLOC``."""
-_LIBRARY: Final = b"libtorch_cpu.so"
+_LIBRARY: Final = "libtorch_cpu.so"
+_TLS_DATA: Final = 10
+"""``RTLD_DI_TLS_DATA``: the place of what a library keeps for the thread that asks."""
 _ERROR: Final = b"\0_ZZN5Xbyak5local11GetErrorRefEvE3err\0"
 _SYMBOLS: Final = 2
 """Type of the section that holds all symbols, those of this library alone included."""
@@ -65,36 +68,18 @@ def is_memory_refused() -> bool:
 
 def assemblers_error() -> ctypes.c_int | None:
     """Return the error that the assembler keeps for this thread, 0 for none; None where its place is not known."""
-    if sys.platform != "linux" or "torch" not in sys.modules:
+    torch = sys.modules.get("torch")
+    home = getattr(torch, "__file__", None)
+    if sys.platform != "linux" or not isinstance(home, str):
         return None
-    found: list[tuple[bytes, int]] = []
-
-    def visit(info: ctypes._Pointer[_Loaded], _size: int, _data: int) -> int:
-        if (info.contents.name or b"").endswith(_LIBRARY) and info.contents.tls:
-            found.append((info.contents.name, info.contents.tls))
-        return 0
-
-    # With the lock of the interpreter held, which a thread that loads a library may hold beside that of the loader.
-    ctypes.PyDLL(None).dl_iterate_phdr(_VISIT(visit), None)
-    for name, start in found:
-        if (offset := _offset(name.decode())) is not None:
-            return ctypes.c_int.from_address(start + offset)
-    return None
-
-
-class _Loaded(ctypes.Structure):
-    """``struct dl_phdr_info``; ``tls`` is the place of what the library keeps for the thread that asks."""
-
-    _fields_ = (
-        ("address", ctypes.c_size_t),
-        ("name", ctypes.c_char_p),
-        *(("headers", ctypes.c_void_p), ("header_count", ctypes.c_uint16)),
-        *(("adds", ctypes.c_ulonglong), ("subs", ctypes.c_ulonglong)),
-        *(("tls_module", ctypes.c_size_t), ("tls", ctypes.c_void_p)),
-    )
-
-
-_VISIT: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
+    path, start = str(Path(home).with_name("lib") / _LIBRARY), ctypes.c_void_p()
+    try:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        failed = ctypes.PyDLL(None).dlinfo(ctypes.c_void_p(library._handle), _TLS_DATA, ctypes.byref(start))
+    except (OSError, AttributeError):
+        return None
+    offset = None if failed or not start.value else _offset(path)
+    return None if offset is None else ctypes.c_int.from_address((start.value or 0) + offset)
 
 
 @cache

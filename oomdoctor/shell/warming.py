@@ -77,6 +77,7 @@ class Warming:
         self._pages: tuple[int, int] | None = None
         self._has_teams = False
         self._failed = ""
+        self._has_ended = False
         self.kept, self.done = 0, False
 
     def begin(self) -> None:
@@ -88,7 +89,7 @@ class Warming:
     def end(self) -> None:
         """Load nothing more, and give the memory back."""
         self._pause()
-        self._steps = iter(())
+        self._steps, self._has_ended = iter(()), True
         reserve.let_go()
         let_large_blocks_join()
 
@@ -136,7 +137,9 @@ class Warming:
             restart()
 
     def after_cell(self) -> None:
-        """Go on a little, now that a cell has ended."""
+        """Go on a little, now that a cell has ended, which may have been the one that unloads."""
+        if self._has_ended:
+            return
         if self._looked_s + _LOOK_EVERY_S < time.monotonic():
             self._looked_s, self._pages = time.monotonic(), quietly(_limit_on_pages)
         self.keep_back()

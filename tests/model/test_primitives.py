@@ -75,3 +75,30 @@ def test_other_errors_are_not_asked_about() -> None:
     assert not is_short_of_memory(RuntimeError("could not create a primitive"))
     assert not is_short_of_memory(ValueError())
     assert not is_short_of_memory(RuntimeError())
+
+
+WHILE_LOADING = """
+import ctypes, faulthandler, glob, sysconfig, threading
+import torch
+from oomdoctor.model.primitives import assemblers_error
+faulthandler.dump_traceback_later(60, exit=True)
+libraries = glob.glob(sysconfig.get_path("stdlib") + "/lib-dynload/*.so")
+done = threading.Event()
+def load():
+    for library in libraries * 3:
+        try:
+            ctypes.PyDLL(library)
+        except OSError:
+            pass
+    done.set()
+threading.Thread(target=load).start()
+while not done.is_set():
+    assemblers_error()
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library's symbols are read on Linux alone")
+def test_its_place_is_read_while_another_thread_loads_libraries() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_LOADING], check=True, capture_output=True, text=True)
+    assert done.stdout == "done\n"

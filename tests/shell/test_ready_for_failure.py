@@ -191,3 +191,45 @@ def test_in_a_memory_cgroup_what_is_kept_back_leaves_room_for_the_next_cell() ->
 
     seen = observed(Run(limit="group", program="numpy", piece=8, room=16, way="with"))
     assert (seen.lived, seen.answered, seen.diagnosed) == (True, True, True), seen.why
+
+
+COLD = """
+import numpy as np, resource
+resource.setrlimit(resource.RLIMIT_DATA, ({used} + (24 << 20), resource.RLIM_INFINITY))
+"""
+USED = "int(open('/proc/self/statm').read().split()[5]) * resource.getpagesize()"
+FULL = "l = []\nwhile True:\n    l.append(np.ones(1 << 15))"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on memory are Linux's")
+def test_where_there_is_no_room_to_load_a_diagnosis_the_failure_is_the_users_and_one_line_says_so(
+    kernel: Kernel,
+) -> None:
+    kernel.run("%load_ext oomdoctor", ok=True)
+    kernel.run(COLD.format(used=USED), ok=True)
+    told = ""
+    for _ in range(3):
+        failed = kernel.run(FULL, ok=False)
+        assert failed.content["ename"] in ("MemoryError", "_ArrayMemoryError")
+        told += failed.stderr
+    lines = [line for line in told.splitlines() if line.startswith("oomdoctor")]
+    assert len(set(lines)) <= 4, "nothing is told anew at each cell, but that there is no diagnosis"
+    assert not any("Traceback" in line for line in lines)
+    kernel.run("l = None; resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)", ok=True)
+    assert kernel.run("%oomdoctor retry").stderr.startswith("oomdoctor: no cell that ran out of memory was diagnosed")
+    failed = kernel.run("np.ones(1 << 50)", ok=False)
+    assert kernel.value("len(__import__('oomdoctor.pipeline', fromlist=['x']).cases())") == 1, "with room there is one"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on memory are Linux's")
+def test_what_large_blocks_leave_is_room_below_a_limit(kernel: Kernel) -> None:
+    kernel.run("%load_ext oomdoctor\nimport numpy as np, resource", ok=True)
+    kernel.run("resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, resource.RLIM_INFINITY))", ok=True)
+    kernel.run(f"before = {USED}\nrows = [(np.ones(1 << 20), np.ones(1 << 16)) for _ in range(20)]", ok=True)
+    kernel.run("kept = [small for _, small in rows]; del rows", ok=True)
+    assert kernel.value(f"({USED} - before) >> 20") < 40, "of 160 MiB, between what stays"
+    kernel.run("%unload_ext oomdoctor", ok=True)
+    assert kernel.value("__import__('oomdoctor.model.reserve', fromlist=['x']).address_space()") == 0
+    kernel.run(f"before = {USED}\nrows = [(np.ones(1 << 20), np.ones(1 << 16)) for _ in range(20)]", ok=True)
+    kernel.run("kept = [small for _, small in rows]; del rows", ok=True)
+    assert kernel.value(f"({USED} - before) >> 20") > 100, "as it was without"
