@@ -31,6 +31,7 @@ from oomdoctor.model.fix import Edit
 from oomdoctor.model.names import bound_names
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.script_call import RESULT
 from oomdoctor.shell.script_source import begun, indented
 from oomdoctor.shell.stragglers import beside, end_since, pools_since, processes_since
@@ -148,7 +149,7 @@ class Watch:
             baseline.note(limit[1] - limit[0])
             reserve.take(*limit, populated=False)
         try:
-            with nullcontext() if self._transaction is None else self._transaction.armed():
+            with large_blocks_apart(), nullcontext() if self._transaction is None else self._transaction.armed():
                 yield
         finally:
             reserve.let_go()
