@@ -124,12 +124,14 @@ class Planner:
     def _rank(self, candidate: Candidate) -> tuple[object, ...]:
         """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least.
 
-        Of those that nobody can say it of, what would fit if no more were needed than is known of comes first.
+        Of those that nobody can say it of, what would fit if no more were needed than is known of comes first, and
+        last an estimate that would not fit even if it were as far too high as such estimates are.
         """
         keeps = candidate.effect in KEEPING
         return (
             _VERDICTS.index(candidate.forecast.verdict),
             taken_at_its_word(candidate.forecast).fits is not True,
+            candidate.forecast.is_hopeless,
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.estimated is not None,

@@ -100,6 +100,13 @@ class Forecast:
         """True, False, or None where it is not known or too close to say."""
         return {Verdict.FITS: True, Verdict.TOO_LARGE: False}.get(self.verdict)
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether an estimate would not fit if no more were needed than the least share that 9 in 10 of such were."""
+        if self.estimated is None or self.peak is None or self.budget is None:
+            return False
+        return self.peak * self.estimated[0] > self.budget
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

@@ -194,9 +194,13 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         return f"{asked} of {whole}, which could not be had"
     if incident.requested > free:
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
-    if isinstance(kept, int) and kept and incident.requested > free - kept:
-        of_it = f"of which {format_size(kept)} was kept back for this diagnosis; run again, it gets that too"
+    back = kept if isinstance(kept, int) else 0
+    if incident.requested > free - back:
+        of_it = f"of which {format_size(back)} was kept back for this diagnosis; run again, it gets that too"
         return f"{asked} of the {format_size(free)} that was free, {of_it}"
+    if device is not None and device.name == "cpu":
+        left = f"{format_size(free - back)} of {whole} was free after the call had ended"
+        return f"{asked}, which could not be had; {left}"
     return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
 
 

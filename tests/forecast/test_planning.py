@@ -112,6 +112,14 @@ def test_without_forecasts_the_price_is_an_estimate():
     assert found.candidates[0].forecast.estimated
 
 
+def test_an_estimate_that_could_not_fit_by_any_error_seen_comes_last():
+    hopeless = fix("hopeless", {"1": ["1"]}, saves=[MIB])
+    may_do = fix("may_do", {"1": ["1"]}, saves=[12 * MIB], effect=Effect.CHANGES_RESULT)
+    told = list(plan([hopeless, may_do], 30 * MIB, make=Planning, waits=True).wait())
+    now = next(now for now in told if now.unchanged.basis == "shadow run")
+    assert [(one.fix, one.forecast.fits) for one in now.candidates] == [("may_do", None), ("hopeless", None)]
+
+
 def test_an_estimate_that_leaves_nothing_is_no_number_and_may_be_tried_all_the_same():
     all_of_it = fix("micro_batch", {"first": ["first"]}, saves=[1000 * MIB])
     found = plan([all_of_it], 70 * MIB, allocated=90 * MIB, time_budget_s=0)

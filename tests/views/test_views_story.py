@@ -65,6 +65,16 @@ def test_the_headline_says_what_was_kept_back_of_what_was_free() -> None:
     )
 
 
+def test_what_is_free_of_host_memory_is_told_as_of_after_the_call() -> None:
+    found = cases.evidence()
+    host = replace(found.host, kept_back=GIB)
+    asked = cases.incident(device="cpu", free=4 * GIB)
+    assert headline(asked, replace(found, host=host, devices=(replace(found.device, name="cpu"),))).startswith(
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB, which could not be had; 3.00 GiB of the 8.00 GiB of "
+        "host memory was free after the call had ended"
+    )
+
+
 def test_the_headline_without_a_cell_and_within_a_function() -> None:
     assert headline(cases.incident(cell=None, total=None, requested=None)) == "The program ran out of memory on cuda:0."
     inside = CellLine(number=None, line=2, source_line="y = f(x)", function="train")
