@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -63,7 +64,8 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
 
     Compiled code that makes a tensor "where that one is" asks that one first, is told the CPU, and asks for a tensor
     there. So the last tensor that it asked is remembered with the call that Python was at: within the same call, it
-    is that tensor's device that is meant.
+    is that tensor's device that is meant. A frame that has ended leaves its address to another, so that a call is over
+    as soon as any other asks for something.
     """
 
     depth = 2
@@ -75,17 +77,18 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
         kernels.unmeasured = True
         self.ledgers[card.type] = Ledger()
         self.ledger = self.ledgers["cpu" if asks_host else card.type]
-        self._asked: tuple[torch.device, int, int] | None = None
+        self._asked: tuple[torch.device, tuple[Any, ...]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _QUERY:
-            caller = sys._getframe(1)
-            self._asked = args[0].fake_device, id(caller), caller.f_lasti
+            self._asked = args[0].fake_device, _place(sys._getframe(1))
             return _answer(args)
-        if kwargs and self._asked is not None and kwargs.get("device") == _CPU:
-            caller = sys._getframe(1)
-            if self._asked[1:] == (id(caller), caller.f_lasti):
-                kwargs = kwargs | {"device": self._asked[0]}
+        if self._asked is not None:
+            device, place = self._asked
+            if place != _place(sys._getframe(1)):
+                self._asked = None
+            elif kwargs and kwargs.get("device") == _CPU:
+                kwargs = kwargs | {"device": device}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
@@ -94,6 +97,10 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
             return []
         self.workspaces.follow(func)
         return scratch(self.card, func, args, kwargs, out)
+
+
+def _place(frame: FrameType) -> tuple[CodeType, int, int]:
+    return frame.f_code, id(frame), frame.f_lasti
 
 
 def _lies_on(value: Any, card: Card) -> bool:
