@@ -1,4 +1,4 @@
-"""What this process may have beside memory itself: its data segment, open files and memory mappings.
+"""What this process may have beside memory itself: address space, open files and memory mappings.
 
 An allocation fails as well when there is no mapping or descriptor left for it. Source: getrlimit(2), mmap(2).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import psutil
 
@@ -16,21 +16,29 @@ from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
 
-__all__ = ["data_limit", "data_used", "files_limit", "files_open", "malloc_free", "maps", "maps_limit"]
+__all__ = ["files_limit", "files_open", "malloc_free", "maps", "maps_limit", "process"]
 
 
 class _Mallinfo(ctypes.Structure):
     _fields_: ClassVar = [("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
-def data_limit() -> Measured:
-    """Return ``RLIMIT_DATA``: private writable memory, of libraries and of anonymous mappings, in bytes."""
-    return _soft("RLIMIT_DATA")
+_COUNTED: Final = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}
+"""What the kernel compares with each limit: private writable memory, of libraries too; all address space."""
 
 
-def data_used(root: Path = _proc.ROOT) -> Measured:
-    """Return what the kernel compares with ``RLIMIT_DATA``, in bytes."""
-    return _proc.table(root / "proc/self/status")["VmData"]
+def process(root: Path = _proc.ROOT) -> tuple[Measured, Measured, str | Unavailable]:
+    """Return ``(limit, used, name)`` of the limit on this process's memory that leaves it the least, in bytes.
+
+    Where none is set, what the first that there is would be compared with is told as used.
+    """
+    status = _proc.table(root / "proc/self/status")
+    found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
+    told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
+    if told:
+        return min(told, key=lambda one: one[0] - one[1])  # type: ignore[operator]
+    limit, used, _ = found[0]
+    return limit, used, limit if isinstance(limit, Unavailable) else Unavailable("what it limits could not be read")
 
 
 def malloc_free() -> Measured:

@@ -28,6 +28,7 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
     """
     machine, cgroup = _machine.read(root), _cgroup.read(root)
     kept, kept_resident = reserve.address_space(), reserve.resident()
+    limit, used, name = _limits.process(root)
     processes = _processes.read() if in_full else _processes.resident_only()
     return HostMemory(
         total=machine.total,
@@ -52,8 +53,9 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         cgroup_tmpfs=cgroup.tmpfs,
         cgroup_oom_kills=cgroup.oom_kills,
         cgroup_ooms=cgroup.ooms,
-        data_limit=_limits.data_limit(),
-        data_used=_proc.less(_limits.data_used(root), kept),
+        process_limit=limit,
+        process_used=_proc.less(used, kept),
+        process_limit_name=name,
         malloc_free=_limits.malloc_free(),
         bare=_NOT_NOTED,
         kept_back=reserve.released(),
@@ -87,9 +89,10 @@ def binding_limit(host: HostMemory) -> tuple[int, int, str]:
         reclaimable = host.cgroup_reclaimable if isinstance(host.cgroup_reclaimable, int) else 0
         free = min(host.cgroup_limit - host.cgroup_used + reclaimable, host.cgroup_limit)
         limits.append((free, host.cgroup_limit, "the limit of the memory cgroup"))
-    if isinstance(host.data_limit, int) and isinstance(host.data_used, int):
+    if isinstance(host.process_limit, int) and isinstance(host.process_used, int):
         held_free = host.malloc_free if isinstance(host.malloc_free, int) else 0
-        limits.append((host.data_limit - host.data_used + held_free, host.data_limit, "RLIMIT_DATA"))
+        name = host.process_limit_name if isinstance(host.process_limit_name, str) else "a limit on this process"
+        limits.append((host.process_limit - host.process_used + held_free, host.process_limit, name))
     if host.overcommit == _STRICT and isinstance(host.commit_limit, int) and isinstance(host.committed, int):
         limits.append((host.commit_limit - host.committed, host.commit_limit, "what the kernel may promise in all"))
     if not limits:

@@ -111,7 +111,7 @@ def _with_bare(whole: HostMemory, counts: Iterable[Census], beside: Iterable[Hos
     """Return the host's memory with what the bare process takes of it."""
     tensors = sum(count.found for count in counts if count.device == "cpu")
     held = tensors + sum(holding.bytes for holding in beside)
-    bare = baseline.bare(whole.data_used, held) if isinstance(whole.data_used, int) else None
+    bare = baseline.bare(whole.process_used, held) if isinstance(whole.process_used, int) else None
     return whole if bare is None else replace(whole, bare=bare)
 
 

@@ -30,7 +30,7 @@ def _same_memory(device: DeviceMemory) -> str | None:
 
 def _room(host: HostMemory) -> int | None:
     """Return what is left on the host, by the strictest count that could be read."""
-    pairs = ((host.cgroup_limit, host.cgroup_used), (host.data_limit, host.data_used))
+    pairs = ((host.cgroup_limit, host.cgroup_used), (host.process_limit, host.process_used))
     left = [limit - used for limit, used in pairs if isinstance(limit, int) and isinstance(used, int)]
     left += [host.available] if isinstance(host.available, int) else []
     return max(min(left), 0) if left else None

@@ -249,9 +249,11 @@ class HostMemory:
         files_open: descriptors of this process; ``maps``: memory mappings.
         overcommit: ``vm.overcommit_memory``: 0 heuristic, 1 always, 2 strict; ``committed`` of ``commit_limit``
             matters with 2 alone.
-        malloc_free: what the C library holds free of ``data_used``, which serves further requests.
-        bare: what of ``data_used`` the interpreter and its modules take.
-        kept_back: what was kept from the program until it failed, for the diagnosis; no part of ``data_used``.
+        process_limit: limit on this process that leaves it the least, by what ``process_limit_name`` counts: private
+            writable memory (``RLIMIT_DATA``) or address space (``RLIMIT_AS``).
+        malloc_free: what the C library holds free of ``process_used``, which serves further requests.
+        bare: what of ``process_used`` the interpreter and its modules take.
+        kept_back: what was kept from the program until it failed, for the diagnosis; no part of ``process_used``.
     """
 
     total: Measured
@@ -261,8 +263,8 @@ class HostMemory:
     swap_used: Measured
     cgroup_limit: Measured
     cgroup_used: Measured
-    data_limit: Measured
-    data_used: Measured
+    process_limit: Measured
+    process_used: Measured
     shm_total: Measured
     shm_free: Measured
     uss: Measured = _UNREAD
@@ -287,6 +289,7 @@ class HostMemory:
     overcommit: Measured = _UNREAD
     committed: Measured = _UNREAD
     commit_limit: Measured = _UNREAD
+    process_limit_name: str | Unavailable = _UNREAD
     malloc_free: Measured = _UNREAD
     bare: Measured = _UNREAD
     kept_back: Measured = 0

@@ -41,6 +41,7 @@ _INCIDENT: Final[dict[str, type]] = {
     "allocated": float,
     "reserved": float,
     "process_used": float,
+    "process_limit_name": str,
     # derived
     "on_host": bool,
     "unused": float,
@@ -93,8 +94,8 @@ _HOST: Final[dict[str, type]] = {
     "swap_used": float,
     "cgroup_limit": float,
     "cgroup_used": float,
-    "data_limit": float,
-    "data_used": float,
+    "process_limit": float,
+    "process_used": float,
     "shm_total": float,
     "shm_free": float,
     "uss": float,
@@ -120,7 +121,7 @@ _HOST: Final[dict[str, type]] = {
     "malloc_free": float,
     "bare": float,
     "kept_back": float,
-    "data_filled": float,
+    "process_filled": float,
     # derived: of the limit on this process's data, what the bare process and what malloc holds free left out
     "program_used": float,
     "program_limit": float,

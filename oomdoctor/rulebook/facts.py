@@ -89,13 +89,13 @@ def _contradiction(incident: Mapping[str, Fact]) -> dict[str, Fact]:
 
 def _of_program(host: Mapping[str, Fact]) -> dict[str, Fact]:
     """Return of a limit on this process what it leaves to the program, and what that has of it."""
-    used, limit = _number(host.get("data_used")), _number(host.get("data_limit"))
+    used, limit = _number(host.get("process_used")), _number(host.get("process_limit"))
     if used is None or limit is None:
         return {}
     bare = _number(host.get("bare")) or 0
     own, left = max(used - bare - (_number(host.get("malloc_free")) or 0), 0), max(limit - bare, 0)
     filled = used + (_number(host.get("kept_back")) or 0)
-    return {"data_filled": filled, "program_used": own, "program_limit": left, "program_ratio": _share(own, left)}
+    return {"process_filled": filled, "program_used": own, "program_limit": left, "program_ratio": _share(own, left)}
 
 
 def _whole(census: Mapping[str, Fact], device: Mapping[str, Fact], host: Mapping[str, Fact]) -> float | None:

@@ -17,7 +17,7 @@ _UNUSED: Final = "this process has not used"
 _BUILT_WITHOUT: Final = " is built without"
 
 # That there is no limit is no want.
-_LIMITS: Final = frozenset({"cap", "cgroup_limit", "data_limit", "files_limit", "maps_limit"})
+_LIMITS: Final = frozenset({"cap", "cgroup_limit", "files_limit", "maps_limit", "process_limit", "process_limit_name"})
 _THINGS: Final = {
     "rss": "RSS",
     "uss": "USS",
@@ -29,7 +29,7 @@ _THINGS: Final = {
     "children": "processes that this one started",
     "pressure": "memory pressure",
     "tmpfs": "shared memory",
-    "data_used": "data segment",
+    "process_used": "address space",
     "committed": "committed memory",
     "commit_limit": "committed memory",
     "overcommit": "overcommit mode",

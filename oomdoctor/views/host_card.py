@@ -28,6 +28,7 @@ _NO_TENSOR: Final = "NumPy arrays, Python objects and libraries; torch, once loa
 """Source: growth of RSS by `import torch` and a first training step, torch 2.13 for CPU: 0.2 GiB; more with CUDA."""
 
 _SHARED: Final = "with all that it shares (RSS)"
+_COUNTED: Final = {"RLIMIT_DATA": "the data segment (RLIMIT_DATA)", "RLIMIT_AS": "the address space (RLIMIT_AS)"}
 _STRICT: Final = 2
 """``vm.overcommit_memory``. Source: Documentation/mm/overcommit-accounting.rst."""
 
@@ -226,9 +227,10 @@ def _limits(host: HostMemory) -> Iterator[tuple[Fact, float]]:
     """Yield each limit that is set, with how much of it is used, 0 to 1."""
     shm_total, shm_free = words.known(host.shm_total), words.known(host.shm_free)
     shm_used = shm_total - shm_free if shm_total is not None and shm_free is not None else None
+    counted = _COUNTED.get(str(host.process_limit_name), "this process")
     sizes = (
         ("the memory cgroup", words.known(host.cgroup_used), words.known(host.cgroup_limit), _cgroup(host)),
-        ("the data segment (RLIMIT_DATA)", words.known(host.data_used), words.known(host.data_limit), ""),
+        (counted, words.known(host.process_used), words.known(host.process_limit), ""),
         ("/dev/shm", shm_used, shm_total, "DataLoader workers pass batches through it"),
     )
     for name, used, limit, why in sizes:

@@ -45,7 +45,7 @@ def test_the_counts_of_a_recorded_machine(tmp_path: Path) -> None:
     assert found.reclaimable == 8000000 * KIB
     assert (found.swap_total, found.swap_used) == (2097152 * KIB, 97152 * KIB)
     assert (found.overcommit, found.committed, found.commit_limit) == (0, 12000000 * KIB, 10289152 * KIB)
-    assert (found.maps, found.maps_limit, found.data_used) == (3, 65530, 1024 * KIB)
+    assert (found.maps, found.maps_limit, found.process_used) == (3, 65530, 1024 * KIB)
     assert found.pressure == Pressure(some=0.125, full=0.03)
 
 
@@ -63,7 +63,7 @@ def test_where_the_kernel_tells_nothing_all_is_unavailable_with_a_reason(tmp_pat
         "uss",
         "pss",
         "children",
-        "data_limit",
+        "process_limit",
         "files_open",
         "files_limit",
         "malloc_free",
@@ -125,7 +125,7 @@ def roomy(**changes: Any) -> HostMemory:
 
 def test_the_least_room_binds() -> None:
     assert binding_limit(roomy()) == (64 * GIB, 40 * GIB, "the machine's memory")
-    limited = roomy(data_limit=8 * GIB, data_used=5 * GIB)
+    limited = roomy(process_limit=8 * GIB, process_used=5 * GIB, process_limit_name="RLIMIT_DATA")
     assert binding_limit(limited) == (8 * GIB, 3 * GIB, "RLIMIT_DATA")
     both = replace(limited, cgroup_limit=10 * GIB, cgroup_used=8 * GIB)
     assert binding_limit(both) == (10 * GIB, 2 * GIB, "the limit of the memory cgroup")
@@ -151,7 +151,8 @@ def test_what_the_kernel_may_promise_binds_under_strict_overcommit_alone() -> No
 
 
 def test_what_is_over_its_limit_has_no_room() -> None:
-    assert binding_limit(roomy(data_limit=GIB, data_used=2 * GIB)) == (GIB, 0, "RLIMIT_DATA")
+    over = roomy(process_limit=GIB, process_used=2 * GIB, process_limit_name="RLIMIT_AS")
+    assert binding_limit(over) == (GIB, 0, "RLIMIT_AS")
 
 
 def test_without_any_limit_known_nothing_is_promised() -> None:
@@ -173,11 +174,12 @@ def test_a_recorded_group_full_of_cache_binds_with_its_cache_as_room(
 # This machine ---------------------------------------------------------------------------------------------------
 
 UNDER_LIMIT = """\
-import json, resource
+import json, resource, sys
 from pathlib import Path
 from oomdoctor.evidence import host
-used = host.read().data_used
-resource.setrlimit(resource.RLIMIT_DATA, (used + (300 << 20), resource.RLIM_INFINITY))
+status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+used = int(status[sys.argv[2]].split()[0]) << 10
+resource.setrlimit(getattr(resource, sys.argv[1]), (used + (300 << 20), resource.RLIM_INFINITY))
 memory = host.read()
 capacity, free, which = host.binding_limit(memory)
 kept = bytearray(free - (32 << 20))
@@ -192,11 +194,13 @@ print(json.dumps([capacity - used, free, which, refused, len(kept)]))
 
 
 @linux_only
-def test_a_real_data_limit_binds_where_it_is_said_to() -> None:
-    done = subprocess.run([sys.executable, "-c", UNDER_LIMIT], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(("name", "counts"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
+def test_a_real_limit_of_the_process_binds_where_it_is_said_to(name: str, counts: str) -> None:
+    program = [sys.executable, "-c", UNDER_LIMIT, name, counts]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     capacity, free, which, refused, kept = json.loads(done.stdout)
-    assert which == "RLIMIT_DATA"
+    assert which == name
     assert capacity == 300 * MIB
     assert free == pytest.approx(300 * MIB, abs=8 * MIB)
     assert kept > 250 * MIB

@@ -69,7 +69,7 @@ def test_no_figure_counts_it() -> None:
     before = host.read()
     size = reserve.take(4 * GIB, 4 * GIB, populated=True)
     after = host.read()
-    for name in ("data_used", "rss", "uss"):
+    for name in ("process_used", "rss", "uss"):
         one, other = getattr(before, name), getattr(after, name)
         assert abs(one - other) < 0.2 * size, name
 

@@ -278,5 +278,5 @@ def test_a_few_tensors_are_not_what_filled_the_host() -> None:
 
 
 def test_of_a_limit_the_program_has_what_the_bare_process_leaves() -> None:
-    host = on_host(found=GIB, data_limit=4 * GIB, data_used=3 * GIB, bare=GIB, malloc_free=GIB // 2)["host"]
+    host = on_host(found=GIB, process_limit=4 * GIB, process_used=3 * GIB, bare=GIB, malloc_free=GIB // 2)["host"]
     assert (host["program_used"], host["program_limit"], host["program_ratio"]) == (1.5 * GIB, 3 * GIB, 0.5)

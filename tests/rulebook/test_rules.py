@@ -58,7 +58,7 @@ def test_evaluation_with_gradients_takes_the_place_of_activations():
 def test_a_collector_that_could_not_read_keeps_its_rules_silent():
     host = Incident(is_oom=True, family=Family.HOST, device="cpu", requested=MIB)
     roles = ((Role.ACTIVATION, 4 * GIB),)
-    limited = {"data_limit": 2 * GIB, "data_used": 2 * GIB - MIB}
+    limited = {"process_limit": 2 * GIB, "process_used": 2 * GIB - MIB}
     rules = {finding.rule for finding in BOOK.match(host, evidence(roles=roles, host=limited))}
     assert "limit_reached_by_activations" in rules
     rules = {finding.rule for finding in BOOK.match(host, evidence(roles=roles))}

@@ -65,8 +65,8 @@ def host(**changes: object) -> HostMemory:
         "swap_used": 0,
         "cgroup_limit": nothing,
         "cgroup_used": Unavailable("this process is in no memory cgroup"),
-        "data_limit": nothing,
-        "data_used": _gib(6.1),
+        "process_limit": nothing,
+        "process_used": _gib(6.1),
         "shm_total": 32 * GIB,
         "shm_free": _gib(31.9),
     }
@@ -319,8 +319,8 @@ def unavailable() -> Case:
         "swap_used",
         "cgroup_limit",
         "cgroup_used",
-        "data_limit",
-        "data_used",
+        "process_limit",
+        "process_used",
         "shm_total",
         "shm_free",
     )
