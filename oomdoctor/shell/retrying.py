@@ -117,6 +117,7 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     opened = extension.open
     failing = Cell(number=0, source="") if opened is None else opened.session.cells.failing
     attempts = _Attempts(extension, failing, cell.kwargs, extension.is_awaited(cell), request.anyway)
+    own = None if opened is None else opened.failure
     try:
         case, error = await _heal(extension, request, attempts)
     except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
@@ -129,6 +130,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
             extension.borders.guarded("rollback", opened.transaction.restore)
         raise
     is_healed = case.outcome.kind is OutcomeKind.HEALED
+    if tells and case.outcome.kind is OutcomeKind.ROLLED_BACK:
+        error = own  # the cell has failed as it is: what its retries ran into is told with the outcome
     _take_over(extension.shell, result, error, attempts.last if is_healed else None)
     if is_healed:
         extension.tracebacks.drop_held()

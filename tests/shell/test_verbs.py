@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -369,6 +370,20 @@ def test_a_remembered_fix_that_fails_is_dropped(shell: InteractiveShell, searche
     assert "remembered" not in said(shell, "%oomdoctor status")
     assert not run(shell, cell)[0].success
     assert searches == [1, 3]
+
+
+def test_a_cell_whose_retries_fail_shows_its_own_traceback(shell: InteractiveShell, searches: list[int]) -> None:
+    trains(shell)
+    run(shell, "extra = lambda: None")
+    assert run(shell, cell := f"{TRAIN}extra()")[0].success
+    run(shell, "extra = lambda: torch.ones(1 << 22)")
+    result, shown = run(shell, cell)
+    assert known().outcome.kind is OutcomeKind.ROLLED_BACK
+    lines = [step.line for step in traceback.extract_tb(result.error_in_exec.__traceback__)]
+    assert "extra()" not in lines
+    assert re.findall(r"Tried to allocate \S+", shown.stdout) == re.findall(
+        r"Tried to allocate \S+", str(result.error_in_exec)
+    )
 
 
 def test_one_that_the_setting_does_not_admit_is_left_to_the_user(shell: InteractiveShell, searches: list[int]) -> None:
