@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.model.code import ModelFacts
-from oomdoctor.model.memory import Census, Holding, Role
+from oomdoctor.model.memory import Census, Holding, HostHolding, HostMemory, Role
 from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, grouped, saved_within
 
-__all__ = ["TOP", "HolderRow", "Holders", "holders"]
+__all__ = ["TOP", "HolderRow", "Holders", "consists_of", "holders", "worth_telling"]
 
 TOP: Final = 10
 """Holders that are listed where no number is asked for. Where more are asked for, single weights are listed."""
 
 _WORTH_A_ROW: Final = 0.005
+_WORTH_A_LINE: Final = 0.05
 _AT_LEAST: Final = 3
 _GRAPH: Final = "→ graph"
 _MOST_OF_IT: Final = 0.5
@@ -56,17 +57,38 @@ class Holders:
     notes: tuple[str, ...]
 
 
-def holders(census: Census | None, models: Sequence[ModelFacts], *, top: int = TOP) -> Holders:
-    """Return the ``top`` largest holders of ``census``; above ``TOP`` the weights of models one by one."""
+def worth_telling(host: HostMemory, beside: Sequence[HostHolding]) -> list[HostHolding]:
+    """Return the names that lead to a part of this process that is worth a line."""
+    rss = words.known(host.rss)
+    return [one for one in beside if rss is not None and one.bytes >= _WORTH_A_LINE * rss]
+
+
+def consists_of(held: HostHolding) -> str:
+    """Return what most of a holding is."""
+    if held.array_bytes > held.bytes / 2:
+        return words.count(held.arrays, "NumPy array")
+    return "text, bytes and other Python objects" if held.objects > 1 else "one Python object"
+
+
+def holders(
+    census: Census | None, models: Sequence[ModelFacts], *, top: int = TOP, beside: Sequence[HostHolding] = ()
+) -> Holders:
+    """Return the ``top`` largest holders of ``census``; above ``TOP`` the weights of models one by one.
+
+    Args:
+        beside: names that lead to memory that is no tensor's, listed among the others, without a share of the tensors.
+    """
+    others = [(held.bytes, _row_of_host(held)) for held in beside]
     if census is None:
-        return Holders(rows=(), more=None, accounted=None, notes=())
+        return Holders(rows=tuple(row for _, row in others), more=None, accounted=None, notes=())
     found = census.holdings if top > TOP else grouped(census, models)
     ranked = sorted(found, key=lambda holding: -holding.bytes)
     worth = sum(holding.bytes >= census.found * _WORTH_A_ROW for holding in ranked)
     shown = ranked[: top if top > TOP else min(top, max(worth, _AT_LEAST))]
     rest = census.found - sum(holding.bytes for holding in shown)
+    rows = [*((holding.bytes, _row(holding, census.found, models)) for holding in shown), *others]
     return Holders(
-        rows=tuple(_row(holding, census.found, models) for holding in shown),
+        rows=tuple(row for _, row in sorted(rows, key=lambda sized: -sized[0])),
         more=_more(len(ranked) - len(shown), rest),
         accounted=_accounted(census),
         notes=tuple(words.clean(note, 600) for note in census.notes),
@@ -101,6 +123,11 @@ def _row(holding: Holding, found: int, models: Sequence[ModelFacts]) -> HolderRo
         detail="".join((*_detail(holding), *_saved(holding, models))).strip(),
         frees=words.clean(holding.frees, 160) if holding.frees else None,
     )
+
+
+def _row_of_host(held: HostHolding) -> HolderRow:
+    path, size = words.clean(held.path, 120), format_size(held.bytes)
+    return HolderRow(size=size, share="", role="no tensor", path=path, detail=consists_of(held), frees=None)
 
 
 def _detail(holding: Holding) -> Iterator[str]:

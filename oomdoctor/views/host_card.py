@@ -14,14 +14,13 @@ from oomdoctor.views import words
 from oomdoctor.views.bar import ceiling, host_bar, process_bar
 from oomdoctor.views.card import Card, Fact
 from oomdoctor.views.device_card import largest_role
-from oomdoctor.views.holders import TOP, holders
+from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
 from oomdoctor.views.page_cache import is_in_question, page_cache_advice
 
 __all__ = ["host_card"]
 
 _NEAR: Final = 0.8
 _CHILDREN: Final = 5
-_WORTH_A_LINE: Final = 0.05
 _WORKER: Final = re.compile(r"DataLoader worker \d+(?P<loader>( of \w+)?)")
 _TENSORS_BESIDE_A_DEVICE: Final = 3
 _NO_TENSOR: Final = "NumPy arrays, Python objects and libraries; torch, once loaded, is 0.2 to 0.3 GiB of them"
@@ -53,7 +52,7 @@ def host_card(
         simulated: bytes of tensors that count for a simulated device and lie in this process.
         held: names that lead to memory that is no tensor's.
     """
-    held = _worth_telling(host, held)
+    held = worth_telling(host, held)
     is_full = top > TOP
     listed = top if is_alone or is_full else min(top, _TENSORS_BESIDE_A_DEVICE)
     is_nearer = tensors is not None and tensors.total != host.total
@@ -90,7 +89,7 @@ def _headline(
         tensors = unseen < (rss or 0)
         what = f"{format_size(unseen)} of that is no tensor" if tensors else "none of that in tensors"
         if held:
-            what += f"; {format_size(held[0].bytes)} is {_consists_of(held[0])} in {words.code(held[0].path)}"
+            what += f"; {format_size(held[0].bytes)} is {consists_of(held[0])} in {words.code(held[0].path)}"
         own += f" ({what})"
     theirs = sum(words.known(child.uss, child.rss) or 0 for child in children)
     if theirs:
@@ -137,21 +136,8 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
         yield Fact(figure=format_size(sum(map(_own_bytes, rest))), name=name, why="")
 
 
-def _worth_telling(host: HostMemory, held: Sequence[HostHolding]) -> list[HostHolding]:
-    """Return the names that lead to a part of this process that is worth a line."""
-    rss = words.known(host.rss)
-    return [one for one in held if rss is not None and one.bytes >= _WORTH_A_LINE * rss]
-
-
 def _holding(held: HostHolding) -> Fact:
-    return Fact(figure=format_size(held.bytes), name=f"of it in {words.code(held.path)}", why=_consists_of(held))
-
-
-def _consists_of(held: HostHolding) -> str:
-    """Return what most of a holding is."""
-    if held.array_bytes > held.bytes / 2:
-        return words.count(held.arrays, "NumPy array")
-    return "text, bytes and other Python objects" if held.objects > 1 else "one Python object"
+    return Fact(figure=format_size(held.bytes), name=f"of it in {words.code(held.path)}", why=consists_of(held))
 
 
 def _by_loader(children: Sequence[HostProcess]) -> list[tuple[HostProcess, ...]]:

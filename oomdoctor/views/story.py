@@ -21,7 +21,7 @@ from oomdoctor.views import words
 from oomdoctor.views.aftermath import CHANGED, WHY, aftermath
 from oomdoctor.views.bar import Bar, device_bar
 from oomdoctor.views.grouping import within
-from oomdoctor.views.holders import Holders, holders
+from oomdoctor.views.holders import Holders, holders, worth_telling
 from oomdoctor.views.prices import Prices, prices
 from oomdoctor.views.timeline import Timeline, timeline
 
@@ -131,13 +131,15 @@ def tell(case: Case, retry: Retry | None = None) -> Story:
     incident, evidence = case.incident, case.evidence
     device = _device(incident, evidence)
     census = evidence.census if evidence.census.device == device.name else None
+    is_host = device.name == "cpu"
+    beside = worth_telling(evidence.host, evidence.beside_tensors) if is_host else []
     return Story(
         title=f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}",
         headline=headline(incident, evidence),
         lines=tuple(_failing_line(line) for line in (incident.cell, incident.inner) if line is not None),
         raised_in=_raised_in(incident),
         bar=device_bar(device, census, total=incident.total, asked=incident.requested),
-        holders=holders(census, evidence.code.models, top=_TOP),
+        holders=holders(census, evidence.code.models, top=_TOP, beside=beside),
         findings=finding_rows(case.findings),
         timeline=timeline(case.plan.unchanged.course, case.plan.unchanged.budget),
         prices=prices(case.plan, incident),
@@ -196,8 +198,8 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
     back = kept if isinstance(kept, int) else 0
     if incident.requested > free - back:
-        of_it = f"of which {format_size(back)} was kept back for this diagnosis; run again, it gets that too"
-        return f"{asked} of the {format_size(free)} that was free, {of_it}"
+        lack = f"{format_size(incident.requested - max(free - back, 0))} more than was free of {whole}"
+        return f"{asked}, {lack}; {format_size(back)} was kept back for this diagnosis; run again, it gets that too"
     if device is not None and device.name == "cpu":
         left = f"{format_size(free - back)} of {whole} was free after the call had ended"
         return f"{asked}, which could not be had; {left}"

@@ -374,8 +374,9 @@ def test_a_remembered_fix_that_fails_is_dropped(shell: InteractiveShell, searche
 
 def test_a_cell_whose_retries_fail_shows_its_own_traceback(shell: InteractiveShell, searches: list[int]) -> None:
     trains(shell)
+    cell = f"{TRAIN}extra()"
     run(shell, "extra = lambda: None")
-    assert run(shell, cell := f"{TRAIN}extra()")[0].success
+    assert run(shell, cell)[0].success
     run(shell, "extra = lambda: torch.ones(1 << 22)")
     result, shown = run(shell, cell)
     assert known().outcome.kind is OutcomeKind.ROLLED_BACK

@@ -10,9 +10,10 @@ from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.incident import CellLine, Family
-from oomdoctor.model.memory import Census, Holding, Role
+from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
+from oomdoctor.views import text
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.bar import device_bar, host_bar
 from oomdoctor.views.grouping import within
@@ -60,9 +61,19 @@ def test_the_headline_says_what_was_kept_back_of_what_was_free() -> None:
     host = replace(found.host, kept_back=GIB)
     asked = cases.incident(device="cpu", free=3 * GIB)
     assert headline(asked, replace(found, host=host, devices=(replace(found.device, name="cpu"),))).startswith(
-        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB of the 3.00 GiB that was free, of which 1.00 GiB was "
-        "kept back for this diagnosis"
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB, 420 MiB more than was free of the 8.00 GiB of host "
+        "memory; 1.00 GiB was kept back for this diagnosis"
     )
+
+
+def test_what_holds_the_host_is_told_of_arrays_as_well() -> None:
+    found = cases.evidence()
+    beside = (HostHolding(path="frames", bytes=4 * GIB, array_bytes=4 * GIB, arrays=71, objects=1),)
+    on_host = replace(found, beside_tensors=beside, devices=(replace(found.device, name="cpu"),))
+    case = replace(cases.offered(), incident=cases.incident(device="cpu"), evidence=on_host)
+    first = tell(case).holders.rows[0]
+    assert (first.size, first.role, first.path, first.detail) == ("4.00 GiB", "no tensor", "frames", "71 NumPy arrays")
+    assert "no tensor  frames  71 NumPy arrays" in text.case(case)
 
 
 def test_what_is_free_of_host_memory_is_told_as_of_after_the_call() -> None:
