@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
-_WORTH_TELLING: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER, Kind.TENSOR, Kind.ARRAY})
+_TOLD_FIRST: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER, Kind.TENSOR, Kind.ARRAY})
 _LONGEST: Final = 120
 """Of an error's own words."""
 _STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
@@ -388,10 +388,10 @@ class Snapshot:
         return is_users(name) and name not in self._left
 
     def made(self) -> list[str]:
-        """Return the names that were not there at the start of the cell and stand for a model, an optimizer or data."""
+        """Return the names that were not there at the start of the cell: models, optimizers and data first."""
         before, now = set(self._shape.names), self._namespace
         made = [name for name in now if name not in before and self._is_mine(name)]
-        return [name for name in made if kind_of(type(now[name])) in _WORTH_TELLING]
+        return sorted(made, key=lambda name: kind_of(type(now[name])) not in _TOLD_FIRST)
 
     def rebound(self) -> list[str]:
         """Return the names that were bound, bound anew or deleted since the start of the cell."""

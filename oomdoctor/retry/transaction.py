@@ -163,7 +163,7 @@ class Transaction:
             self._snapshot.restore()
 
     def made(self) -> list[str]:
-        """Return the names of models, optimizers and data that the cell itself has made: a way back takes them away."""
+        """Return the names that the cell itself has made, which a way back takes away: models and data first."""
         return self._snapshot.made() if self._snapshot is not None else []
 
     def unrestored(self) -> list[str]:

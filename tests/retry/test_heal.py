@@ -342,4 +342,4 @@ def test_what_the_failed_cell_had_made_is_told_to_be_gone_with_it() -> None:
     )  # fmt: skip
     assert (outcome.kind, outcome.state) == (OutcomeKind.ROLLED_BACK, State.RESTORED)
     assert "model" not in namespace
-    assert outcome.why.endswith("; what the cell itself had made before it failed is gone: `model`")
+    assert outcome.why.endswith("; what the cell itself had made before it failed is gone: `model`, `n`")
