@@ -41,7 +41,6 @@ _INCIDENT: Final[dict[str, type]] = {
     "allocated": float,
     "reserved": float,
     "process_used": float,
-    "process_limit_name": str,
     # derived
     "on_host": bool,
     "unused": float,
@@ -95,6 +94,7 @@ _HOST: Final[dict[str, type]] = {
     "cgroup_limit": float,
     "cgroup_used": float,
     "process_limit": float,
+    "process_limit_name": str,
     "process_used": float,
     "shm_total": float,
     "shm_free": float,
@@ -122,7 +122,7 @@ _HOST: Final[dict[str, type]] = {
     "bare": float,
     "kept_back": float,
     "process_filled": float,
-    # derived: of the limit on this process's data, what the bare process and what malloc holds free left out
+    # derived: of the limit on this process, what the bare process and what malloc holds free left out
     "program_used": float,
     "program_limit": float,
     "program_ratio": float,
