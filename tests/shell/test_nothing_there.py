@@ -38,7 +38,7 @@ shell.run_line_magic("memreport", "--json report.json")
 MISSING = {
     *("total", "available", "page cache", "reclaimable", "dirty", "shared memory", "swap", "committed memory"),
     *("overcommit mode", "RSS", "USS", "PSS", "processes that this one started", "memory pressure", "memory cgroup"),
-    *("data segment", "memory mappings", "open files", "/dev/shm", "XPU", "MPS"),
+    *("address space", "memory mappings", "open files", "/dev/shm", "XPU", "MPS"),
 }
 LINES = re.compile(r"^(Not on this machine|Not known): (.+)\.$")
 THINGS = re.compile(r"([^();]+?) \((?:[^()]|\([^()]*\))+\)(?:; |$)")
