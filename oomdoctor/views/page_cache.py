@@ -143,6 +143,6 @@ def _what_it_is(cache: _Cache, size: str) -> str:
         when = "before it kills a process"
     if cache.droppable is None:
         return f"{what}; the kernel drops what is clean of it {when}."
-    if not cache.matters(cache.droppable):
+    if not cache.matters(cache.droppable) and cache.matters(cache.size - cache.droppable):
         return f"{what}; the kernel can drop only {format_size(cache.droppable)} of it."
     return f"{what}; the kernel drops {format_size(cache.droppable)} of it {when}, so that part is not the cause."

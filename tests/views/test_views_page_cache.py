@@ -56,6 +56,11 @@ def test_tmpfs_cannot_be_dropped() -> None:
     assert "can only move to swap" in advice(**facts | {"swap_total": GIB})[1]
 
 
+def test_a_small_cache_most_of_which_can_be_dropped_is_not_the_cause() -> None:
+    (only,) = advice(**FULL | {"page_cache": 3.3 * GIB, "reclaimable": 3.1 * GIB})
+    assert only.endswith("drops 3.10 GiB of it when a program needs the memory, so that part is not the cause.")
+
+
 def test_what_is_not_on_disk_yet_must_be_written_first() -> None:
     told = advice(**FULL | {"reclaimable": 30 * GIB, "dirty": 9 * GIB})
     assert told[1] == "9.00 GiB waits to be written to disk and cannot be dropped before; `sync` writes files."
