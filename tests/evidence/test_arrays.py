@@ -9,6 +9,7 @@ from typing import Any
 
 import hostile_objects as objects
 import numpy as np
+import psutil
 import pytest
 import torch
 from hostile_objects import armed
@@ -100,7 +101,8 @@ def test_nothing_is_asked(make: Any) -> None:
 
 
 def test_a_report_says_what_fills_the_host() -> None:
-    images = [np.ones((256, 1024), dtype=np.float32) for _ in range(40)]
+    a_tenth = psutil.Process().memory_info().rss // 10
+    images = [np.ones(a_tenth // 40, dtype=np.uint8) for _ in range(40)]
     report = oomdoctor.report({"images": images})
     assert report.evidence.beside_tensors[0].path == "images"
     assert "40 NumPy arrays" in " ".join(str(report).split())
