@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import marshal
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -189,7 +190,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return SHELL if value is self._shell and value is not None else None
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how tensors, storages and the accelerator are sent; the rest as ``cloudpickle`` does."""
+        """Return how tensors, storages, code and the accelerator are sent; the rest as ``cloudpickle`` does.
+
+        Code keeps the name of its file, by which its text is found; ``cloudpickle`` 3.1.3 and later drop that.
+        """
         if value is self._accelerator:
             return _told(value)
         torch: Any = sys.modules.get("torch")
@@ -204,6 +208,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return fresh_tensors.storage, (self._storages.number(value, None),)
         if kind is FunctionType:
             self.codes.append(value.__code__)
+        if kind is CodeType:
+            return marshal.loads, (marshal.dumps(value),)
         return super().reducer_override(value)
 
 

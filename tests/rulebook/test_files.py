@@ -113,8 +113,8 @@ def test_a_folder_with_too_much_in_it_is_left(tmp_path: Path, monkeypatch: pytes
         (b"id: x\nsince: 2020-13-45\n", 2, "month must be in 1..12"),
         (b"id: x\nsince: !!timestamp x\n", 2, "not YAML"),
         (b"id: x\nconfidence: 1" + b"0" * 5000, 2, "4300 digits"),
-        (b"id: x\nx: " + b"[" * 5000 + b"\n", 2, "nested more than 20 levels deep"),
-        (b"[" * 100_000, 1, "nested more than 20 levels deep"),
+        (b"id: x\nx: " + b"[" * 5000 + b"\n", 2, "nest"),
+        (b"[" * 100_000, 1, "nest"),  # libyaml may be the first to find that
         (b"{a: " * 50_000, 1, "nested more than 20 levels deep"),
         (b"- " * 100_000, 1, "nested more than 20 levels deep"),
         (b"".join(b" " * at + b"a:\n" for at in range(700)), 21, "nested more than 20 levels deep"),
