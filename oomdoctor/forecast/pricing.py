@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.calibration import widened
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
@@ -119,17 +118,14 @@ def is_late(reading: Reading) -> bool:
 def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | None) -> Forecast:
     """Return what a reading says.
 
-    Where a shadow run follows a few steps and the others cannot be put in (see ``steady``), the small blocks may lie
-    less well in those, and ask for a segment more than they did: this is the least error there is then.
-
     Args:
         unchanged_cost: cost of the unchanged cell's shadow run, which slowdowns are relative to; falsy if not known.
     """
     if reading.why is not None:
         return Forecast(basis=BASIS, budget=budget, refused=reading.why)
     error = widened(reading.error_ratio)
-    if reading.reserved and not reading.is_whole:
-        error = max(error, round(SMALL_BUFFER / max(reading.peak, reading.reserved), 4))
+    if reading.reserved:
+        error = max(error, round(reading.reserved_slack / max(reading.peak, reading.reserved), 4))
     bases = [BASIS]
     if reading.is_fresh:
         bases.append("in a fresh process")

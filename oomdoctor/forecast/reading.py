@@ -31,7 +31,7 @@ class Reading:
         peak_line: line of the cell at which the peak stood.
         cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
         error_ratio: calibrated margin for the operations that were seen.
-        is_whole: whether every iteration that may change what is reserved is in these numbers.
+        reserved_slack: bytes by which what is reserved may be off, for reasons other than those of ``error_ratio``.
         over: iterations that were not followed and are reckoned with, because each of them keeps something.
         endless: bytes that each iteration of a loop of unknown length keeps, so that more than this may be needed.
         missed: what was not seen, so that more than this may be needed.
@@ -54,7 +54,7 @@ class Reading:
     peak_line: int | None = None
     cost: float = 0.0
     error_ratio: float = 0.0
-    is_whole: bool = False
+    reserved_slack: int = 0
     over: int = 0
     endless: int = 0
     missed: str | None = None
