@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oomdoctor
 from oomdoctor.evidence import census, devices
-from oomdoctor.evidence.objects import user_names
+from oomdoctor.objects.named import user_names
 
 OBJECTS, TENSORS, FLOATS, ROUNDS = 1_000_000, 50_000, 256, 5
 NODES = (1_000, 10_000, 100_000)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from oomdoctor.allocator.caching import Block, OutOfSpace
-from oomdoctor.model.alive import alive_exactly
+from oomdoctor.objects.alive import alive_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

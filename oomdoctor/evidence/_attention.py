@@ -10,10 +10,10 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Scope, place, target_names
-from oomdoctor.model.kinds import name_of, plain_dict, submodules
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.objects.kinds import name_of, plain_dict, submodules
+from oomdoctor.program.definitions import Scope, place, target_names
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["attention_dropout", "eager_attention"]
 

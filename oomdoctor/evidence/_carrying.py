@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Loop, Program, Scope, Statement, place, statements, target_names
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements, target_names
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["carries_state"]
 

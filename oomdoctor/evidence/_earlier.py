@@ -12,8 +12,8 @@ import sys
 from collections.abc import Container
 from typing import Any
 
-from oomdoctor.model.alive import alive
-from oomdoctor.model.chain import chained, traceback_of
+from oomdoctor.objects.alive import alive
+from oomdoctor.objects.chain import chained, traceback_of
 
 __all__ = ["earlier_errors"]
 

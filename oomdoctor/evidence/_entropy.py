@@ -12,11 +12,11 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.model.code import LossFacts
-from oomdoctor.model.kinds import plain_dict, submodules
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.objects.kinds import plain_dict, submodules
+from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["classes", "cross_entropies"]
 

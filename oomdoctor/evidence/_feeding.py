@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Final
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, place, short, statements
-from oomdoctor.model.kinds import plain_dict
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.objects.kinds import plain_dict
+from oomdoctor.program.definitions import Program, Scope, place, short, statements
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = [
     "batch_sizes",

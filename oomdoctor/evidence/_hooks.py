@@ -9,11 +9,11 @@ import ast
 import re
 from typing import Final
 
-from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._kept import ADDING, NO_TENSORS, NUMBERS, SMALL, off_device
-from oomdoctor.evidence._program import Program, Scope, place, target_names
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.program.definitions import Program, Scope, place, target_names
+from oomdoctor.program.flow import Flow
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["hooks"]
 

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._program import Program, Scope, statements, target_names
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.program.definitions import Program, Scope, statements, target_names
+from oomdoctor.program.flow import Flow
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["history_appends"]
 

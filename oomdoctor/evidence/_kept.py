@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._loops import called_like_a_model
-from oomdoctor.evidence._program import Program, Scope, Statement, place, statements, target_names
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.program.definitions import Program, Scope, Statement, place, statements, target_names
+from oomdoctor.program.flow import Flow
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = [
     "ADDING",

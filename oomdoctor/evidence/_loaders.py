@@ -13,11 +13,11 @@ from inspect import getattr_static
 from types import FunctionType
 from typing import Any, Final
 
-from oomdoctor.evidence._looping import looped
 from oomdoctor.evidence._making import Makers, home_of
-from oomdoctor.evidence._program import Program
 from oomdoctor.model.code import LoaderFacts
-from oomdoctor.model.kinds import mro_of, name_of, plain_dict
+from oomdoctor.objects.kinds import mro_of, name_of, plain_dict
+from oomdoctor.program.definitions import Program
+from oomdoctor.program.looping import looped
 
 __all__ = ["loaders", "sharing_strategy"]
 

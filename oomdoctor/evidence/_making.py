@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from oomdoctor.evidence._program import Program, Scope, short
-from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.model.names import call_name
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.program.definitions import Program, Scope, short
+from oomdoctor.program.names import call_name
 
 __all__ = ["Makers", "home_of"]
 

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import LossFacts, ModelFacts
-from oomdoctor.model.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
+from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
 
 __all__ = ["losses", "models", "parameters", "sizes", "typed"]
 

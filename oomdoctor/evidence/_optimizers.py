@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence._models import sizes
 from oomdoctor.model.code import OptimizerFacts
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 
 __all__ = ["optimizers"]
 

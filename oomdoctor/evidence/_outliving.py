@@ -12,13 +12,14 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from oomdoctor.evidence._flow import Flow
-from oomdoctor.evidence._loops import called_like_a_model
-from oomdoctor.evidence._naming import bindings, names_bound, root_of, stored_in
-from oomdoctor.evidence._passage import Passage
-from oomdoctor.evidence._program import Program, Scope, with_gradients
-from oomdoctor.model.kinds import Kind, items_of, kind_of, members_of, mro_of, name_of
-from oomdoctor.model.names import is_users, own_nodes
+from oomdoctor.objects.kinds import Kind, items_of, kind_of, members_of, mro_of, name_of
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.definitions import Program, Scope, with_gradients
+from oomdoctor.program.flow import Flow
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.naming import bindings, names_bound, root_of, stored_in
+from oomdoctor.program.passage import Passage
+from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["inputs_with_grad", "outliving", "runs_model"]
 

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from oomdoctor.evidence._ground import Ground
 from oomdoctor.evidence._models import parameters, sizes
-from oomdoctor.evidence._program import place
-from oomdoctor.model.kinds import module_of, registered, submodules
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.objects.kinds import module_of, registered, submodules
+from oomdoctor.program.definitions import place
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.sandbox.fork import answered
 from oomdoctor.sandbox.walls import raise_limits
 

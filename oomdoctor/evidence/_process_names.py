@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import psutil
 
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict, spelled
-from oomdoctor.model.names import is_users
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, spelled
+from oomdoctor.objects.named import is_users
 
 __all__ = ["command", "label", "names"]
 

@@ -19,10 +19,10 @@ from inspect import getattr_static
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, TypeGuard
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope, short
-from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import call_name, imported
+from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.program.definitions import Program, Scope, short
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, imported
 
 __all__ = ["not_repeatable"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters
 from oomdoctor.model.code import ReplicaFacts
-from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
+from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 
 __all__ = ["replicas", "world_size"]
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.evidence._program import Program, Scope, place
-from oomdoctor.model.kinds import mro_of
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.objects.kinds import mro_of
+from oomdoctor.program.definitions import Program, Scope, place
+from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = [
     "compiles",

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from oomdoctor.evidence._models import parameters
-from oomdoctor.evidence._program import Program
-from oomdoctor.model.kinds import Kind, kind_of, pairs_of, plain_dict
-from oomdoctor.model.names import FirstUse, first_uses, is_users, own_nodes, read_names
+from oomdoctor.objects.kinds import Kind, kind_of, pairs_of, plain_dict
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.definitions import Program
+from oomdoctor.program.names import FirstUse, first_uses, own_nodes, read_names
 
 __all__ = ["stale"]
 

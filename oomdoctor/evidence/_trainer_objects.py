@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from oomdoctor.evidence import _models, _optimizers
 from oomdoctor.model.code import ModelFacts
-from oomdoctor.model.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
 
 __all__ = ["Setting", "length", "of_lightning", "of_loader", "of_transformers"]
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from oomdoctor.evidence._ground import Ground
-from oomdoctor.evidence._program import Program, Scope
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
-from oomdoctor.evidence.frames import home_of, locals_of
-from oomdoctor.model.chain import chained, traceback_of
 from oomdoctor.model.code import TrainerFacts, TrainingLoop
-from oomdoctor.model.kinds import module_of, mro_of, name_of, plain_dict
-from oomdoctor.model.names import call_name, imported, own_nodes
+from oomdoctor.objects.chain import chained, traceback_of
+from oomdoctor.objects.frames import home_of, locals_of
+from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
+from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, imported, own_nodes
 
 __all__ = ["Passed", "passed", "trainers"]
 

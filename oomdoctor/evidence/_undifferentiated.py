@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from oomdoctor.evidence._loops import called_like_a_model
-from oomdoctor.evidence._outflow import Outflow
-from oomdoctor.evidence._program import Program, Scope, is_gradless, short, with_gradients
-from oomdoctor.model.names import call_name, own_nodes
+from oomdoctor.program.definitions import Program, Scope, is_gradless, short, with_gradients
+from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.outflow import Outflow
+from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["undifferentiated"]
 

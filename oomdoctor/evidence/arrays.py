@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from itertools import chain, compress, islice
 from typing import Any, Final
 
-from oomdoctor.evidence.frames import leads_nowhere
-from oomdoctor.evidence.held import elements_of
-from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.memory import HostHolding
 from oomdoctor.model.sizes import MIB
+from oomdoctor.objects.frames import leads_nowhere
+from oomdoctor.objects.held import elements_of
+from oomdoctor.objects.kinds import Kind, kind_of
 
 __all__ = ["largest"]
 
@@ -116,7 +116,7 @@ class _Search:
         if torch is None:
             return frozenset()
         if self._of_tensors is None:
-            from oomdoctor.evidence.storages import PLAIN, begin_of
+            from oomdoctor.objects.storages import PLAIN, begin_of
 
             plain = frozenset(map(id, PLAIN))
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]

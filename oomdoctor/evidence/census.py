@@ -19,18 +19,18 @@ from typing import Any, Final
 
 import torch
 
-from oomdoctor.evidence.frames import Frame, in_backward_elsewhere
-from oomdoctor.evidence.graph import DEEPEST, Graphs, Saved
-from oomdoctor.evidence.held import bounds_of, is_empty, sort_of
 from oomdoctor.evidence.ledger import Ledger, Place
-from oomdoctor.evidence.lines import Holder, Ways, are_all_known
 from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by_c
-from oomdoctor.evidence.paths import Found, Origin, Path, Root, member
 from oomdoctor.evidence.saved_in import Modules, note_modules
-from oomdoctor.evidence.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
-from oomdoctor.evidence.walk import CACHE_NAMES, Walk, tensors_in
-from oomdoctor.model.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, parts_of, plain_dict, registered
 from oomdoctor.model.memory import Census, Role
+from oomdoctor.objects.frames import Frame, in_backward_elsewhere
+from oomdoctor.objects.graph import DEEPEST, Graphs, Saved
+from oomdoctor.objects.held import bounds_of, is_empty, sort_of
+from oomdoctor.objects.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, parts_of, plain_dict, registered
+from oomdoctor.objects.lines import Holder, Ways, are_all_known
+from oomdoctor.objects.paths import Found, Origin, Path, Root, member
+from oomdoctor.objects.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
+from oomdoctor.objects.walk import CACHE_NAMES, Walk, tensors_in
 
 __all__ = ["Program", "take"]
 

@@ -17,24 +17,24 @@ from oomdoctor.evidence import _feeding, _kept, _models, _precision, _replicas, 
 from oomdoctor.evidence._attention import attention_dropout, eager_attention
 from oomdoctor.evidence._carrying import carries_state
 from oomdoctor.evidence._entropy import classes, cross_entropies
-from oomdoctor.evidence._ground import ground
 from oomdoctor.evidence._hooks import hooks
 from oomdoctor.evidence._keeping import history_appends
 from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
-from oomdoctor.evidence._loops import training_loops
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
 from oomdoctor.evidence._outliving import inputs_with_grad, outliving, runs_model
-from oomdoctor.evidence._program import Program, is_gradless, read
-from oomdoctor.evidence._reaching import unreached
 from oomdoctor.evidence._repeating import not_repeatable
 from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.evidence._undifferentiated import undifferentiated
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.kinds import Kind, kind_of
-from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cells
+from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.program.definitions import Program, is_gradless, read
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import FirstUse, first_uses
+from oomdoctor.program.reaching import unreached
+from oomdoctor.program.training_loops import training_loops
 
 __all__ = ["facts"]
 

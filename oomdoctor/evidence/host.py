@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes
-from oomdoctor.model import reserve
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, HostMemory
+from oomdoctor.sandbox import reserve
 
 __all__ = ["HostAccelerator", "binding_limit", "read"]
 

@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.evidence.lines import Holder, Ways
-from oomdoctor.evidence.paths import Path, Root
-from oomdoctor.evidence.storages import Bare, is_plain, plain_storages, storages_of
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
+from oomdoctor.objects.lines import Holder, Ways
+from oomdoctor.objects.paths import Path, Root
+from oomdoctor.objects.storages import Bare, is_plain, plain_storages, storages_of
 
 __all__ = ["Entry", "Ledger", "Place"]
 

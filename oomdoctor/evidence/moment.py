@@ -15,15 +15,15 @@ from typing import Any, Final, TypeVar
 from oomdoctor.evidence import arrays, host
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
-from oomdoctor.evidence.frames import lines_of
-from oomdoctor.evidence.objects import user_names
 from oomdoctor.model import baseline
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.kinds import Kind, spelled
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
+from oomdoctor.objects.frames import lines_of
+from oomdoctor.objects.kinds import Kind, spelled
+from oomdoctor.objects.named import user_names
 
 __all__ = ["collect", "unlooked"]
 
@@ -102,7 +102,7 @@ def _facts(session: Session, exc: BaseException | None, filenames: Mapping[str, 
 def _unobserved() -> Any:
     if "torch" not in sys.modules:
         return nullcontext()
-    from oomdoctor.evidence.storages import unobserved
+    from oomdoctor.objects.storages import unobserved
 
     return unobserved()
 

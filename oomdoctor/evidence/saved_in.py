@@ -23,11 +23,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from oomdoctor.evidence.graph import LEAF, Graphs
 from oomdoctor.evidence.ledger import Entry, Ledger
-from oomdoctor.evidence.paths import Path
-from oomdoctor.evidence.storages import plain_storages, storages_of
 from oomdoctor.model.memory import Role
+from oomdoctor.objects.graph import LEAF, Graphs
+from oomdoctor.objects.paths import Path
+from oomdoctor.objects.storages import plain_storages, storages_of
 
 __all__ = ["Modules", "note_modules"]
 

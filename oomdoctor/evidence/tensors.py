@@ -9,15 +9,15 @@ from typing import Any
 
 from oomdoctor.evidence import census, devices
 from oomdoctor.evidence._earlier import earlier_errors
-from oomdoctor.evidence.frames import frames_of, running_frames
 from oomdoctor.evidence.nameless import out_of_sight
-from oomdoctor.evidence.objects import class_attributes, output_cache
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.kinds import spelled
 from oomdoctor.model.memory import Census, DeviceMemory
-from oomdoctor.model.names import bound_names, loop_targets
 from oomdoctor.model.session import Accelerator, Session
+from oomdoctor.objects.frames import frames_of, running_frames
+from oomdoctor.objects.kinds import spelled
+from oomdoctor.objects.named import class_attributes, output_cache
+from oomdoctor.program.names import bound_names, loop_targets
 
 __all__ = ["counted", "places_of", "unused"]
 

@@ -6,9 +6,9 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes._dataflow import parsed
-from oomdoctor.model.magics import mask
-from oomdoctor.model.names import call_name
+from oomdoctor.program.dataflow import parsed
+from oomdoctor.program.magics import mask
+from oomdoctor.program.names import call_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward
 from oomdoctor.fixes._attention_source import Fused
-from oomdoctor.model.kinds import submodules
-from oomdoctor.model.magics import mask
+from oomdoctor.objects.kinds import submodules
+from oomdoctor.program.magics import mask
 
 __all__ = ["Checked", "all_of", "exchanged", "is_eager", "switched"]
 

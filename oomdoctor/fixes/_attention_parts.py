@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
+from oomdoctor.program import rewriting
 
 __all__ = ["Attention", "NotRead", "Read", "Scores", "Weights"]
 
@@ -62,9 +62,9 @@ class Attention:
 
     weights: Weights
     value: str
-    steps: tuple[_cst.Statement, ...]
-    last: _cst.Statement
+    steps: tuple[rewriting.Statement, ...]
+    last: rewriting.Statement
     product: cst.BaseExpression
-    between: tuple[_cst.Statement, ...] = ()
+    between: tuple[rewriting.Statement, ...] = ()
     names: frozenset[str] = frozenset()
     layers: frozenset[str] = frozenset()

@@ -17,9 +17,9 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _attention_terms as terms
-from oomdoctor.fixes import _cst
 from oomdoctor.fixes._attention_parts import Attention, NotRead, Read, Scores, Weights
-from oomdoctor.fixes._dataflow import bound
+from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import bound
 
 __all__ = ["read", "trees"]
 
@@ -28,7 +28,7 @@ _CASTS: Final = frozenset({"float", "to", "type_as", "type", "half", "bfloat16",
 _OPERATORS: Final = {"mul": "Multiply", "div": "Divide", "add": "Add"}
 
 
-def read(parsed: _cst.ParsedCell, block: Sequence[_cst.Statement], line: int, text: str) -> Attention:
+def read(parsed: rewriting.ParsedCell, block: Sequence[rewriting.Statement], line: int, text: str) -> Attention:
     """Return the attention of ``block`` whose softmax stands on ``line``.
 
     Args:
@@ -52,7 +52,7 @@ def read(parsed: _cst.ParsedCell, block: Sequence[_cst.Statement], line: int, te
     raise NotRead(reader.why or f"no product of weights and values was found for the softmax on line {line}")
 
 
-def trees(parsed: _cst.ParsedCell, node: cst.CSTNode) -> list[ast.stmt]:
+def trees(parsed: rewriting.ParsedCell, node: cst.CSTNode) -> list[ast.stmt]:
     """Return a statement as the standard library has it."""
     return ast.parse(textwrap.dedent(parsed.code(node))).body
 
@@ -61,16 +61,16 @@ def trees(parsed: _cst.ParsedCell, node: cst.CSTNode) -> list[ast.stmt]:
 class _Reader:
     """Follows statements and remembers which names hold scores and weights, and what others stand for."""
 
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     text: str
     known: dict[str, Read] = field(default_factory=dict)
-    steps: list[_cst.Statement] = field(default_factory=list)
+    steps: list[rewriting.Statement] = field(default_factory=list)
     bound: dict[str, cst.BaseExpression] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     layers: set[str] = field(default_factory=set)
     why: str = ""
 
-    def follow(self, statement: _cst.Statement) -> Attention | None:
+    def follow(self, statement: rewriting.Statement) -> Attention | None:
         """Take in one statement; return the attention if it ends here."""
         products = _Products(self)
         statement.visit(products)

@@ -15,13 +15,14 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _told
+from oomdoctor.fixes import _told
 from oomdoctor.fixes._attention_parts import Attention, NotRead
 from oomdoctor.fixes._attention_read import read, trees
-from oomdoctor.fixes._dataflow import bound, reads
-from oomdoctor.fixes._imports import knows
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.import_lines import knows
 
 __all__ = ["Fused", "asks_for_eager", "fused", "place_of"]
 
@@ -49,7 +50,7 @@ class Fused:
     """
 
     cell: Cell
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     module: cst.Module
     function: str
     home: str
@@ -68,9 +69,9 @@ def place_of(cells: Cells, text: str) -> tuple[Cell, int] | Refused:
         return Refused(f"cell {number} is no longer in the history")
 
 
-def asks_for_eager(parsed: _cst.ParsedCell, line: int) -> cst.SimpleString | None:
+def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString | None:
     """Return the ``"eager"`` that a statement on ``line`` asks a model for."""
-    statement = _cst.statement_at(parsed, line)
+    statement = rewriting.statement_at(parsed, line)
     if statement is None or "attn_implementation" not in parsed.code(statement):
         return None
     finder = _Strings("eager")
@@ -93,10 +94,10 @@ class _Strings(cst.CSTVisitor):
 
 def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
     """Return ``cell`` with the attention whose softmax stands on ``line`` exchanged."""
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    path = _cst.path_to(parsed, line)
+    path = rewriting.path_to(parsed, line)
     definitions = [node for node in path if isinstance(node, cst.FunctionDef | cst.ClassDef)]
     if not definitions or not isinstance(definitions[-1], cst.FunctionDef):
         return Refused(f"the attention on line {line} stands in no function: its names may be used anywhere")
@@ -127,7 +128,7 @@ def _is_imported(cells: Cells, home: str, imported: tuple[str, str]) -> bool:
     return knows(cells, *imported) and not any(taken.search(cell.source) for cell in cells.history)
 
 
-def _block(function: cst.FunctionDef, statement: _cst.Statement) -> list[_cst.Statement]:
+def _block(function: cst.FunctionDef, statement: rewriting.Statement) -> list[rewriting.Statement]:
     """Return the statements that ``statement`` stands among."""
     todo: list[cst.CSTNode] = [function]
     while todo:
@@ -139,7 +140,7 @@ def _block(function: cst.FunctionDef, statement: _cst.Statement) -> list[_cst.St
     raise NotRead("the attention stands on one line with its function")
 
 
-def _check_uses(parsed: _cst.ParsedCell, function: cst.FunctionDef, attention: Attention) -> None:
+def _check_uses(parsed: rewriting.ParsedCell, function: cst.FunctionDef, attention: Attention) -> None:
     """Check that scores and weights are used for nothing else.
 
     Raises:
@@ -162,7 +163,7 @@ def _loads(tree: ast.AST, names: frozenset[str]) -> list[ast.Name]:
     return [node for node in nodes if node.id in names and isinstance(node.ctx, ast.Load)]
 
 
-def _check_order(parsed: _cst.ParsedCell, attention: Attention) -> None:
+def _check_order(parsed: rewriting.ParsedCell, attention: Attention) -> None:
     """Check that what the call takes is, where it stands now, what it was where it stood.
 
     Raises:
@@ -194,7 +195,7 @@ def _calls(steps: list[ast.stmt], layers: frozenset[str]) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def _exchanged(parsed: _cst.ParsedCell, attention: Attention, home: str) -> cst.Module:
+def _exchanged(parsed: rewriting.ParsedCell, attention: Attention, home: str) -> cst.Module:
     """Return the cell without the steps, the call in the place of the product, and their comments before it."""
     before = attention.steps[0].leading_lines if attention.steps else attention.last.leading_lines
     rest = [*attention.steps, attention.last][1:]

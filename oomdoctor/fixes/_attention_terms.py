@@ -11,7 +11,7 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
+from oomdoctor.program import rewriting
 
 __all__ = [
     "bracketed",
@@ -38,7 +38,9 @@ _NEVER: Final = re.compile(
 )
 
 
-def factors(parsed: _cst.ParsedCell, node: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+def factors(
+    parsed: rewriting.ParsedCell, node: cst.BaseExpression
+) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
     """Return the two factors of a product of matrices, None where ``node`` is none."""
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.MatrixMultiply):
         return node.left, node.right
@@ -77,7 +79,7 @@ def _is_form(found: re.Match[str] | None) -> bool:
     return found is not None and len(set(letters)) == len(letters)
 
 
-def untransposed(parsed: _cst.ParsedCell, node: cst.BaseExpression, product: cst.BaseExpression) -> str | None:
+def untransposed(parsed: rewriting.ParsedCell, node: cst.BaseExpression, product: cst.BaseExpression) -> str | None:
     """Return the text of what ``node`` swaps the last two dimensions of, None where that cannot be told."""
     if isinstance(node, cst.Attribute) and node.attr.value == "mT":
         return parsed.code(node.value)
@@ -95,7 +97,7 @@ def untransposed(parsed: _cst.ParsedCell, node: cst.BaseExpression, product: cst
 
 
 def scale_of(
-    parsed: _cst.ParsedCell,
+    parsed: rewriting.ParsedCell,
     operator: str,
     number: cst.BaseExpression,
     rows: tuple[str, str],
@@ -131,7 +133,7 @@ def hides(text: str) -> bool:
         return _NEVER.fullmatch(text) is not None
 
 
-def kept(parsed: _cst.ParsedCell, hidden: cst.BaseExpression) -> str:
+def kept(parsed: rewriting.ParsedCell, hidden: cst.BaseExpression) -> str:
     """Return the text of which scores stay, given that of those that are filled."""
     match hidden:
         case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(operator=cst.Equal(), comparator=right)]):
@@ -141,7 +143,7 @@ def kept(parsed: _cst.ParsedCell, hidden: cst.BaseExpression) -> str:
     return f"~{bracketed(hidden, parsed.code(hidden))}"
 
 
-def dropout_probability(parsed: _cst.ParsedCell, call: cst.Call) -> str | None:
+def dropout_probability(parsed: rewriting.ParsedCell, call: cst.Call) -> str | None:
     """Return the text of the probability of a ``F.dropout``, None where it works in place."""
     given = {"p": "0.5", "training": "True", "inplace": "False"}
     names = ["input", *given]

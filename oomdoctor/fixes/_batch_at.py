@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from oomdoctor.fixes._batch_notebook import Book, Number
-from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import hard_coded, sizes_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cells
+from oomdoctor.program.book import Book, Number
+from oomdoctor.program.replay import exchange_numbers
 
 __all__ = ["at_batch", "batch_size"]
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import Book, Function, Number, Place, calls, literal
-from oomdoctor.fixes._dataflow import Loop, bound, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
-from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
+from oomdoctor.program.dataflow import Loop, bound, reads
+from oomdoctor.program.names import call_name
 
 __all__ = ["Steps", "fixed_schedule", "hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller", "steps_of"]
 

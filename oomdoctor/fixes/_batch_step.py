@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._dataflow import bound, loop_at, own, reads
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import bound, loop_at, own, reads
 
 __all__ = ["before_model"]
 
@@ -29,7 +29,7 @@ def before_model(
     edits = [
         _cell(cells, cells.get(number), [loop for loop in loops if loop.cell == number], line_of) for number in numbers
     ]
-    return _cst.join(cells, edits)
+    return rewriting.join(cells, edits)
 
 
 def _cell(
@@ -38,11 +38,11 @@ def _cell(
     loops: Sequence[TrainingLoop],
     line_of: Callable[[TrainingLoop, set[str]], str | Refused],
 ) -> Edit | Refused:
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     tree = ast.parse(parsed.masked.text)
-    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for facts in loops:
         loop = loop_at(tree, facts.line)
         at = next((i for i, node in enumerate(loop.body) if _runs(node, facts)), None) if loop is not None else None
@@ -52,15 +52,15 @@ def _cell(
         line = line_of(facts, known & reads(loop.body[at]))
         if isinstance(line, Refused):
             return line
-        old = _cst.statement_at(parsed, loop.body[at].lineno)
-        path = _cst.path_to(parsed, loop.body[at].lineno)
+        old = rewriting.statement_at(parsed, loop.body[at].lineno)
+        path = rewriting.path_to(parsed, loop.body[at].lineno)
         # The statement of the loop's own level, where the model is called in a block of it.
         old = next((node for node in path if parsed.lines_of(node).start == loop.body[at].lineno), old)
         if old is None or (isinstance(old, cst.SimpleStatementLine) and len(old.body) != 1):
             return Refused("several statements of the loop share a line")
-        (new,) = _cst.statements(line + "\n", parsed)
+        (new,) = rewriting.statements(line + "\n", parsed)
         changes[old] = [new.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
-    return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 
 
 def _runs(node: ast.AST, facts: TrainingLoop) -> bool:

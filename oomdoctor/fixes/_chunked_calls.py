@@ -15,14 +15,14 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _imports
-from oomdoctor.fixes._called_functions import called_with
 from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.called_functions import called_with
 
 __all__ = ["rewrite"]
 
@@ -91,11 +91,11 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int, *, functions: bool = 
         cell = cells.get(number)
     except KeyError:
         return Refused(f"cell {number} is no longer in the history")
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     models = set(loop.models) if loop else {model.path for model in code.models if model.parameter_bytes}
-    within = _cst.statement_at(parsed, loop.line) if loop else None
+    within = rewriting.statement_at(parsed, loop.line) if loop else None
     around: cst.CSTNode = within if within is not None else parsed.module
     if (there := next(filter(None, (_HELPS.search(one.source) for one in cells.history)), None)) is not None:
         return Refused(f"`{there[1]}` gives a model parts of the batch already")
@@ -118,23 +118,27 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int, *, functions: bool = 
     names = _Names(
         checkpoint=None
         if code.grad_disabled
-        else _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute"),
-        part=_cst.fresh_name("part", cells),
+        else import_lines.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute"),
+        part=rewriting.fresh_name("part", cells),
         chunks=chunks,
-        helper=_cst.fresh_name("in_parts", cells) if not code.grad_disabled and whole > 1 else None,
+        helper=rewriting.fresh_name("in_parts", cells) if not code.grad_disabled and whole > 1 else None,
     )
     changed = _rewritten(parsed, around, calls, names, _batch_names(parsed, around, within_loop))
     return changed if isinstance(changed, Refused) else _edited(cells, cell, parsed, changed, names)
 
 
-def _edited(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, names: _Names) -> Patch | Refused:
+def _edited(
+    cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module, names: _Names
+) -> Patch | Refused:
     """Return the patch with the imports at the top of the cell, and before the function that a retry runs again."""
-    imports = [] if _imports.knows_torch(cells) else ["import torch"]
+    imports = [] if import_lines.knows_torch(cells) else ["import torch"]
     if names.checkpoint is not None:
-        imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
+        imports.append(import_lines.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
     if names.helper is not None:
         imports.append(_HELPER.format(helper=names.helper, checkpoint=names.checkpoint, chunks=names.chunks))
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, module, imports))])
+    return rewriting.join(
+        cells, [rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, module, imports))]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,7 +175,7 @@ def _operands(node: cst.BaseExpression) -> Iterator[str]:
 class _Finder(cst.CSTVisitor):
     """Finds the calls of some names, each with the node that it is used by."""
 
-    def __init__(self, parsed: _cst.ParsedCell, models: set[str]) -> None:
+    def __init__(self, parsed: rewriting.ParsedCell, models: set[str]) -> None:
         super().__init__()
         self._parsed, self._models = parsed, models
         self.found: list[cst.Call] = []
@@ -190,7 +194,7 @@ class _Finder(cst.CSTVisitor):
         self._stack.pop()
 
 
-def _calls(parsed: _cst.ParsedCell, around: cst.CSTNode, models: set[str]) -> list[_ModelCall]:
+def _calls(parsed: rewriting.ParsedCell, around: cst.CSTNode, models: set[str]) -> list[_ModelCall]:
     finder = _Finder(parsed, models)
     around.visit(finder)
     parents = finder.parents
@@ -205,7 +209,7 @@ def _calls(parsed: _cst.ParsedCell, around: cst.CSTNode, models: set[str]) -> li
     ]
 
 
-def _in_parts(parsed: _cst.ParsedCell, node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> bool:
+def _in_parts(parsed: rewriting.ParsedCell, node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> bool:
     while (parent := parents.get(node)) is not None:
         if isinstance(parent, cst.ListComp | cst.GeneratorExp) and node is parent.elt:
             return _PARTS.search(parsed.code(parent.for_in.iter)) is not None
@@ -214,7 +218,7 @@ def _in_parts(parsed: _cst.ParsedCell, node: cst.CSTNode, parents: dict[cst.CSTN
 
 
 def _rewritten(
-    parsed: _cst.ParsedCell, around: cst.CSTNode, calls: list[_ModelCall], names: _Names, batch: set[str]
+    parsed: rewriting.ParsedCell, around: cst.CSTNode, calls: list[_ModelCall], names: _Names, batch: set[str]
 ) -> cst.Module | Refused:
     splits: dict[cst.CSTNode, _ModelCall] = {}
     unpacked, fields = _used_apart(around)
@@ -233,7 +237,7 @@ def _rewritten(
 class _Splitting(cst.CSTTransformer):
     """Puts the split form in the place of every call at once: each visit makes all nodes anew."""
 
-    def __init__(self, parsed: _cst.ParsedCell, splits: dict[cst.CSTNode, _ModelCall], names: _Names) -> None:
+    def __init__(self, parsed: rewriting.ParsedCell, splits: dict[cst.CSTNode, _ModelCall], names: _Names) -> None:
         super().__init__()
         self._parsed, self._splits, self._names = parsed, splits, names
 
@@ -249,7 +253,7 @@ class _Splitting(cst.CSTTransformer):
         return cst.parse_expression(text, self._parsed.module.config_for_parsing)
 
 
-def _refusal(parsed: _cst.ParsedCell, one: _ModelCall, batch: set[str]) -> str | None:
+def _refusal(parsed: rewriting.ParsedCell, one: _ModelCall, batch: set[str]) -> str | None:
     call, text = one.call, parsed.code(one.call)
     if one.in_parts:
         return f"`{text}` is given parts of the batch already"
@@ -268,7 +272,7 @@ def _refusal(parsed: _cst.ParsedCell, one: _ModelCall, batch: set[str]) -> str |
     return None
 
 
-def _split_call(parsed: _cst.ParsedCell, call: cst.Call, names: _Names, field: str | None) -> str:
+def _split_call(parsed: rewriting.ParsedCell, call: cst.Call, names: _Names, field: str | None) -> str:
     model, arguments = parsed.code(call.func), [argument.value for argument in call.args]
     if names.helper is not None and field is None:
         return f"{names.helper}({', '.join(map(parsed.code, (call.func, *arguments)))})"
@@ -283,7 +287,7 @@ def _split_call(parsed: _cst.ParsedCell, call: cst.Call, names: _Names, field: s
     return f"torch.cat([{one} for {names.part} in {over}])"
 
 
-def _bracketed(parsed: _cst.ParsedCell, node: cst.BaseExpression) -> str:
+def _bracketed(parsed: rewriting.ParsedCell, node: cst.BaseExpression) -> str:
     plain = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(getattr(node, "lpar", ()))
     return parsed.code(node) if plain else f"({parsed.code(node)})"
 
@@ -323,7 +327,7 @@ class _Uses(cst.CSTVisitor):
             self.fields.setdefault(node.value.value, key.raw_value)
 
 
-def _batch_names(parsed: _cst.ParsedCell, around: cst.CSTNode, loop: TrainingLoop | None) -> set[str]:
+def _batch_names(parsed: rewriting.ParsedCell, around: cst.CSTNode, loop: TrainingLoop | None) -> set[str]:
     """Return the names that hold tensors of the batch: those of the loop, and what is made of them row by row."""
     names = set(loop.batch) if loop else set()
     for node in _assignments(around):

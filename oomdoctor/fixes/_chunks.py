@@ -6,8 +6,8 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.memory import Role
+from oomdoctor.objects.kinds import child_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,10 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
 from oomdoctor.fixes._optimizer_source import last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
 
 __all__ = [
     "Page",
@@ -42,7 +42,7 @@ class Page:
     """One cell, with the parent of each of its nodes."""
 
     cell: Cell
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     parents: dict[cst.CSTNode, cst.CSTNode] = field(repr=False)
 
     def line(self, node: cst.CSTNode) -> int:
@@ -67,16 +67,16 @@ class Page:
 
 def read(cells: Cells) -> tuple[Page, ...]:
     """Return the cells that are Python; a cell that is run again stands for its earlier runs."""
-    pages: dict[str, tuple[Cell, _cst.ParsedCell]] = {}
+    pages: dict[str, tuple[Cell, rewriting.ParsedCell]] = {}
     for cell in cells.history:
-        parsed = _cst.read(cell.source)
+        parsed = rewriting.read(cell.source)
         if not isinstance(parsed, Refused):
             pages.pop(cell.source, None)
             pages[cell.source] = cell, parsed
     return pages_of(pages.values())
 
 
-def pages_of(cells: Iterable[tuple[Cell, _cst.ParsedCell]]) -> tuple[Page, ...]:
+def pages_of(cells: Iterable[tuple[Cell, rewriting.ParsedCell]]) -> tuple[Page, ...]:
     """Return cells that were read already."""
     return tuple(Page(cell=cell, parsed=one, parents=dict(_parents(one.module))) for cell, one in cells)
 

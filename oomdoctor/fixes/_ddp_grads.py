@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Cells
+from oomdoctor.program.magics import mask
 
 __all__ = ["held"]
 

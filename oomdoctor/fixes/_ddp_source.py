@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _imports
-from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._optimizer_source import calls, last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.rewriting import exchange
 
 __all__ = ["Call", "assigned", "by_cell", "called", "code_of", "edited", "find", "keyword", "with_argument"]
 
@@ -35,11 +35,11 @@ class Call:
     """
 
     cell: Cell
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     node: cst.Call
-    statement: _cst.Statement
+    statement: rewriting.Statement
     target: str | None
-    around: _cst.Definition | None
+    around: rewriting.Definition | None
     name: str
 
     @property
@@ -67,13 +67,13 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
     for cell in cells.history:
         if not mentions.search(cell.source):
             continue
-        parsed = _cst.read(cell.source)
+        parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             return parsed
         for node in calls(parsed.module):
             if last_name(node) not in own:
                 continue
-            path = _cst.path_to(parsed, parsed.lines_of(node)[0])
+            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
             if not path:
                 return Refused(f"line {parsed.lines_of(node)[0]} of cell {cell.number} calls it outside of a statement")
             around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
@@ -92,7 +92,7 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
     return tuple(found.values())
 
 
-def _target(statement: _cst.Statement) -> str | None:
+def _target(statement: rewriting.Statement) -> str | None:
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         return None
     match statement.body[0]:
@@ -166,7 +166,7 @@ def _plain(comma: cst.Comma | cst.MaybeSentinel) -> cst.Comma | cst.MaybeSentine
 def edited(
     cells: Cells,
     cell: Cell,
-    parsed: _cst.ParsedCell,
+    parsed: rewriting.ParsedCell,
     nodes: Mapping[cst.CSTNode, cst.CSTNode],
     imports: Sequence[str] = (),
     replay: str | None = None,
@@ -177,15 +177,15 @@ def edited(
         replay: what a retry runs for it where it is an earlier cell; None for the functions that change.
     """
     module = exchange(parsed.module, nodes)
-    whole = _imports.insert_at_top(parsed, module, imports)
+    whole = import_lines.insert_at_top(parsed, module, imports)
     if cell.number == cells.failing.number:
-        return _cst.edit(cells, cell, parsed, whole)
+        return rewriting.edit(cells, cell, parsed, whole)
     if replay is None:
-        made = _cst.edit(cells, cell, parsed, module)
+        made = rewriting.edit(cells, cell, parsed, module)
         if isinstance(made, Refused):
             return made
         replay = made.replay
-    after = _cst.write(parsed, whole)
+    after = rewriting.write(parsed, whole)
     if isinstance(after, Refused):
         return after
     return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join([*imports, replay]))

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _generators
-from oomdoctor.model.kinds import submodules
+from oomdoctor.objects.kinds import submodules
 
 __all__ = [
     "StateWatch",

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._dataflow import ancestors, bound, exposed, reads
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Cells
+from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
+from oomdoctor.program.magics import mask
 
 __all__ = ["Graphs"]
 

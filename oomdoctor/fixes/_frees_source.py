@@ -8,10 +8,11 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _told
+from oomdoctor.fixes import _told
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.names import imports_in
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.names import imports_in
 
 __all__ = ["block_around", "blocks", "place_of", "starting_at", "torch_at_top", "torch_name"]
 
@@ -34,7 +35,7 @@ def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
     return names[-1], ()
 
 
-def torch_at_top(cells: Cells, parsed: _cst.ParsedCell) -> tuple[str, tuple[str, ...]] | Refused:
+def torch_at_top(cells: Cells, parsed: rewriting.ParsedCell) -> tuple[str, tuple[str, ...]] | Refused:
     """Return the same for the start of the failing cell, right behind the imports that it begins with."""
     leading = []
     for node in parsed.module.body:
@@ -48,20 +49,20 @@ def torch_at_top(cells: Cells, parsed: _cst.ParsedCell) -> tuple[str, tuple[str,
     return Refused("torch is imported in the middle of the cell")
 
 
-def starting_at(parsed: _cst.ParsedCell, line: int, text: str) -> _cst.Statement | None:
+def starting_at(parsed: rewriting.ParsedCell, line: int, text: str) -> rewriting.Statement | None:
     """Return the outermost statement that begins on ``line``, None if it is not the one that ``text`` begins like."""
-    path = _cst.path_to(parsed, line)
+    path = rewriting.path_to(parsed, line)
     found = next((node for node in path if parsed.positions[node].start.line == line), None)
     is_block = re.match(r"(?:async |for |while |if |with |try:|def )", text) is not None
     return found if is_block == isinstance(found, cst.BaseCompoundStatement) else None
 
 
-def blocks(parsed: _cst.ParsedCell) -> Iterator[Sequence[cst.BaseStatement]]:
+def blocks(parsed: rewriting.ParsedCell) -> Iterator[Sequence[cst.BaseStatement]]:
     """Yield every block of statements of the cell, its top level first."""
     yield parsed.module.body
     yield from (node.body for node in parsed.positions if isinstance(node, cst.IndentedBlock))
 
 
-def block_around(parsed: _cst.ParsedCell, node: cst.CSTNode) -> Sequence[cst.BaseStatement]:
+def block_around(parsed: rewriting.ParsedCell, node: cst.CSTNode) -> Sequence[cst.BaseStatement]:
     """Return the block that ``node`` is a statement of; empty if it stands on the line of what it belongs to."""
     return next((block for block in blocks(parsed) if any(one is node for one in block)), ())

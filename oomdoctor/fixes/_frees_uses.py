@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.magics import mask
-from oomdoctor.model.names import FirstUse, first_uses
 from oomdoctor.model.session import Cells
+from oomdoctor.program.magics import mask
+from oomdoctor.program.names import FirstUse, first_uses
 
 __all__ = ["Gather", "to_move"]
 

@@ -10,8 +10,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
+from oomdoctor.program import rewriting
 
 __all__ = ["moved_inwards"]
 
@@ -21,10 +21,10 @@ _MOVES: Final = frozenset({"cpu", "cuda", "detach", "double", "float", "half", "
 
 def moved_inwards(source: str, part: str) -> str | Refused:
     """Return the cell with the moves around its comprehensions over ``part`` taken into them."""
-    parsed = _cst.read(source)
+    parsed = rewriting.read(source)
     if isinstance(parsed, Refused):
         return parsed
-    return _cst.write(parsed, parsed.module.visit(_Inwards(part)))
+    return rewriting.write(parsed, parsed.module.visit(_Inwards(part)))
 
 
 class _Inwards(cst.CSTTransformer):

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book, Page, Place
-from oomdoctor.fixes._batch_replay import node_of
 from oomdoctor.fixes._batch_sizes import loader_calls
-from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._loader_memory import root_of
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Page, Place
+from oomdoctor.program.replay import node_of
+from oomdoctor.program.rewriting import exchange
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -45,7 +45,7 @@ class _Changes:
     """What becomes of one cell; ``live`` does the same to loaders that are there."""
 
     page: Page
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     nodes: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = field(default_factory=dict)
     live: list[str] = field(default_factory=list)
 
@@ -86,13 +86,13 @@ def patch(
     for other in evidence.code.loaders:
         if other.path not in paths and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
             return Refused(f"`{other.path}` is made by the same call")
-    return _cst.join(cells, [_edit(cells, change) for change in changes.values()])
+    return rewriting.join(cells, [_edit(cells, change) for change in changes.values()])
 
 
 def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
     number = page.cell.number
     if number not in changes:
-        parsed = _cst.read(page.cell.source)
+        parsed = rewriting.read(page.cell.source)
         if isinstance(parsed, Refused):
             return parsed
         changes[number] = _Changes(page=page, parsed=parsed)
@@ -150,7 +150,7 @@ def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
 def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
     cell, parsed = change.page.cell, change.parsed
     module = exchange(parsed.module, change.nodes)
-    after = _cst.write(parsed, module)
+    after = rewriting.write(parsed, module)
     if isinstance(after, Refused):
         return after
     if cell.number == cells.failing.number:

@@ -14,11 +14,11 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _imports
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, LossFacts
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import import_lines, rewriting
 
 __all__ = ["rewrite"]
 
@@ -67,12 +67,12 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
         return Refused("the code takes its cross-entropy in chunks already")
     if not code.cross_entropies:
         return Refused("no cell takes the cross-entropy: what a library does cannot be changed in the source")
-    found: dict[int, tuple[_cst.ParsedCell, list[_Loss]]] = {}
+    found: dict[int, tuple[rewriting.ParsedCell, list[_Loss]]] = {}
     known = {cell.number for cell in cells.history}
     for number in dict.fromkeys(place[0] for place in code.cross_entropies):
         if number not in known:
             return Refused(f"cell {number} is no longer in the history")
-        parsed = _cst.read(cells.get(number).source)
+        parsed = rewriting.read(cells.get(number).source)
         if isinstance(parsed, Refused):
             return parsed
         losses = _losses(cells, code, number, parsed)
@@ -84,7 +84,7 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
     if isinstance(helper, Refused):
         return helper
     first = min(found)
-    return _cst.join(
+    return rewriting.join(
         cells,
         [
             _edit(
@@ -95,7 +95,7 @@ def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
     )
 
 
-def _losses(cells: Cells, code: CodeFacts, number: int, parsed: _cst.ParsedCell) -> list[_Loss] | Refused:
+def _losses(cells: Cells, code: CodeFacts, number: int, parsed: rewriting.ParsedCell) -> list[_Loss] | Refused:
     finder = _Calls()
     parsed.module.visit(finder)
     out: list[_Loss] = []
@@ -131,12 +131,12 @@ class _Calls(cst.CSTVisitor):
 
 def _not_torchs(cells: Cells, called: str) -> str | None:
     imported = _HOMES.get(called.rpartition(".")[0])
-    if imported is None or not _imports.knows(cells, *imported):
+    if imported is None or not import_lines.knows(cells, *imported):
         return f"whether `{called}` is torch's cross_entropy cannot be told from the cells"
     return None
 
 
-def _of_function(parsed: _cst.ParsedCell, call: cst.Call) -> _Loss | Refused:
+def _of_function(parsed: rewriting.ParsedCell, call: cst.Call) -> _Loss | Refused:
     """Return the loss that a call of ``F.cross_entropy`` takes."""
     positions = ("logits", "targets", "weight")
     arguments: dict[str, cst.BaseExpression] = {}
@@ -156,7 +156,7 @@ def _of_function(parsed: _cst.ParsedCell, call: cst.Call) -> _Loss | Refused:
     return _Loss(call=call, arguments=arguments, reduction=str(reduction.evaluated_value))
 
 
-def _of_module(parsed: _cst.ParsedCell, call: cst.Call, called: str, loss: LossFacts) -> _Loss | Refused:
+def _of_module(parsed: rewriting.ParsedCell, call: cst.Call, called: str, loss: LossFacts) -> _Loss | Refused:
     """Return the loss that a call of an ``nn.CrossEntropyLoss`` takes, its options read from the object."""
     if len(call.args) != 2 or any(argument.star or argument.keyword for argument in call.args):
         return Refused(f"`{parsed.code(call)}` is not given its logits and targets by position")
@@ -180,10 +180,10 @@ def _helper(cells: Cells, code: CodeFacts, losses: list[_Loss]) -> _Helper | Ref
     if reduction not in ("mean", "sum", "none"):
         return Refused(f"a reduction {reduction!r} is not known")
     used = [name for name in _OPTIONS if any(name in loss.arguments for loss in losses)]
-    name = _cst.fresh_name(_NAME, cells)
-    checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
-    imports = [] if _imports.knows_torch(cells) else ["import torch"]
-    imports.append(_imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint))
+    name = rewriting.fresh_name(_NAME, cells)
+    checkpoint = import_lines.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
+    imports = [] if import_lines.knows_torch(cells) else ["import torch"]
+    imports.append(import_lines.source_of("torch.utils.checkpoint", "checkpoint", checkpoint))
     return _Helper(
         name=name, text=_text(name, checkpoint, _function(cells, code), reduction, used), imports=tuple(imports)
     )
@@ -238,7 +238,7 @@ def _laid_out(opening: str, arguments: list[str], closing: str) -> list[str]:
     return [f"{outer}{opening}", *inside, f"{outer}{closing}"]
 
 
-def _changed(parsed: _cst.ParsedCell, losses: list[_Loss], name: str, chunks: int) -> cst.Module:
+def _changed(parsed: rewriting.ParsedCell, losses: list[_Loss], name: str, chunks: int) -> cst.Module:
     return parsed.module.visit(_Replaced({loss.call: _call(loss, name, chunks) for loss in losses}))
 
 
@@ -302,13 +302,13 @@ def _named(name: str, value: cst.BaseExpression) -> cst.Arg:
 
 
 def _edit(
-    cells: Cells, cell: Cell, parsed: _cst.ParsedCell, module: cst.Module, helper: _Helper, defines: bool
+    cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module, helper: _Helper, defines: bool
 ) -> Edit | Refused:
     """Return the edit of one cell, with the function and its imports where the cell is to define it."""
     if defines:
         new = [*helper.imports, helper.text.strip()]
-        module = _spaced(_imports.insert_at_top(parsed, module, new), helper.name)
-    return _cst.edit(cells, cell, parsed, module)
+        module = _spaced(import_lines.insert_at_top(parsed, module, new), helper.name)
+    return rewriting.edit(cells, cell, parsed, module)
 
 
 def _spaced(module: cst.Module, name: str) -> cst.Module:

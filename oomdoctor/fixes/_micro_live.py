@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._forward import is_shadow_run
 from oomdoctor.fixes._micro_place import Place
-from oomdoctor.model.alive import classes_below
-from oomdoctor.model.kinds import submodules
 from oomdoctor.model.session import Session
+from oomdoctor.objects.alive import classes_below
+from oomdoctor.objects.kinds import submodules
 
 __all__ = ["in_parts"]
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import Book, Place, calls
 from oomdoctor.fixes._chunks import layer
-from oomdoctor.fixes._dataflow import Loop, ancestors, bound
 from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, called, function_form, loss_made_by
 from oomdoctor.fixes._step import Split
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
-from oomdoctor.model.magics import mask
+from oomdoctor.program.book import Book, Place, calls
+from oomdoctor.program.dataflow import Loop, ancestors, bound
+from oomdoctor.program.magics import mask
 
 __all__ = ["known_names", "model_facts", "write_constants"]
 

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._chunks import layer, takes_note
-from oomdoctor.fixes._dataflow import loop_at
 from oomdoctor.fixes._loss_forms import NotProven
 from oomdoctor.fixes._micro_names import known_names, model_facts, write_constants
 from oomdoctor.fixes._micro_writer import Writer
@@ -18,6 +15,9 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book
+from oomdoctor.program.dataflow import loop_at
 
 __all__ = ["rewrite", "why_not"]
 
@@ -49,29 +49,29 @@ def rewrite(cells: Cells, code: CodeFacts, parts: int) -> Patch | Refused:
     if not loops:
         return Refused("no training loop was found in what the failing cell runs")
     numbers = dict.fromkeys(loop.cell for loop in loops)
-    return _cst.join(
+    return rewriting.join(
         cells,
         [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], parts) for n in numbers],
     )
 
 
 def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], parts: int) -> Edit | Refused:
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     book = Book.read(cells)
     write_constants(book)
     tree = book.page(cell.number).tree
-    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for facts in loops:
         try:
             if why := why_not(code, facts):
                 raise NotProven(why)
-            old, loop = _cst.loop_at(parsed, facts.line), loop_at(tree, facts.line)
+            old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
             if old is None or loop is None:
                 raise NotProven("the loop is not where it was found before")
             step = plan(tree, loop, known_names(book, code, facts, tree, loop))
             changes[old] = [Writer(cells, parsed, step, parts).loop(old)]
         except NotProven as why:
             return Refused(str(why))
-    return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._loss_forms import NotProven
 from oomdoctor.fixes._sample_values import Shape
 from oomdoctor.fixes._step import Step
 from oomdoctor.model.session import Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.import_lines import knows_torch
 
 __all__ = ["Writer"]
 
@@ -23,7 +23,7 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 class Writer:
     """Writes one loop anew from its plan."""
 
-    def __init__(self, cells: Cells, parsed: _cst.ParsedCell, step: Step, parts: int) -> None:
+    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int) -> None:
         self._parsed, self._step, self._parts = parsed, step, parts
         self._taken: list[str] = []
         self._cells = cells
@@ -34,16 +34,16 @@ class Writer:
         self._lists = {name: self._fresh(f"{name}_parts") for name in step.gathered}
 
     def _fresh(self, stem: str) -> str:
-        self._taken.append(_cst.fresh_name(stem, self._cells, self._taken))
+        self._taken.append(rewriting.fresh_name(stem, self._cells, self._taken))
         return self._taken[-1]
 
-    def loop(self, old: cst.For | cst.While) -> _cst.Statement:
+    def loop(self, old: cst.For | cst.While) -> rewriting.Statement:
         """Return ``old`` with its body taken apart.
 
         Raises:
             NotProven: what is used after the step cannot be put together again.
         """
-        lines = _cst.lines_apart(old)
+        lines = rewriting.lines_apart(old)
         step = self._step
         start = [f"{self._sum} = 0.0"] if self._sum else []
         start += [f"{total} = 0.0" for total in self._sums.values()]
@@ -66,9 +66,9 @@ class Writer:
             *(lines[place] for place in step.after),
             *lines[max(step.inner) + 1 :],
         ]
-        return old.with_changes(body=_cst.block(old, new))
+        return old.with_changes(body=rewriting.block(old, new))
 
-    def _inner(self, lines: list[cst.BaseStatement]) -> _cst.Statement:
+    def _inner(self, lines: list[cst.BaseStatement]) -> rewriting.Statement:
         step = self._step
         head, first = self._head()
         *forward, backward = _renamed(cst.IndentedBlock(body=lines), self._micro).body
@@ -154,8 +154,8 @@ class Writer:
         called = cst.ensure_type(line.with_changes(leading_lines=()).deep_replace(inner, cst.Name(name)), type(line))
         return [weigh.with_changes(leading_lines=line.leading_lines), called]
 
-    def _statements(self, lines: Sequence[str]) -> tuple[_cst.Statement, ...]:
-        return _cst.statements("\n".join(lines) + "\n", self._parsed) if lines else ()
+    def _statements(self, lines: Sequence[str]) -> tuple[rewriting.Statement, ...]:
+        return rewriting.statements("\n".join(lines) + "\n", self._parsed) if lines else ()
 
 
 def _without_gap(line: cst.BaseStatement) -> tuple[cst.BaseStatement, Sequence[cst.EmptyLine]]:

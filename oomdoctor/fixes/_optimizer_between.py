@@ -10,8 +10,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from oomdoctor.fixes._dataflow import parsed
-from oomdoctor.model.kinds import Kind, kind_of
+from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.program.dataflow import parsed
 
 __all__ = ["looks_at_parameters"]
 

@@ -14,16 +14,16 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.bindings import last_binding
 
 __all__ = ["Made", "calls", "edited", "last_name", "made", "with_keyword"]
 
-Read: TypeAlias = Callable[[str], _cst.ParsedCell | Refused]
+Read: TypeAlias = Callable[[str], rewriting.ParsedCell | Refused]
 
 _TORCH: Final = "torch.optim."
 
@@ -40,7 +40,7 @@ class Made:
 
     path: str
     cell: Cell
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     call: cst.Call
     statement: cst.SimpleStatementLine
     bound_in: Cell
@@ -53,7 +53,7 @@ class Made:
 
 def made(cells: Cells, optimizers: Iterable[OptimizerFacts]) -> tuple[Made, ...] | Refused:
     """Return where each of ``optimizers`` is made, or why that is not known of one."""
-    read = cache(_cst.read)
+    read = cache(rewriting.read)
     found = []
     for facts in optimizers:
         one = _made(cells, facts, read)
@@ -115,7 +115,7 @@ def last_name(node: cst.BaseExpression) -> str:
     return func.value if isinstance(func, cst.Name) else ""
 
 
-def _function(parsed: _cst.ParsedCell, name: str) -> cst.FunctionDef | None:
+def _function(parsed: rewriting.ParsedCell, name: str) -> cst.FunctionDef | None:
     found = [node for node in parsed.module.body if isinstance(node, cst.FunctionDef) and node.name.value == name]
     return found[-1] if found else None
 
@@ -180,4 +180,4 @@ def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequen
     cell, parsed = found[0].cell, found[0].parsed
     if cell.number != cells.failing.number and len({one.in_function for one in found}) > 1:
         return Refused(f"cell {cell.number} makes optimizers in a function and outside of it")
-    return _cst.edit(cells, cell, parsed, module, live)
+    return rewriting.edit(cells, cell, parsed, module, live)

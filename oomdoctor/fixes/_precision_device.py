@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from oomdoctor.fixes._dataflow import bound
+from oomdoctor.program.dataflow import bound
 
 __all__ = ["device_text"]
 

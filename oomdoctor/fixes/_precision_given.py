@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from oomdoctor.fixes._batch_bindings import FUNCTIONS, default_of, parameters
-from oomdoctor.fixes._batch_notebook import Book
 from oomdoctor.fixes._seen import root, tensors
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Role
+from oomdoctor.program.book import Book
+from oomdoctor.program.settings import FUNCTIONS, default_of, parameters
 
 __all__ = ["is_floating_tensor"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book, Page, Place, calls
-from oomdoctor.fixes._dataflow import bound, own
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.names import call_name
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Page, Place, calls
+from oomdoctor.program.dataflow import bound, own
+from oomdoctor.program.names import call_name
 
 __all__ = ["Run", "first_lines", "numpy_calls", "preceded", "runs"]
 
@@ -95,12 +95,12 @@ def first_lines(book: Book, found: Sequence[Run], line_of: Callable[[str], str])
     return {place: [line_of(path) for path, at in first.items() if at == place] for place in first.values()}
 
 
-def preceded(parsed: _cst.ParsedCell, module: cst.Module, first: Mapping[int, Sequence[str]]) -> cst.Module:
+def preceded(parsed: rewriting.ParsedCell, module: cst.Module, first: Mapping[int, Sequence[str]]) -> cst.Module:
     """Return ``module`` with the lines of ``first`` before those statements of its top level."""
     body: list[cst.SimpleStatementLine | cst.BaseCompoundStatement] = []
     for index, line in enumerate(module.body):
         if first.get(index):
-            new = _cst.statements("\n".join(first[index]) + "\n", parsed)
+            new = rewriting.statements("\n".join(first[index]) + "\n", parsed)
             body += [new[0].with_changes(leading_lines=line.leading_lines), *new[1:]]
             body.append(line.with_changes(leading_lines=()))
         else:

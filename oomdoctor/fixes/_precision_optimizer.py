@@ -10,18 +10,19 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _trainer_terms
-from oomdoctor.fixes._batch_notebook import Book, Place, calls
-from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
-from oomdoctor.fixes._cst import exchange
-from oomdoctor.fixes._dataflow import reads
-from oomdoctor.fixes._imports import insert_at_top, knows_torch
+from oomdoctor.fixes import _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
-from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Place, calls
+from oomdoctor.program.dataflow import reads
+from oomdoctor.program.import_lines import insert_at_top, knows_torch
+from oomdoctor.program.names import call_name
+from oomdoctor.program.replay import LOADERS, node_of, write
+from oomdoctor.program.rewriting import exchange
 
 __all__ = ["Maker", "adams", "replaced"]
 
@@ -92,9 +93,9 @@ def replaced(cells: Cells, code: CodeFacts, maker: Maker) -> Patch | Refused:
     loaded = next((name for page in book.pages for name in _loaded(page.tree)), None)
     if loaded is not None:
         return Refused(f"`{loaded}` was given a state that another optimizer cannot take")
-    changed: dict[int, tuple[_cst.ParsedCell, cst.Module]] = {}
+    changed: dict[int, tuple[rewriting.ParsedCell, cst.Module]] = {}
     for page in {id(place.page): place.page for place in made.values()}.values():
-        parsed = _cst.read(page.cell.source)
+        parsed = rewriting.read(page.cell.source)
         if isinstance(parsed, Refused):
             return parsed
         changes: dict[cst.CSTNode, cst.CSTNode] = {}

@@ -17,15 +17,15 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._dataflow import Loop, ancestors, bound, loop_at, own, reads
-from oomdoctor.fixes._dataflow import parsed as tree_of
-from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_device import device_text
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own, reads
+from oomdoctor.program.dataflow import parsed as tree_of
+from oomdoctor.program.import_lines import knows_torch
 
 __all__ = ["under_autocast"]
 
@@ -60,16 +60,16 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
         device: the type of the device, ``cuda``.
         dtype: ``bfloat16`` or ``float16``; with the latter a ``GradScaler`` is put in.
     """
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     tree = ast.parse(parsed.masked.text)
-    scaler = _cst.fresh_name("scaler", cells) if dtype == "float16" else ""
-    scale = _cst.fresh_name("scale", cells)
+    scaler = rewriting.fresh_name("scaler", cells) if dtype == "float16" else ""
+    scale = rewriting.fresh_name("scale", cells)
     read = {one.number: known for one in cells.history if (known := tree_of(one.source)) is not None}
-    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     tops: list[cst.CSTNode] = []
     try:
         for facts in loops:
@@ -81,10 +81,10 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
                 _check_scaled(node, facts)
                 new = cst.ensure_type(new.visit(_Scale(parsed, facts, scaler, scale)), type(new))
             changes[old] = [new]
-            tops.append(_cst.path_to(parsed, facts.line)[0])
+            tops.append(rewriting.path_to(parsed, facts.line)[0])
     except _NotSafe as why:
         return Refused(str(why))
-    edit = _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    edit = rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
     if isinstance(edit, Refused) or not scaler:
         return edit
     index = min(i for i, node in enumerate(parsed.module.body) if any(node is top for top in tops))
@@ -94,9 +94,9 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     return _with_scaler(cells, edit, index, f"{scaler} = torch.amp.GradScaler({there})")
 
 
-def _loops(parsed: _cst.ParsedCell, tree: ast.Module, line: int) -> tuple[cst.For | cst.While, Loop]:
+def _loops(parsed: rewriting.ParsedCell, tree: ast.Module, line: int) -> tuple[cst.For | cst.While, Loop]:
     """Return the loop that begins on ``line`` in both forms."""
-    node, loop = _cst.loop_at(parsed, line), loop_at(tree, line)
+    node, loop = rewriting.loop_at(parsed, line), loop_at(tree, line)
     if node is None or loop is None:
         raise _NotSafe("the loop is not where it was found before")
     return node, loop
@@ -106,7 +106,7 @@ def _helpers(cells: Cells, facts: TrainingLoop) -> frozenset[str]:
     """Return the models of the loop, and the functions of the cells that call one of them."""
     found = set(facts.models)
     for cell in cells.history:
-        parsed = _cst.read(cell.source)
+        parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             continue
         for node in ast.walk(ast.parse(parsed.masked.text)):
@@ -164,18 +164,18 @@ def _check_numpy(tree: ast.Module, loop: Loop, made: set[str]) -> None:
 
 
 def _wrapped(
-    parsed: _cst.ParsedCell, old: cst.For | cst.While, step: _Step, device: str, dtype: str
+    parsed: rewriting.ParsedCell, old: cst.For | cst.While, step: _Step, device: str, dtype: str
 ) -> cst.For | cst.While:
-    lines = _cst.lines_apart(old)
+    lines = rewriting.lines_apart(old)
     inner = lines[step.start : step.end + 1]
-    (head,) = _cst.statements(f"with torch.autocast({device}, dtype=torch.{dtype}):\n    pass\n", parsed)
+    (head,) = rewriting.statements(f"with torch.autocast({device}, dtype=torch.{dtype}):\n    pass\n", parsed)
     first = inner[0]
     above = getattr(first, "leading_lines", ())
     inner[0] = first.with_changes(leading_lines=()) if hasattr(first, "leading_lines") else first
     block = cst.ensure_type(head, cst.With)
     block = block.with_changes(leading_lines=above, body=block.body.with_changes(body=inner))
     body = [*lines[: step.start], block, *lines[step.end + 1 :]]
-    return old.with_changes(body=_cst.block(old, body))
+    return old.with_changes(body=rewriting.block(old, body))
 
 
 def _check_scaled(loop: Loop, facts: TrainingLoop) -> None:
@@ -238,7 +238,7 @@ def _block(loop: Loop, call: ast.Call) -> list[ast.stmt]:
 class _Scale(cst.CSTTransformer):
     """Puts the scaler into the statements of a loop."""
 
-    def __init__(self, parsed: _cst.ParsedCell, facts: TrainingLoop, scaler: str, scale: str) -> None:
+    def __init__(self, parsed: rewriting.ParsedCell, facts: TrainingLoop, scaler: str, scale: str) -> None:
         super().__init__()
         self._parsed, self._scaler = parsed, scaler
         self._optimizer = facts.optimizers[0]
@@ -261,7 +261,7 @@ class _Scale(cst.CSTTransformer):
 
     def _scaled(self, node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.BaseStatement] | None:
         """Return the statements of a line with the scaler in them, None where it has to do with none of them."""
-        old = _cst.apart(node)
+        old = rewriting.apart(node)
         new = [list(self._with_scaler(line)) for line in old]
         if new == [[line] for line in old]:
             return None
@@ -305,20 +305,20 @@ class _Scale(cst.CSTTransformer):
         return cst.ensure_type(line.deep_replace(receiver, scaled), cst.SimpleStatementLine)
 
     def _parse(self, text: str) -> tuple[cst.BaseStatement, ...]:
-        return _cst.statements(text + "\n", self._parsed)
+        return rewriting.statements(text + "\n", self._parsed)
 
 
 def _with_scaler(cells: Cells, edit: Edit, index: int, line: str) -> Edit | Refused:
     """Return ``edit`` with the scaler made once, by ``line`` before the statement that uses it."""
-    changed = _cst.read(edit.after)
+    changed = rewriting.read(edit.after)
     if isinstance(changed, Refused):
         return changed
     before, first, rest = changed.module.body[:index], changed.module.body[index], changed.module.body[index + 1 :]
     above = list(getattr(first, "leading_lines", ()))
     blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(first, cst.FunctionDef | cst.ClassDef) else 0)
-    (new,) = _cst.statements(line + "\n", changed)
+    (new,) = rewriting.statements(line + "\n", changed)
     body = [*before, new.with_changes(leading_lines=above), first.with_changes(leading_lines=blank), *rest]
-    after = _cst.write(changed, changed.module.with_changes(body=body))
+    after = rewriting.write(changed, changed.module.with_changes(body=body))
     if isinstance(after, Refused):
         return after
     is_failing = edit.cell == cells.failing.number

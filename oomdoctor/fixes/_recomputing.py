@@ -9,9 +9,9 @@ import ast
 from collections.abc import Sequence
 from typing import Final
 
-from oomdoctor.fixes._dataflow import parsed
-from oomdoctor.model.names import call_name, imported
 from oomdoctor.model.session import Cells
+from oomdoctor.program.dataflow import parsed
+from oomdoctor.program.names import call_name, imported
 
 __all__ = ["SWITCHES", "recomputes"]
 

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
-from oomdoctor.model.kinds import submodules
-from oomdoctor.model.primitives import is_memory_refused, is_short_of_memory
+from oomdoctor.objects.kinds import submodules
 from oomdoctor.sandbox.fork import answered
+from oomdoctor.sandbox.primitives import is_memory_refused, is_short_of_memory
 
 if TYPE_CHECKING:
     from oomdoctor.fixes._split import Divided

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from oomdoctor.fixes._dataflow import bound, reads
 from oomdoctor.fixes._loss_forms import (
     IGNORING,
     NAMESPACES,
@@ -25,6 +24,7 @@ from oomdoctor.fixes._loss_forms import (
     loss_made_by,
 )
 from oomdoctor.fixes._sample_values import COUNT, EXTENT, PLAIN, ROWS, Shape, Value
+from oomdoctor.program.dataflow import bound, reads
 
 __all__ = ["Samples"]
 

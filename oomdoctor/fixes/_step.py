@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.fixes._dataflow import Loop, ancestors, bound, exposed, own, reads
 from oomdoctor.fixes._loss_forms import LossForm, NotProven, called
 from oomdoctor.fixes._sample_values import Shape, Value
 from oomdoctor.fixes._samples import Samples
 from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
+from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
 
 __all__ = ["Split", "Step", "plan"]
 

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._dataflow import Loop, ancestors, bound, exposed, reads
 from oomdoctor.fixes._loss_forms import NotProven, called
 from oomdoctor.fixes._sample_values import Shape
 from oomdoctor.fixes._samples import Samples
+from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
 
 __all__ = ["Parts", "gathered", "numbers_used", "to_hoist", "unmoved", "used_after"]
 

@@ -8,9 +8,9 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
 
 __all__ = ["Place", "at", "found", "numbers", "said"]
 
@@ -26,7 +26,7 @@ class Place:
     """
 
     cell: Cell
-    parsed: _cst.ParsedCell
+    parsed: rewriting.ParsedCell
     line: int
     around: cst.FunctionDef | None
 
@@ -63,10 +63,10 @@ def at(cells: Cells, number: int, line: int) -> Place | Refused:
         cell = cells.get(number)
     except KeyError:
         return Refused(f"cell {number} is no longer there")
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    around = _cst.enclosing(parsed, line)
+    around = rewriting.enclosing(parsed, line)
     if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number:
         return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
     return Place(cell=cell, parsed=parsed, line=line, around=around if isinstance(around, cst.FunctionDef) else None)

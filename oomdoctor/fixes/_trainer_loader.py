@@ -6,12 +6,12 @@ import ast
 import re
 from typing import Final
 
-from oomdoctor.fixes._batch_notebook import Book, Number, Place, calls
 from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
+from oomdoctor.program.book import Book, Number, Place, calls
+from oomdoctor.program.names import call_name
 
 __all__ = ["numbers_in_loader", "why_counted"]
 

@@ -16,19 +16,19 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book, Number, Place, calls
-from oomdoctor.fixes._batch_replay import LOADERS, node_of, write
-from oomdoctor.fixes._call_keywords import with_keyword
-from oomdoctor.fixes._cst import exchange
 from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._trainer_loader import numbers_in_loader, why_counted
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
-from oomdoctor.model.names import call_name
 from oomdoctor.model.session import Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Number, Place, calls
+from oomdoctor.program.keywords import with_keyword
+from oomdoctor.program.names import call_name
+from oomdoctor.program.replay import LOADERS, node_of, write
+from oomdoctor.program.rewriting import exchange
 
 __all__ = ["BATCH", "owner", "patched", "setting"]
 
@@ -157,13 +157,13 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     book = Book.read(cells)
     page = book.page(trainer.cell)
     made = [call for call in calls(page.tree) if (call.lineno, call_name(call)) == (trainer.line, trainer.call)]
-    parsed = _cst.read(page.cell.source)
+    parsed = rewriting.read(page.cell.source)
     if isinstance(parsed, Refused):
         return parsed
     old = node_of(parsed, made[0]) if made else None
     if not isinstance(old, cst.Call):
         return Refused(f"`{trainer.call}` is not called where it was found before")
-    changes: dict[int, tuple[_cst.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]] = {page.cell.number: (parsed, {})}
+    changes: dict[int, tuple[rewriting.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]] = {page.cell.number: (parsed, {})}
     terms = _SETTINGS[trainer.library, fix](trainer, dose)
     if terms:
         call = _written(
@@ -243,13 +243,15 @@ def _value(made: _Call, term: _Term, dose: Dose) -> str | Refused:
 
 
 def _exchange(
-    numbers: Iterable[Number], size: int, changes: dict[int, tuple[_cst.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]]
+    numbers: Iterable[Number],
+    size: int,
+    changes: dict[int, tuple[rewriting.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]],
 ) -> Refused | None:
     """Add ``size`` in the place of each of ``numbers`` to ``changes``."""
     for number in numbers:
         cell = number.page.cell
         if cell.number not in changes:
-            parsed = _cst.read(cell.source)
+            parsed = rewriting.read(cell.source)
             if isinstance(parsed, Refused):
                 return parsed
             changes[cell.number] = parsed, {}

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._precision_step import under_autocast
@@ -27,6 +27,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -106,7 +107,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return through
     numbers = dict.fromkeys(loop.cell for loop in loops)
     dtype, kind = str(dose["dtype"]), kind_of_device(evidence)
-    return _cst.join(
+    return rewriting.join(
         cells,
         [
             under_autocast(cells, cells.get(number), [loop for loop in loops if loop.cell == number], kind, dtype)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _data_places, _host_room, _imports, _optimizer_source, _told
+from oomdoctor.fixes import _data_places, _host_room, _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, Uses
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -76,7 +77,7 @@ class _Changes:
     """
 
     page: Page
-    nodes: dict[cst.CSTNode, _cst.New] = field(default_factory=dict)
+    nodes: dict[cst.CSTNode, rewriting.New] = field(default_factory=dict)
     live: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
 
@@ -93,7 +94,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused("the data is put on the device in a function: which of its callers use it is not known")
     pages = _data_places.read(cells)
     page = next((one for one in pages if one.cell.source == told.cell.source), None)
-    statement = None if page is None else _cst.statement_at(page.parsed, told.line)
+    statement = None if page is None else rewriting.statement_at(page.parsed, told.line)
     if page is None or statement is None:
         return Refused(_NOWHERE)
     if statement not in page.parsed.module.body:
@@ -105,7 +106,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if (why := _unfit(found)) is not None:
         return Refused(why)
     _move_batches(cells, changes, found, device)
-    return _cst.join(cells, [_edit(cells, change) for change in changes.values()])
+    return rewriting.join(cells, [_edit(cells, change) for change in changes.values()])
 
 
 def _placing(
@@ -200,7 +201,7 @@ def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, devic
         change = changes.setdefault(page.cell.number, _Changes(page=page))
         # The objects stay, so that whatever else holds them follows.
         change.live.append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
-    collate = _imports.name_for(_HOME, "default_collate", cells, "collate")
+    collate = import_lines.name_for(_HOME, "default_collate", cells, "collate")
     text = f"lambda rows: [part.to({cst.Module([]).code_for_node(device)}) for part in {collate}(rows)]"
 
     def collating(call: cst.CSTNode) -> cst.CSTNode:
@@ -211,20 +212,20 @@ def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, devic
     for page, call in found.loaders:
         change = changes.setdefault(page.cell.number, _Changes(page=page))
         change.nodes[call] = collating
-        change.imports = [_imports.source_of(_HOME, "default_collate", collate)]
+        change.imports = [import_lines.source_of(_HOME, "default_collate", collate)]
         if (name := _data_places.bound(page, call)) is not None:
             change.live.append(f"{name}.collate_fn = {text}")
 
 
 def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
     cell, parsed = change.page.cell, change.page.parsed
-    module = _without_idle(parsed.module, _cst.exchange(parsed.module, change.nodes))
-    return _cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, module, change.imports), change.live)
+    module = _without_idle(parsed.module, rewriting.exchange(parsed.module, change.nodes))
+    return rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, module, change.imports), change.live)
 
 
 def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:
     """Return ``after`` without the statements that now bind names to themselves; comments above them stay."""
-    body: list[_cst.Statement] = []
+    body: list[rewriting.Statement] = []
     pending: list[cst.EmptyLine] = []
     for old, new in zip(before.body, after.body, strict=True):
         pending += new.leading_lines

@@ -24,18 +24,19 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _imports, _trainer_source, _trainer_terms
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import found_or_asked, why_not_short
-from oomdoctor.fixes._bindings import last_binding
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.fixes._recomputing import SWITCHES, recomputes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path
-from oomdoctor.model.names import bound_names
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.bindings import last_binding
+from oomdoctor.program.names import bound_names
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -251,9 +252,9 @@ def _looped(cells: Cells, model: ModelFacts, every: int, *, copied: bool) -> Pat
     containers = _outermost(model.blocks)
     if (why := _counts_twice(model, containers)) is not None:
         return why
-    checkpoint = _imports.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
-    partial_name = _imports.name_for("functools", "partial", cells, "bind")
-    block = _cst.fresh_name("block", cells)
+    checkpoint = import_lines.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute")
+    partial_name = import_lines.name_for("functools", "partial", cells, "bind")
+    block = rewriting.fresh_name("block", cells)
     paths = [reduce(child_path, filter(None, container.split(".")), model.path) for container in containers]
     blocks = paths[0] if len(paths) == 1 else f"[{', '.join(f'*{path}' for path in paths)}]"
     loop = (
@@ -262,8 +263,8 @@ def _looped(cells: Cells, model: ModelFacts, every: int, *, copied: bool) -> Pat
         f"        {block}.forward = {partial_name}({checkpoint}, {block}.forward, use_reentrant=False)\n"
     )
     imports = (
-        _imports.source_of("functools", "partial", partial_name),
-        _imports.source_of("torch.utils.checkpoint", "checkpoint", checkpoint),
+        import_lines.source_of("functools", "partial", partial_name),
+        import_lines.source_of("torch.utils.checkpoint", "checkpoint", checkpoint),
     )
     return _placed(cells, re.split(r"[.\[]", model.path, maxsplit=1)[0], loop, imports, copied=copied)
 
@@ -294,7 +295,7 @@ def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...], *, cop
     Where it may have been ``copied`` since, an earlier cell is left alone: its copies would recompute as well.
     """
     for cell in [cells.failing] if copied else reversed(cells.history):
-        parsed = _cst.read(cell.source)
+        parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             if cell is cells.failing:
                 return parsed
@@ -306,24 +307,24 @@ def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...], *, cop
             continue
         if made is not None:
             return _written(cells, cell, parsed, made, loop, imports)
-    parsed = _cst.read(cells.failing.source)
+    parsed = rewriting.read(cells.failing.source)
     return parsed if isinstance(parsed, Refused) else _written(cells, cells.failing, parsed, None, loop, imports)
 
 
 def _written(
     cells: Cells,
     cell: Cell,
-    parsed: _cst.ParsedCell,
-    made: _cst.Statement | None,
+    parsed: rewriting.ParsedCell,
+    made: rewriting.Statement | None,
     loop: str,
     imports: tuple[str, ...],
 ) -> Patch | Refused:
     if made is None:
-        module = _imports.insert_at_top(parsed, parsed.module, [*imports, loop])
+        module = import_lines.insert_at_top(parsed, parsed.module, [*imports, loop])
     else:
-        changed = _cst.replace(parsed.module, made, [made, *_cst.statements(loop, parsed)])
-        module = _imports.insert_at_top(parsed, changed, imports)
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module, live=[loop])])
+        changed = rewriting.replace(parsed.module, made, [made, *rewriting.statements(loop, parsed)])
+        module = import_lines.insert_at_top(parsed, changed, imports)
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module, live=[loop])])
 
 
 def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:

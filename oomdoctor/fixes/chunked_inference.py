@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _trainer_source, _trainer_terms
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._chunks import couples, no_more_than_samples
 from oomdoctor.fixes._inference_source import moved_inwards
@@ -26,9 +26,10 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,7 +199,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(found, Refused):
         return found
     (edit,) = found.edits
-    after = moved_inwards(edit.after, _cst.fresh_name("part", cells))
+    after = moved_inwards(edit.after, rewriting.fresh_name("part", cells))
     return after if isinstance(after, Refused) else Patch(edits=(replace(edit, after=after, replay=after),))
 
 

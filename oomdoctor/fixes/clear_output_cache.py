@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
-from oomdoctor.model.magics import mask
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
+from oomdoctor.program import rewriting
+from oomdoctor.program.magics import mask
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -152,7 +152,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 
 def _silenced(cell: Cell) -> Edit | Refused:
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     last = parsed.module.body[-1] if parsed.module.body else None
@@ -162,7 +162,7 @@ def _silenced(cell: Cell) -> Edit | Refused:
     if not isinstance(final.semicolon, cst.MaybeSentinel):
         return Refused("the cell ends in a semicolon already")
     quiet = last.with_changes(body=[*last.body[:-1], final.with_changes(semicolon=cst.Semicolon())])
-    after = _cst.write(parsed, _cst.replace(parsed.module, last, quiet))
+    after = rewriting.write(parsed, rewriting.replace(parsed.module, last, quiet))
     if isinstance(after, Refused):
         return after
     return Edit(cell=cell.number, before=cell.source, after=after, replay=_REPLAY.replace("NUMBER", str(cell.number)))

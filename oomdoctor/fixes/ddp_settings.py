@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _ddp_grads, _ddp_ranks, _ddp_source
+from oomdoctor.fixes import _ddp_grads, _ddp_ranks, _ddp_source
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ReplicaFacts
@@ -27,6 +27,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -83,7 +84,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if (text := _ddp_grads.held(cells)) is not None:
         return Refused(f"`{text}` may hold on to a gradient, which as a view would change with the next step")
     live = {one.path for one in evidence.code.replicas}
-    return _cst.join(cells, [_told(cells, group, dose, live) for group in _ddp_source.by_cell(found)])
+    return rewriting.join(cells, [_told(cells, group, dose, live) for group in _ddp_source.by_cell(found)])
 
 
 def _told(cells: Cells, found: list[_ddp_source.Call], dose: Dose, live: set[str]) -> Edit | Refused:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -96,25 +96,25 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not places:
         return Refused(_NO_PLACE)
     numbers = dict.fromkeys(number for number, *_ in places)
-    return _cst.join(cells, [_cell(cells, number, [p[1] for p in places if p[0] == number]) for number in numbers])
+    return rewriting.join(cells, [_cell(cells, number, [p[1] for p in places if p[0] == number]) for number in numbers])
 
 
 def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
     cell = cells.get(number)
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    changes: dict[cst.CSTNode, list[_cst.Statement]] = {}
+    changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
     for line in lines:
-        old = _cst.statement_at(parsed, line)
+        old = rewriting.statement_at(parsed, line)
         new = _detached(parsed, old) if isinstance(old, cst.SimpleStatementLine) else None
         if old is None or new is None:
             return Refused(f"line {line} of cell {number} keeps more than one value: detach each of its tensors there")
         changes[old] = [new]
-    return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 
 
-def _detached(parsed: _cst.ParsedCell, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
+def _detached(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
     """Return ``line`` with what it keeps detached, None where that is not one tensor."""
     kept = _kept(line)
     if kept is None or isinstance(kept, cst.Tuple | cst.List | cst.Dict | cst.DictComp | cst.ListComp | cst.Set):

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _frees_source
-from oomdoctor.fixes._dataflow import parsed
+from oomdoctor.fixes import _frees_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import parsed
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -93,10 +94,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return found
     number, line, names = found
     cell = cells.get(number)
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    path = _cst.path_to(parsed, line)
+    path = rewriting.path_to(parsed, line)
     feeding = path[-1] if path else None
     if not isinstance(feeding, cst.SimpleStatementLine) or len(feeding.body) > 1:
         return Refused(f"line {line} of cell {number} is no statement of its own")
@@ -105,11 +106,11 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells, idly)
     if isinstance(module, Refused):
         return module
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module)])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 
 
 def _in_module(
-    parsed: _cst.ParsedCell, feeding: cst.SimpleStatementLine, names: tuple[str, ...], cells: Cells
+    parsed: rewriting.ParsedCell, feeding: cst.SimpleStatementLine, names: tuple[str, ...], cells: Cells
 ) -> cst.Module | Refused:
     new = []
     for name in names:
@@ -117,13 +118,17 @@ def _in_module(
         if isinstance(line, Refused):
             return line
         new.append(f"if {name} is not None:\n    {line}\n")
-    before = _cst.statements("".join(new), parsed)
+    before = rewriting.statements("".join(new), parsed)
     first = before[0].with_changes(leading_lines=feeding.leading_lines)
-    return _cst.replace(parsed.module, feeding, [first, *before[1:], feeding.with_changes(leading_lines=())])
+    return rewriting.replace(parsed.module, feeding, [first, *before[1:], feeding.with_changes(leading_lines=())])
 
 
 def _in_loop(
-    parsed: _cst.ParsedCell, path: tuple[_cst.Statement, ...], names: tuple[str, ...], cells: Cells, idly: bool
+    parsed: rewriting.ParsedCell,
+    path: tuple[rewriting.Statement, ...],
+    names: tuple[str, ...],
+    cells: Cells,
+    idly: bool,
 ) -> cst.Module | Refused:
     loops = [node for node in path if isinstance(node, cst.For | cst.While)]
     steps = loops if idly else [node for node in loops if ".backward(" in parsed.code(node)]
@@ -139,9 +144,9 @@ def _in_loop(
     if isinstance(line, Refused):
         return line
     why = "its graph is not needed" if idly else "gradients end with the step"
-    added = _cst.statements(f"{line}  # {why}\n", parsed)
+    added = rewriting.statements(f"{line}  # {why}\n", parsed)
     body = loop.body.with_changes(body=[*loop.body.body, *added])
-    return _cst.replace(parsed.module, loop.body, body)
+    return rewriting.replace(parsed.module, loop.body, body)
 
 
 def _leaves_early(loop: cst.For | cst.While) -> bool:

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _ddp_loader, _ddp_ranks, _ddp_source, _imports
-from oomdoctor.fixes._cst import New, exchange
+from oomdoctor.fixes import _ddp_loader, _ddp_ranks, _ddp_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Census, Role
-from oomdoctor.model.names import imports_in
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.names import imports_in
+from oomdoctor.program.rewriting import New, exchange
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -104,8 +105,8 @@ class _Program:
         loops: tuple[TrainingLoop, ...],
     ) -> None:
         self._cells, self._wrapper, self._loaders, self._loops = cells, wrapper, loaders, loops
-        self._dist = _cst.fresh_name("dist", cells)
-        self._parsed: dict[int, _cst.ParsedCell] = {one.cell.number: one.parsed for one in (wrapper, *loaders)}
+        self._dist = rewriting.fresh_name("dist", cells)
+        self._parsed: dict[int, rewriting.ParsedCell] = {one.cell.number: one.parsed for one in (wrapper, *loaders)}
         self._nodes: dict[int, dict[cst.CSTNode, New]] = {}
         self._tops: dict[int, list[str]] = {}
 
@@ -115,12 +116,12 @@ class _Program:
             if (why := step()) is not None:
                 return Refused(why)
         touched = sorted({*self._nodes, *self._tops})
-        return _cst.join(self._cells, [self._edit(self._cells.get(number)) for number in touched])
+        return rewriting.join(self._cells, [self._edit(self._cells.get(number)) for number in touched])
 
     def _edit(self, cell: Cell) -> Edit | Refused:
         parsed = self._parsed[cell.number]
         module = exchange(parsed.module, self._nodes.get(cell.number, {}))
-        after = _cst.write(parsed, _imports.insert_at_top(parsed, module, self._tops.get(cell.number, [])))
+        after = rewriting.write(parsed, import_lines.insert_at_top(parsed, module, self._tops.get(cell.number, [])))
         if isinstance(after, Refused):
             return after
         # Advice is never run: what would be run for it is the whole cell.
@@ -130,9 +131,9 @@ class _Program:
         self._nodes.setdefault(cell.number, {})[old] = new
 
     def _import(self, cell: Cell, module: str, attribute: str) -> str:
-        name = _imports.name_for(module, attribute, self._cells, f"torch_{attribute}")
+        name = import_lines.name_for(module, attribute, self._cells, f"torch_{attribute}")
         top = self._tops.setdefault(cell.number, [])
-        text = _imports.source_of(module, attribute, name)
+        text = import_lines.source_of(module, attribute, name)
         top += [] if text in top else [text]
         return name
 
@@ -227,7 +228,7 @@ class _Program:
                 return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats the loop without a number"
             if not isinstance(node.body, cst.IndentedBlock) or node.body in self._nodes.get(cell.number, {}):
                 return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats more than one loop at a time"
-            told = _cst.statements(f"{loader}.sampler.set_epoch({node.target.value})\n", parsed)
+            told = rewriting.statements(f"{loader}.sampler.set_epoch({node.target.value})\n", parsed)
             self._exchange(cell, node.body, _first(told[0]))
         return None
 
@@ -246,14 +247,14 @@ class _Program:
         self._tops[first.number] = [*top, f"\n{group}", device]
         return None
 
-    def _read(self, cell: Cell) -> _cst.ParsedCell | Refused:
-        parsed = self._parsed.get(cell.number) or _cst.read(cell.source)
-        if isinstance(parsed, _cst.ParsedCell):
+    def _read(self, cell: Cell) -> rewriting.ParsedCell | Refused:
+        parsed = self._parsed.get(cell.number) or rewriting.read(cell.source)
+        if isinstance(parsed, rewriting.ParsedCell):
             self._parsed[cell.number] = parsed
         return parsed
 
 
-def _assigned_by(statement: _cst.Statement) -> cst.BaseExpression | None:
+def _assigned_by(statement: rewriting.Statement) -> cst.BaseExpression | None:
     small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
     return small.value if isinstance(small, cst.Assign | cst.AnnAssign) else None
 
@@ -283,7 +284,7 @@ def _is_move(node: cst.BaseExpression) -> bool:
     )
 
 
-def _outer_loops(parsed: _cst.ParsedCell, loop: TrainingLoop, cell: Cell) -> Iterator[cst.For | cst.While]:
+def _outer_loops(parsed: rewriting.ParsedCell, loop: TrainingLoop, cell: Cell) -> Iterator[cst.For | cst.While]:
     """Yield the loops that repeat ``loop``: the innermost around it, or around the calls of its function."""
     lines = [loop.line] if cell.number == loop.cell else []
     if loop.function is not None:
@@ -291,7 +292,7 @@ def _outer_loops(parsed: _cst.ParsedCell, loop: TrainingLoop, cell: Cell) -> Ite
         lines += [n for n, line in enumerate(cell.source.splitlines(), 1) if called.search(line.partition("#")[0])]
     seen: set[int] = set()
     for line in lines:
-        around = [node for node in _cst.path_to(parsed, line) if isinstance(node, cst.For | cst.While)]
+        around = [node for node in rewriting.path_to(parsed, line) if isinstance(node, cst.For | cst.While)]
         around = [node for node in around if parsed.lines_of(node)[0] != line]
         if around and id(around[-1]) not in seen:
             seen.add(id(around[-1]))

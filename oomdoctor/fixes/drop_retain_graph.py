@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _frees_graphs, _frees_source
+from oomdoctor.fixes import _frees_graphs, _frees_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -63,7 +64,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if code.carries_state is not None:
         return Refused("a state carried over steps needs the graphs of the steps before: it has to be cut first")
     cell = cells.get(place[0])
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     models = [model.path.partition(".")[0] for model in code.models]
@@ -80,13 +81,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         old = _at(parsed, call)
         if old is None:
             continue
-        module = _cst.replace(module, old, _without(old))
+        module = rewriting.replace(module, old, _without(old))
     if module is parsed.module:
         return Refused(why)
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module)])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 
 
-def _at(parsed: _cst.ParsedCell, call: ast.Call) -> cst.Call | None:
+def _at(parsed: rewriting.ParsedCell, call: ast.Call) -> cst.Call | None:
     for node, where in parsed.positions.items():
         start = (where.start.line, where.start.column)
         end = (where.end.line, where.end.column)

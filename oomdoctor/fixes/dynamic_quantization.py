@@ -13,15 +13,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book
-from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_inference import first_lines, preceded, runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book
+from oomdoctor.program.import_lines import knows_torch
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -81,10 +81,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     first = first_lines(book, found, lambda path: call.format(path) + "inplace=True)")
     if isinstance(first, Refused):
         return first
-    parsed = _cst.read(cells.failing.source)
+    parsed = rewriting.read(cells.failing.source)
     if isinstance(parsed, Refused):
         return parsed
-    return _cst.join(cells, [_cst.edit(cells, cells.failing, parsed, preceded(parsed, parsed.module, first))])
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, preceded(parsed, parsed.module, first))])
 
 
 def _why_not(model: ModelFacts) -> str | None:

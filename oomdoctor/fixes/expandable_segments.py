@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.names import imports_in
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.names import imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -153,13 +153,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if first is None:
         return Refused("no cell imports torch: the variable has to be set before that")
     cell = [one for one in cells.history if one.source == first.source][-1]
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     return _with_variable(cells, cell, parsed, f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"')
 
 
-def _with_variable(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, setting: str) -> Patch | Refused:
+def _with_variable(cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, setting: str) -> Patch | Refused:
     body = list(parsed.module.body)
     at = next((i for i, node in enumerate(body) if _is_import(node) and _imports_torch(parsed.code(node))), None)
     if at is None:
@@ -167,7 +167,7 @@ def _with_variable(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, setting: s
     has_os = any(("os", "os") in imports_in(parsed.code(node)) for node in body[:at] if _is_import(node))
     first = 0 if has_os else next(i for i, node in enumerate(body) if _is_import(node))
     start = at if has_os else first
-    new = list(_cst.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
+    new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
     lead = list(getattr(body[start], "leading_lines", ()))
     if has_os:
         new[0] = new[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *lead])
@@ -175,7 +175,7 @@ def _with_variable(cells: Cells, cell: Cell, parsed: _cst.ParsedCell, setting: s
         new[0] = new[0].with_changes(leading_lines=lead)
     body[start] = body[start].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
     module = parsed.module.with_changes(body=[*body[:start], *new, *body[start:]])
-    after = _cst.write(parsed, module)
+    after = rewriting.write(parsed, module)
     if isinstance(after, Refused):
         return after
     replay = after if cell is cells.failing else f"import os\n\n{setting}\n"

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _imports
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +78,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not stale:
         return Refused(_NOTHING)
     cell = cells.failing
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     names = [name for name, _ in stale]
@@ -88,11 +88,11 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if _is_none(first):
         return Refused(f"{_listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()\n"
-    added = _cst.statements(text, parsed)
+    added = rewriting.statements(text, parsed)
     lead = added[0].with_changes(leading_lines=first.leading_lines)
-    module = _cst.replace(parsed.module, first, [lead, *added[1:], first.with_changes(leading_lines=())])
-    module = _imports.insert_at_top(parsed, module, ["import gc"])
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module)])
+    module = rewriting.replace(parsed.module, first, [lead, *added[1:], first.with_changes(leading_lines=())])
+    module = import_lines.insert_at_top(parsed, module, ["import gc"])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     yield
 
 
-def _first_binding(parsed: _cst.ParsedCell, names: set[str]) -> cst.SimpleStatementLine | None:
+def _first_binding(parsed: rewriting.ParsedCell, names: set[str]) -> cst.SimpleStatementLine | None:
     found = _Bindings(names)
     parsed.module.visit(found)
     return min(found.lines, key=lambda node: parsed.positions[node].start.line, default=None)

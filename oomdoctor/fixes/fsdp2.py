@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _ddp_ranks, _ddp_source, _imports
+from oomdoctor.fixes import _ddp_ranks, _ddp_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -131,22 +132,22 @@ def _sharded(cells: Cells, one: _ddp_source.Call, model: ModelFacts) -> Patch | 
     given = next((arg.value for arg in one.node.args if arg.keyword is None or arg.keyword.value == "module"), None)
     if given is None or not _is_whole_value(one):
         return Refused(f"{one.where} does more than to wrap the model")
-    shard = _imports.name_for(_HOME, _SHARD, cells, "shard")
-    block = _cst.fresh_name("block", cells)
+    shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
+    block = rewriting.fresh_name("block", cells)
     text = _ddp_source.code_of(given)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
     for path in _outermost(model):
         lines += [f"for {block} in {path}:", f"    {shard}({block})"]
     lines.append(f"{shard}({model.path})")
-    new = list(_cst.statements("\n".join(lines) + "\n", one.parsed))
+    new = list(rewriting.statements("\n".join(lines) + "\n", one.parsed))
     lead = getattr(one.statement, "leading_lines", ())
     tail = getattr(one.statement, "trailing_whitespace", None)
     new[0] = new[0].with_changes(leading_lines=lead)
     if tail is not None and tail.comment is not None:
         new[-1] = new[-1].with_changes(trailing_whitespace=tail)
-    module = _cst.replace(one.parsed.module, one.statement, new)
-    imported = _imports.source_of(_HOME, _SHARD, shard)
-    after = _cst.write(one.parsed, _imports.insert_at_top(one.parsed, module, [imported]))
+    module = rewriting.replace(one.parsed.module, one.statement, new)
+    imported = import_lines.source_of(_HOME, _SHARD, shard)
+    after = rewriting.write(one.parsed, import_lines.insert_at_top(one.parsed, module, [imported]))
     if isinstance(after, Refused):
         return after
     # Advice is never run: what would be run for it is the whole cell.

@@ -18,11 +18,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst
-from oomdoctor.fixes._batch_notebook import Book
-from oomdoctor.fixes._batch_replay import node_of
-from oomdoctor.fixes._cst import exchange
-from oomdoctor.fixes._imports import knows_torch
 from oomdoctor.fixes._precision_dtype import native
 from oomdoctor.fixes._precision_given import is_floating_tensor
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
@@ -31,6 +26,11 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book
+from oomdoctor.program.import_lines import knows_torch
+from oomdoctor.program.replay import node_of
+from oomdoctor.program.rewriting import exchange
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -121,7 +121,7 @@ def _written(cells: Cells, tails: _Tails, first: Mapping[int, Sequence[str]]) ->
     """Return the cells with ``tails`` put in, and the lines of ``first`` before the failing cell's statements."""
     edits = []
     for number in sorted({*tails, cells.failing.number}):
-        parsed = _cst.read(cells.get(number).source)
+        parsed = rewriting.read(cells.get(number).source)
         if isinstance(parsed, Refused):
             return parsed
         changes: dict[cst.CSTNode, cst.CSTNode] = {}
@@ -133,8 +133,8 @@ def _written(cells: Cells, tails: _Tails, first: Mapping[int, Sequence[str]]) ->
         module = exchange(parsed.module, changes)
         if number == cells.failing.number:
             module = preceded(parsed, module, first)
-        edits.append(_cst.edit(cells, cells.get(number), parsed, module))
-    return _cst.join(cells, edits)
+        edits.append(rewriting.edit(cells, cells.get(number), parsed, module))
+    return rewriting.join(cells, edits)
 
 
 def _followed(old: cst.CSTNode, tail: str, changes: dict[cst.CSTNode, cst.CSTNode]) -> cst.BaseExpression:

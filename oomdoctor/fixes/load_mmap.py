@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _optimizer_source, _told
+from oomdoctor.fixes import _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, is_label, names, pages_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -31,6 +31,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -82,7 +83,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(place, Refused):
         return place
     (page,) = pages_of([(place.cell, place.parsed)])
-    statement = _cst.statement_at(place.parsed, place.line)
+    statement = rewriting.statement_at(place.parsed, place.line)
     loads = (
         [] if statement is None else [call for call in _optimizer_source.calls(statement) if _text(call.func) == _LOAD]
     )
@@ -93,10 +94,12 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(into, Refused):
         return into
     mapped = _can_map(cells, load)
-    nodes: dict[cst.CSTNode, _cst.New] = {load: lambda call: _to_host(call, mapped)}
+    nodes: dict[cst.CSTNode, rewriting.New] = {load: lambda call: _to_host(call, mapped)}
     models = {model.path for model in evidence.code.models}
     nodes |= {call: _assigning for call in into if mapped and _is_fresh(page, call, models)}
-    return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, nodes))])
+    return rewriting.join(
+        cells, [rewriting.edit(cells, place.cell, place.parsed, rewriting.exchange(place.parsed.module, nodes))]
+    )
 
 
 def _text(node: cst.CSTNode) -> str:

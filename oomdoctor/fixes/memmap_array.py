@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _array_writers, _cst, _data_places, _host_only, _optimizer_source, _told
+from oomdoctor.fixes import _array_writers, _data_places, _host_only, _optimizer_source, _told
 from oomdoctor.fixes._data_places import Page, is_label
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -83,7 +84,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     place = _told.at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
-    statement = _cst.statement_at(place.parsed, place.line)
+    statement = rewriting.statement_at(place.parsed, place.line)
     loads = (
         [] if statement is None else [call for call in _optimizer_source.calls(statement) if _text(call.func) in _LOADS]
     )
@@ -97,8 +98,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused(why)
     mapped = _optimizer_source.with_keyword(load, "mmap_mode", '"r"')
     assert not isinstance(mapped, Refused)  # nothing is unpacked, as was seen before
-    module = _cst.exchange(page.parsed.module, {load: mapped})
-    return _cst.join(cells, [_cst.edit(cells, place.cell, page.parsed, module)])
+    module = rewriting.exchange(page.parsed.module, {load: mapped})
+    return rewriting.join(cells, [rewriting.edit(cells, place.cell, page.parsed, module)])
 
 
 def _stands_at(page: Page, call: cst.Call, place: _told.Place, wanted: cst.Call) -> bool:

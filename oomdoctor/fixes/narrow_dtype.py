@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _host_only, _optimizer_source, _told
+from oomdoctor.fixes import _host_only, _optimizer_source, _told
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -79,17 +80,17 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     place = _told.at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
-    statement = _cst.statement_at(place.parsed, place.line)
+    statement = rewriting.statement_at(place.parsed, place.line)
     if not isinstance(statement, cst.SimpleStatementLine):
         return Refused(_NOWHERE)
-    narrowed: dict[cst.CSTNode, _cst.New]
+    narrowed: dict[cst.CSTNode, rewriting.New]
     narrowed = {call: new for call in _optimizer_source.calls(statement) if (new := _narrowed(call)) is not None}
     if len(narrowed) > 1:
         return Refused(f"line {place.line} of cell {place.cell.number} makes several arrays of float64")
     if not narrowed:
         return Refused(_NOWHERE)
-    module = _cst.exchange(place.parsed.module, narrowed)
-    return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, module)])
+    module = rewriting.exchange(place.parsed.module, narrowed)
+    return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
 
 
 def _narrowed(call: cst.Call) -> cst.Call | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _frees_source, _imports
+from oomdoctor.fixes import _frees_source
 from oomdoctor.fixes._activations import found_or_asked
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
@@ -28,6 +28,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -133,19 +134,21 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not places:
         return Refused(_NO_PLACE)
     numbers = dict.fromkeys(number for number, *_ in places)
-    return _cst.join(cells, [_cell(cells, number, [p[1:] for p in places if p[0] == number]) for number in numbers])
+    return rewriting.join(
+        cells, [_cell(cells, number, [p[1:] for p in places if p[0] == number]) for number in numbers]
+    )
 
 
 def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit | Refused:
     cell = cells.get(number)
-    parsed, torch = _cst.read(cell.source), _frees_source.torch_name(cells)
+    parsed, torch = rewriting.read(cell.source), _frees_source.torch_name(cells)
     if isinstance(parsed, Refused):
         return parsed
     if isinstance(torch, Refused):
         return torch
     name, imports = torch
-    changes: dict[cst.CSTNode, Sequence[_cst.Statement]] = {}
-    wrapped: list[_cst.Statement] = []
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
+    wrapped: list[rewriting.Statement] = []
     for line, text in places:
         node = _frees_source.starting_at(parsed, line, text)
         if node is None or not _frees_source.block_around(parsed, node):
@@ -158,13 +161,13 @@ def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit 
     for group in _neighbours(parsed, wrapped):
         changes |= dict.fromkeys(group[1:], ())
         changes[group[0]] = [_under_no_grad(group, name)]
-    module = _imports.insert_at_top(parsed, _cst.replace_all(parsed.module, changes), imports)
-    return _cst.edit(cells, cell, parsed, module)
+    module = import_lines.insert_at_top(parsed, rewriting.replace_all(parsed.module, changes), imports)
+    return rewriting.edit(cells, cell, parsed, module)
 
 
-def _neighbours(parsed: _cst.ParsedCell, nodes: Sequence[_cst.Statement]) -> list[list[_cst.Statement]]:
+def _neighbours(parsed: rewriting.ParsedCell, nodes: Sequence[rewriting.Statement]) -> list[list[rewriting.Statement]]:
     """Return the statements in groups that follow directly on one another."""
-    groups: list[list[_cst.Statement]] = []
+    groups: list[list[rewriting.Statement]] = []
     for node in nodes:
         block = list(_frees_source.block_around(parsed, node))
         before = block[block.index(node) - 1] if block.index(node) else None
@@ -175,7 +178,7 @@ def _neighbours(parsed: _cst.ParsedCell, nodes: Sequence[_cst.Statement]) -> lis
     return groups
 
 
-def _under_no_grad(group: Sequence[_cst.Statement], torch: str) -> cst.With:
+def _under_no_grad(group: Sequence[rewriting.Statement], torch: str) -> cst.With:
     """Return the statements in a ``with``, which takes the comments and blank lines before the first."""
     first = group[0]
     body = [first.with_changes(leading_lines=()), *group[1:]]

@@ -20,13 +20,14 @@ from weakref import ref
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _host_room, _imports, _optimizer_source
+from oomdoctor.fixes import _host_room, _optimizer_source
 from oomdoctor.fixes.optimizer_foreach_off import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -202,30 +203,30 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(f"`{one.path}` was made by an earlier cell and may have state: that is moved on the object")
     if "register_step_pre_hook" in cells.failing.source:
         return Refused("the cell sets hooks around its steps already")
-    return _cst.join(cells, [_hooked(cells, found)])
+    return rewriting.join(cells, [_hooked(cells, found)])
 
 
 def _hooked(cells: Cells, found: tuple[_optimizer_source.Made, ...]) -> Edit | Refused:
-    parsed = _cst.read(cells.failing.source)
+    parsed = rewriting.read(cells.failing.source)
     if isinstance(parsed, Refused):
         return parsed
-    move = _cst.fresh_name("move_state", cells)
-    changes: dict[cst.CSTNode, list[_cst.Statement]] = {}
+    move = rewriting.fresh_name("move_state", cells)
+    changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
     for at, one in enumerate(sorted(found, key=lambda one: one.parsed.lines_of(one.statement)[0])):
         here = next((own for own in parsed.module.body if own.deep_equals(one.statement)), None)
         if here is None:
             return Refused(f"`{one.path}` is made in a block: whether that is run is not known")
-        define = _set_off(_cst.statements(_HOOKS.format(move=move), parsed)) if at == 0 else []
-        hooks = list(_cst.statements(_REGISTER.format(name=one.path, move=move), parsed))
+        define = _set_off(rewriting.statements(_HOOKS.format(move=move), parsed)) if at == 0 else []
+        hooks = list(rewriting.statements(_REGISTER.format(name=one.path, move=move), parsed))
         changes[here] = [here, *define, *(_set_off(hooks) if at == 0 else hooks)]
-    module = _cst.replace_all(parsed.module, changes)
-    has_torch = _imports.knows_torch(cells)
-    return _cst.edit(
-        cells, cells.failing, parsed, _imports.insert_at_top(parsed, module, [] if has_torch else ["import torch"])
+    module = rewriting.replace_all(parsed.module, changes)
+    has_torch = import_lines.knows_torch(cells)
+    return rewriting.edit(
+        cells, cells.failing, parsed, import_lines.insert_at_top(parsed, module, [] if has_torch else ["import torch"])
     )
 
 
-def _set_off(block: Sequence[_cst.Statement]) -> list[_cst.Statement]:
+def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:
     """Return statements with a blank line before them."""
     first, *rest = block
     return [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *rest]

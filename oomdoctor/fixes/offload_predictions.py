@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _frees_source, _frees_uses, _trainer_source, _trainer_terms
+from oomdoctor.fixes import _frees_source, _frees_uses, _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -86,10 +87,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(found, Refused):
         return found
     number, line, name = found
-    parsed = _cst.read(cells.get(number).source)
+    parsed = rewriting.read(cells.get(number).source)
     if isinstance(parsed, Refused):
         return parsed
-    functions = [node for node in _cst.path_to(parsed, line) if isinstance(node, cst.FunctionDef)]
+    functions = [node for node in rewriting.path_to(parsed, line) if isinstance(node, cst.FunctionDef)]
     owner = functions[-1].name.value if functions else None
     gathers = _frees_uses.to_move(cells, _frees_uses.Gather(cell=number, line=line, name=name, owner=owner))
     if isinstance(gathers, Refused):
@@ -99,7 +100,9 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         if (one.cell, one.line) not in detached and _has_graph(evidence, one.name):
             return Refused(f"`{one.name}` keeps the autograd graph of what it holds, which would stay on the device")
     numbers = dict.fromkeys(one.cell for one in gathers)
-    return _cst.join(cells, [_cell(cells, n, [one for one in gathers if one.cell == n], detached) for n in numbers])
+    return rewriting.join(
+        cells, [_cell(cells, n, [one for one in gathers if one.cell == n], detached) for n in numbers]
+    )
 
 
 def _has_graph(evidence: Evidence, name: str) -> bool:
@@ -110,21 +113,21 @@ def _cell(
     cells: Cells, number: int, gathers: Sequence[_frees_uses.Gather], detached: set[tuple[int, int]]
 ) -> Edit | Refused:
     cell = cells.get(number)
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    changes: dict[cst.CSTNode, list[_cst.Statement]] = {}
+    changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
     for one in gathers:
-        old = _cst.statement_at(parsed, one.line)
+        old = rewriting.statement_at(parsed, one.line)
         how = ".detach().cpu()" if (number, one.line) in detached else ".cpu()"
         new = _moved(parsed, old, how) if isinstance(old, cst.SimpleStatementLine) else None
         if old is None or new is None:
             return Refused(f"line {one.line} of cell {number} collects more than one tensor: move each of them there")
         changes[old] = [new]
-    return _cst.edit(cells, cell, parsed, _cst.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 
 
-def _moved(parsed: _cst.ParsedCell, line: cst.SimpleStatementLine, how: str) -> cst.SimpleStatementLine | None:
+def _moved(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine, how: str) -> cst.SimpleStatementLine | None:
     value = _collected(line)
     if value is None or isinstance(value, cst.Tuple | cst.List | cst.Dict | cst.ListComp | cst.GeneratorExp):
         return None

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _optimizer_source
+from oomdoctor.fixes import _optimizer_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -129,7 +130,9 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(found, Refused):
         return found
     numbers = dict.fromkeys(one.cell.number for one in found)
-    return _cst.join(cells, [_told(cells, [one for one in found if one.cell.number == number]) for number in numbers])
+    return rewriting.join(
+        cells, [_told(cells, [one for one in found if one.cell.number == number]) for number in numbers]
+    )
 
 
 def _told(cells: Cells, found: list[_optimizer_source.Made]) -> Edit | Refused:
@@ -141,7 +144,7 @@ def _told(cells: Cells, found: list[_optimizer_source.Made]) -> Edit | Refused:
             return new
         nodes[one.call] = new
     live = [line for one in found if one.is_live(cells) for line in _told_now(one.path)]
-    module = _cst.exchange(found[0].parsed.module, nodes)
+    module = rewriting.exchange(found[0].parsed.module, nodes)
     return _optimizer_source.edited(cells, found, module, live)
 
 

@@ -26,9 +26,9 @@ from oomdoctor.fixes._optimizer_between import looks_at_parameters
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import submodules
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import submodules
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _cst, _frees_source, _imports
+from oomdoctor.fixes import _frees_source
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -78,7 +79,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     cell = cells.failing
     if _CLEARS.search(cell.source):
         return Refused("the cell empties the cache already")
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     torch = _frees_source.torch_at_top(cells, parsed)
@@ -86,8 +87,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return torch
     name, imports = torch
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
-    module = _imports.insert_at_top(parsed, parsed.module, [*imports, line])
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, module)])
+    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, line])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 
 
 FIX: Final = Fix(

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.chain import chained, set_traceback, traceback_of
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.chain import chained, set_traceback, traceback_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _host_room, _imports
+from oomdoctor.fixes import _host_room
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -90,35 +91,37 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     numbers = dict.fromkeys(loop.cell for loop in loops)
     if any(_HOOKED.search(cells.get(number).source) for number in numbers):
         return Refused("the code says already where saved tensors are kept")
-    return _cst.join(cells, [_cell(cells, [one for one in loops if one.cell == number], dose) for number in numbers])
+    return rewriting.join(
+        cells, [_cell(cells, [one for one in loops if one.cell == number], dose) for number in numbers]
+    )
 
 
 def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused:
     cell = cells.get(loops[0].cell)
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    if _imports.knows_torch(cells):
+    if import_lines.knows_torch(cells):
         name = f"torch.autograd.graph.{_NAME}"
         imports: list[str] = []
     else:
-        name = _imports.name_for(_HOME, _NAME, cells, "keep_on_host")
-        imports = [_imports.source_of(_HOME, _NAME, name)]
+        name = import_lines.name_for(_HOME, _NAME, cells, "keep_on_host")
+        imports = [import_lines.source_of(_HOME, _NAME, name)]
     context = cst.parse_expression(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})")
-    changes: dict[cst.CSTNode, tuple[_cst.Statement, ...]] = {}
+    changes: dict[cst.CSTNode, tuple[rewriting.Statement, ...]] = {}
     for loop in loops:
         step = _step(parsed, loop)
         if isinstance(step, Refused):
             return step
         first, *rest = step
         changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
-    module = _imports.insert_at_top(parsed, _cst.replace_all(parsed.module, changes), imports)
-    return _cst.edit(cells, cell, parsed, module)
+    module = import_lines.insert_at_top(parsed, rewriting.replace_all(parsed.module, changes), imports)
+    return rewriting.edit(cells, cell, parsed, module)
 
 
-def _step(parsed: _cst.ParsedCell, loop: TrainingLoop) -> list[_cst.Statement] | Refused:
+def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.Statement] | Refused:
     """Return the statements of the loop from the first call of a model to the last ``backward``."""
-    node = next((one for one in _cst.path_to(parsed, loop.line) if parsed.lines_of(one)[0] == loop.line), None)
+    node = next((one for one in rewriting.path_to(parsed, loop.line) if parsed.lines_of(one)[0] == loop.line), None)
     if not isinstance(node, cst.For | cst.While) or not isinstance(node.body, cst.IndentedBlock):
         return Refused(f"line {loop.line} of cell {loop.cell} is not a loop that can be rewritten")
     body = list(node.body.body)
@@ -139,7 +142,7 @@ def _called(node: cst.CSTNode) -> Iterator[str]:
         yield from _called(child)
 
 
-def _wrapped(step: list[_cst.Statement], context: cst.BaseExpression) -> cst.With:
+def _wrapped(step: list[rewriting.Statement], context: cst.BaseExpression) -> cst.With:
     first, *rest = step
     return cst.With(
         items=[cst.WithItem(context)],

@@ -20,16 +20,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _told
+from oomdoctor.fixes import _told
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
 from oomdoctor.fixes._attention_source import asks_for_eager, fused, place_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import child_path
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -114,7 +115,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(place, Refused):
         return place
     cell, line = place
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     if (eager := asks_for_eager(parsed, line)) is not None:
@@ -123,13 +124,15 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
                 f'cell {cell.number}, which is not run again, makes the model: write "sdpa" on line {line} there'
             )
         new = eager.with_changes(value=eager.value.replace("eager", "sdpa"))
-        return _cst.join(cells, [_cst.edit(cells, cell, parsed, _cst.replace(parsed.module, eager, new))])
+        return rewriting.join(
+            cells, [rewriting.edit(cells, cell, parsed, rewriting.replace(parsed.module, eager, new))]
+        )
     made = fused(cells, cell, line)
     if isinstance(made, Refused):
         return made
     if made.drops and any(model.training for model in evidence.code.models) and _dropout(evidence.code) is None:
         return Refused(f"`{made.function}` drops attention weights: the fused kernel draws other random numbers")
-    return _cst.join(cells, [_cst.edit(cells, cell, made.parsed, made.module)])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, made.parsed, made.module)])
 
 
 @contextmanager
@@ -149,7 +152,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     if isinstance(place, Refused):
         raise OomDoctorError(place.reason)
     cell, line = place
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     is_asked = not isinstance(parsed, Refused) and asks_for_eager(parsed, line) is not None
     contexts: list[AbstractContextManager[None]]
     if is_asked:

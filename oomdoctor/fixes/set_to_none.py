@@ -19,12 +19,13 @@ from weakref import ref
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _cst, _optimizer_source, _told
+from oomdoctor.fixes import _optimizer_source, _told
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -137,7 +138,9 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     changes: dict[cst.CSTNode, cst.CSTNode] = {
         call: new for call in _optimizer_source.calls(place.scope) if (new := _freed(call)) is not None
     }
-    return _cst.join(cells, [_cst.edit(cells, place.cell, place.parsed, _cst.exchange(place.parsed.module, changes))])
+    return rewriting.join(
+        cells, [rewriting.edit(cells, place.cell, place.parsed, rewriting.exchange(place.parsed.module, changes))]
+    )
 
 
 def _freed(call: cst.Call) -> cst.Call | None:

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.fixes import _cst, _host_only, _imports
+from oomdoctor.fixes import _host_only
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -78,12 +79,14 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sets = next((one for one in cells.history if _SETS.search(one.source)), None)
     if sets is not None:
         return Refused(f"cell {sets.number} sets the sharing strategy itself")
-    parsed = _cst.read(cell.source)
+    parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    lines = [] if _imports.knows_torch(cells) else ["import torch"]
+    lines = [] if import_lines.knows_torch(cells) else ["import torch"]
     lines.append(f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")')
-    return _cst.join(cells, [_cst.edit(cells, cell, parsed, _imports.insert_at_top(parsed, parsed.module, lines))])
+    return rewriting.join(
+        cells, [rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, parsed.module, lines))]
+    )
 
 
 @contextmanager

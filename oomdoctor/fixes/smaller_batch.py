@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._batch_notebook import Book, Number
-from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_sizes import Steps, fixed_schedule, hard_coded, sizes_of, smaller, steps_of
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
@@ -24,6 +22,8 @@ from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
+from oomdoctor.program.book import Book, Number
+from oomdoctor.program.replay import exchange_numbers
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -14,18 +14,18 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._batch_notebook import Book, Number, calls
-from oomdoctor.fixes._batch_replay import exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
-from oomdoctor.fixes._imports import knows
 from oomdoctor.fixes._micro_names import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
-from oomdoctor.model.names import call_name
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program.book import Book, Number, calls
+from oomdoctor.program.import_lines import knows
+from oomdoctor.program.names import call_name
+from oomdoctor.program.replay import exchange_numbers
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -15,8 +15,6 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._batch_notebook import Book, Number, calls
-from oomdoctor.fixes._batch_replay import LOADERS, exchange_numbers
 from oomdoctor.fixes._batch_step import before_model
 from oomdoctor.fixes._chunks import layer
 from oomdoctor.fixes._micro_names import model_facts
@@ -26,6 +24,8 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program.book import Book, Number, calls
+from oomdoctor.program.replay import LOADERS, exchange_numbers
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

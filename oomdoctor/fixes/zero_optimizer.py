@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _cst, _ddp_ranks, _ddp_source, _imports
+from oomdoctor.fixes import _ddp_ranks, _ddp_source
 from oomdoctor.fixes.optimizer_foreach_off import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts
@@ -23,6 +23,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -101,8 +102,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return found
     if (use := _uses_whole_state(cells, [one.target for one in found if one.target])) is not None:
         return Refused(f"`{use}` needs the whole state of the optimizer, which no process has then")
-    name = _imports.name_for(_HOME, _SHARDED, cells, "SharedOptimizer")
-    return _cst.join(cells, [_shared(cells, group, name) for group in _ddp_source.by_cell(found)])
+    name = import_lines.name_for(_HOME, _SHARDED, cells, "SharedOptimizer")
+    return rewriting.join(cells, [_shared(cells, group, name) for group in _ddp_source.by_cell(found)])
 
 
 def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
@@ -119,7 +120,7 @@ def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
 
 def _is_of_torch(one: _ddp_source.Call, cells: Cells) -> bool:
     if isinstance(one.node.func, cst.Name):
-        return _imports.knows(cells, one.name, f"torch.optim.{one.name}")
+        return import_lines.knows(cells, one.name, f"torch.optim.{one.name}")
     return re.fullmatch(rf"(torch\.)?optim\.{one.name}", _ddp_source.code_of(one.node.func)) is not None
 
 
@@ -133,7 +134,7 @@ def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:
 
 def _shared(cells: Cells, found: list[_ddp_source.Call], name: str) -> Edit | Refused:
     """Return the change of one cell."""
-    imported = _imports.source_of(_HOME, _SHARDED, name)
+    imported = import_lines.source_of(_HOME, _SHARDED, name)
     first = found[0]
     nodes: dict[cst.CSTNode, cst.CSTNode] = {}
     replays: list[str] = []
@@ -161,7 +162,7 @@ def _with_its_state(cells: Cells, one: _ddp_source.Call, new: cst.Call) -> str |
     for cell in cells.history[:-1]:
         if (match := kept.search(cell.source)) is not None:
             return Refused(f"`{match[0].strip()}…` of cell {cell.number} holds on to the optimizer that is there now")
-    state = _cst.fresh_name("state", cells)
+    state = rewriting.fresh_name("state", cells)
     return (
         f"{state} = {one.target}.state_dict()\n{one.target} = {_ddp_source.code_of(new)}\n"
         f"{one.target}.load_state_dict({state})\ndel {state}"

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.forecast.nursery import Nursery, unsupported
-from oomdoctor.model.alive import alive
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.sizes import MIB
+from oomdoctor.objects.alive import alive
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card

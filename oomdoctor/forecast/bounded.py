@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.data import DataLoader
 
 from oomdoctor.forecast.lengths import length_of
-from oomdoctor.model.alive import alive_exactly
+from oomdoctor.objects.alive import alive_exactly
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker

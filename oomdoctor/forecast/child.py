@@ -50,7 +50,7 @@ from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
-from oomdoctor.model.magics import mask
+from oomdoctor.program.magics import mask
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import forbid

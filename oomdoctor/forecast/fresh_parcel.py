@@ -33,8 +33,9 @@ from oomdoctor.forecast.fresh_told import Parcel, Surroundings, Told
 from oomdoctor.forecast.layout import is_retry
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.settings import allocator_settings
-from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users, read_names
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.names import FirstUse, bound_names, first_uses, read_names
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.card import Card

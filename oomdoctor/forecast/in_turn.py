@@ -17,8 +17,8 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Fix, Patch
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Cells
+from oomdoctor.program.magics import mask
 
 __all__ = ["patched_in_turn"]
 

@@ -22,7 +22,7 @@ from oomdoctor.forecast.branches import BRANCH, asking_branch, counters_of
 from oomdoctor.forecast.lengths import length_of
 from oomdoctor.forecast.measures import ahead, is_known
 from oomdoctor.forecast.pace import Asker
-from oomdoctor.model.homes import is_users_file
+from oomdoctor.objects.homes import is_users_file
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger

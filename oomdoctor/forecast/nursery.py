@@ -32,8 +32,7 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.forecast import fresh
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.shadow import Crashed, Shadows, written
-from oomdoctor.model import reserve
-from oomdoctor.sandbox import walls
+from oomdoctor.sandbox import reserve, walls
 from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:

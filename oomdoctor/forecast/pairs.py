@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Attempt, Cell
+from oomdoctor.program.magics import mask
 
 __all__ = ["joined", "joined_patches"]
 

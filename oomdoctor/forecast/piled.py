@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from oomdoctor.model.kinds import module_of, plain_dict
+from oomdoctor.objects.kinds import module_of, plain_dict
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Loop

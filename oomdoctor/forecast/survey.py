@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
-from oomdoctor.model.aside import is_apart
 from oomdoctor.model.memory import Role
+from oomdoctor.objects.aside import is_apart
 
 __all__ = ["Alive", "alive", "live_storages", "saved_by", "state_of", "told_roles"]
 

@@ -25,10 +25,10 @@ from typing import Any, Final
 from oomdoctor.incident.clean import clean
 from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
-from oomdoctor.model.chain import traceback_of
 from oomdoctor.model.incident import CellLine, Family, Incident
-from oomdoctor.model.kinds import module_of, qualname_of
-from oomdoctor.model.primitives import assemblers_error, is_short_of_memory
+from oomdoctor.objects.chain import traceback_of
+from oomdoctor.objects.kinds import module_of, qualname_of
+from oomdoctor.sandbox.primitives import assemblers_error, is_short_of_memory
 
 __all__ = ["all_from_exception", "find_oom", "from_exception"]
 

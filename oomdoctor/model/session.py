@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-from oomdoctor.model.kinds import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,7 +12,33 @@ if TYPE_CHECKING:
 
     from oomdoctor.model.memory import DeviceMemory
 
-__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Named", "Session"]
+__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Kind", "Named", "Session"]
+
+
+class Kind(Enum):
+    """The kinds that the census and the snapshot treat each in its own way."""
+
+    ATOM = auto()
+    """Immutable, or code: holds no memory worth a look and no state of the run."""
+    TENSOR = auto()
+    MODULE = auto()
+    OPTIMIZER = auto()
+    SCHEDULER = auto()
+    LOADER = auto()
+    GENERATOR_STATE = auto()
+    """A random number generator: ``torch.Generator``, ``numpy.random.Generator``, ``random.Random``."""
+    ARRAY = auto()
+    MAPPING = auto()
+    SEQUENCE = auto()
+    SET = auto()
+    TUPLE = auto()
+    CALLABLE = auto()
+    """A function, a bound method or a partial: what it holds is in its closure, its defaults and its arguments."""
+    ITERATOR = auto()
+    """Advances when it is used and cannot be wound back: generators, iterators, open files."""
+    OBJECT = auto()
+    """Anything else; what it holds is looked for in its ``__dict__``."""
+
 
 Named: TypeAlias = "tuple[tuple[str, Any], ...]"
 """Objects of one kind, each with the path that leads to it from a name of the namespace."""

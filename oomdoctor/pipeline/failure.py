@@ -22,7 +22,7 @@ __all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session"
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
     """Bind the user's namespace and cells into a session."""
-    from oomdoctor.evidence.objects import find
+    from oomdoctor.objects.named import find
 
     return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.kinds import spelled
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import spelled
 from oomdoctor.pipeline.failure import open_session, uncounted
 from oomdoctor.pipeline.pricing import budget_of, calibration_of
 

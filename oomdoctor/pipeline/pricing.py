@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case
-from oomdoctor.model.chain import is_of_signal
 from oomdoctor.model.finding import Cause
 from oomdoctor.model.fix import Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Session
+from oomdoctor.objects.chain import is_of_signal
 from oomdoctor.pipeline.failure import uncounted
 from oomdoctor.pipeline.history import record
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from oomdoctor.errors import Fault, NotAvailable, UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.explanation import Explanation
-from oomdoctor.model.kinds import spelled
 from oomdoctor.model.session import Accelerator, Cell, Cells
+from oomdoctor.objects.kinds import spelled
 from oomdoctor.pipeline.failure import open_session, simulated, uncounted
 
 if TYPE_CHECKING:

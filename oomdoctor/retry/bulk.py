@@ -16,10 +16,10 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import StateError
-from oomdoctor.model.kinds import Kind, items_of, kind_of, plain_dict
+from oomdoctor.objects.kinds import Kind, items_of, kind_of, plain_dict
+from oomdoctor.program.writes import given_names, last_name, written_names
 from oomdoctor.retry.held import GONE, length_of, living, mapped_by
 from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, SetCopy
-from oomdoctor.retry.writes import given_names, last_name, written_names
 
 __all__ = ["LONG", "Allowance", "Large", "Long", "Small", "Writes"]
 

@@ -6,8 +6,8 @@ import hashlib
 import sys
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, kind_of, module_of, plain_dict
-from oomdoctor.model.names import is_users
+from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
+from oomdoctor.objects.named import is_users
 from oomdoctor.retry.rng import RandomState, generator_state
 
 __all__ = ["state_digest", "state_digests"]

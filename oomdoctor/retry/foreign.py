@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of, module_of, plain_dict
+from oomdoctor.objects.kinds import Kind, items_of, kind_of, module_of, plain_dict
 from oomdoctor.retry.held import GONE, Weak, length_of, living
 from oomdoctor.retry.light import LIGHT_TYPES, is_light
 

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Final
 from weakref import ref
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of, module_of
+from oomdoctor.objects.kinds import Kind, items_of, kind_of, module_of
 
 __all__ = [
     "GONE",

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Final
 
-from oomdoctor.model.homes import is_users_file
+from oomdoctor.objects.homes import is_users_file
 
 __all__ = ["is_installed", "is_ours", "own_modules"]
 

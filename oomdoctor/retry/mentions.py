@@ -17,8 +17,9 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any, Final
 from weakref import ReferenceType
 
-from oomdoctor.model.kinds import module_of
-from oomdoctor.model.names import is_users, read_names
+from oomdoctor.objects.kinds import module_of
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.names import read_names
 from oomdoctor.retry.installed import is_installed
 from oomdoctor.retry.light import LIGHT_TYPES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from oomdoctor.model.kinds import module_of
+from oomdoctor.objects.kinds import module_of
 from oomdoctor.retry.held import living, weak
 from oomdoctor.retry.installed import is_installed, is_ours
 

@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWra
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
-from oomdoctor.model.kinds import (
+from oomdoctor.objects.kinds import (
     Kind,
     child_path,
     held_by,

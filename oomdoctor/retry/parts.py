@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final
 
-from oomdoctor.model.kinds import members_of, module_of, mro_of
+from oomdoctor.objects.kinds import members_of, module_of, mro_of
 from oomdoctor.retry.held import GONE, Recipe, living, revive
 from oomdoctor.retry.installed import is_installed
 from oomdoctor.retry.places import Place

@@ -11,7 +11,7 @@ from dis import get_instructions, opmap
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from oomdoctor.model.kinds import members_of, module_of, mro_of
+from oomdoctor.objects.kinds import members_of, module_of, mro_of
 from oomdoctor.retry.installed import is_installed
 from oomdoctor.retry.light import LIGHT_TYPES
 from oomdoctor.retry.parts import functions_in

@@ -16,8 +16,8 @@ from threading import Thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from oomdoctor.model import reserve
-from oomdoctor.model.chain import chained, set_traceback, traceback_of
+from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.sandbox import reserve
 
 __all__ = ["release"]
 

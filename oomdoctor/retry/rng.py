@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-from oomdoctor.model.aside import keep_apart
-from oomdoctor.model.kinds import module_of, mro_of, name_of
+from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.kinds import module_of, mro_of, name_of
 
 __all__ = ["RandomState", "generator_state", "is_random", "set_generator_state", "spawned"]
 

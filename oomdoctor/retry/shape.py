@@ -14,8 +14,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
-from oomdoctor.model.kinds import Kind, items_of, kind_of
-from oomdoctor.model.names import is_users
+from oomdoctor.objects.kinds import Kind, items_of, kind_of
+from oomdoctor.objects.named import is_users
 from oomdoctor.retry.bulk import LONG, Allowance, Large, Long, Small
 from oomdoctor.retry.foreign import Cached, Foreign, Frame
 from oomdoctor.retry.functions import Written, is_bare

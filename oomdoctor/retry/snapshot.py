@@ -21,8 +21,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.errors import StateError
-from oomdoctor.model.kinds import Kind, kind_of, registered, submodules
-from oomdoctor.model.names import FirstUse, bound_names, first_uses, is_users
+from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.functions import Written, restore_function

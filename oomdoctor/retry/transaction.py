@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from oomdoctor.errors import StateError
-from oomdoctor.model.chain import is_of_signal
-from oomdoctor.model.names import FirstUse, bound_names, first_uses
 from oomdoctor.model.session import Attempt
+from oomdoctor.objects.chain import is_of_signal
+from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.snapshot import Snapshot
 

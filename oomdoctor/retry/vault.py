@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.model.aside import keep_apart
-from oomdoctor.model.kinds import plain_dict
+from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.kinds import plain_dict
 from oomdoctor.retry.tensor_hooks import hooks_of, take_new_hooks_away
 
 __all__ = ["TensorVault", "Watched", "outside_modes"]

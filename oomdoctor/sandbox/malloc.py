@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from oomdoctor.model import reserve
 from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox import reserve
 
 __all__ = ["keep_large_blocks_apart", "large_blocks_apart", "let_large_blocks_join"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.model import reserve
+from oomdoctor.sandbox import reserve
 
 __all__ = ["begin_teams", "keep_one_thread", "limit_levels", "teams_in_room"]
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import CodeType, TracebackType
 from typing import Final
 
-from oomdoctor.model.chain import chained, set_traceback, traceback_of
 from oomdoctor.model.session import Cell
+from oomdoctor.objects.chain import chained, set_traceback, traceback_of
 
 __all__ = ["as_in_the_cell"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from oomdoctor.model.magics import mask
 from oomdoctor.model.session import Attempt, Cell
+from oomdoctor.program.magics import mask
 from oomdoctor.shell import ATTRIBUTE
 
 __all__ = ["as_cell", "changed_cells", "placed", "texts_of"]

@@ -14,8 +14,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model import reserve
 from oomdoctor.retry.remedies import Remedies
+from oomdoctor.sandbox import reserve
 from oomdoctor.shell import failing
 from oomdoctor.shell.borders import Borders, quietly
 from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, planned

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.model.magics import mask
-from oomdoctor.model.names import call_name
+from oomdoctor.program.magics import mask
+from oomdoctor.program.names import call_name
 
 __all__ = ["may_change"]
 

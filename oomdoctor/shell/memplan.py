@@ -125,7 +125,7 @@ class MemPlanner:
 
     def _planned(self, cells: Cells, options: Options, time_s: float, keep_forecasts: bool) -> Planned:
         from oomdoctor import pipeline
-        from oomdoctor.evidence.storages import unobserved
+        from oomdoctor.objects.storages import unobserved
         from oomdoctor.views.planned import Planned
 
         shell = self._shell
@@ -209,7 +209,7 @@ def check_source(text: str, what: str) -> None:
     Raises:
         UsageError: the line to show.
     """
-    from oomdoctor.model.magics import mask
+    from oomdoctor.program.magics import mask
 
     try:
         compile(mask(text).text, "<cell>", "exec", flags=_AWAITS, dont_inherit=True)

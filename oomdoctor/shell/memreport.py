@@ -176,7 +176,7 @@ def _unobserved() -> AbstractContextManager[None]:
     """Return a context past the modes of torch, where the program has loaded it."""
     if "torch" not in sys.modules:
         return nullcontext()
-    from oomdoctor.evidence.storages import unobserved
+    from oomdoctor.objects.storages import unobserved
 
     return unobserved()
 

@@ -27,7 +27,7 @@ def report(
         filenames: number of the cell by the file name of its code; as the notebook has it by default.
     """
     from oomdoctor import pipeline
-    from oomdoctor.evidence.frames import locals_of
+    from oomdoctor.objects.frames import locals_of
 
     shell = _notebook()
     if namespace is None:

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.names import is_users
+from oomdoctor.objects.named import is_users
 from oomdoctor.shell.script_source import global_names, has_changed
 
 __all__ = ["RESULT", "Call", "home_of", "spell", "unreadable"]

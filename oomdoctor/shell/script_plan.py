@@ -14,9 +14,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.kinds import spelled
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import parse_size
+from oomdoctor.objects.kinds import spelled
 from oomdoctor.shell.memplan import check_source
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _check_time(given: Any) -> None:
 
 
 def _seen(caller: FrameType) -> dict[str, Any]:
-    from oomdoctor.evidence.frames import locals_of
+    from oomdoctor.objects.frames import locals_of
 
     return {**caller.f_globals, **locals_of(caller)}
 

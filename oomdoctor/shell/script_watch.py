@@ -23,14 +23,15 @@ from threading import get_ident
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
-from oomdoctor.model import baseline, reserve
+from oomdoctor.model import baseline
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
-from oomdoctor.model.chain import chained, set_traceback, traceback_of
 from oomdoctor.model.fix import Edit
-from oomdoctor.model.names import bound_names
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.program.names import bound_names
+from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.script_call import RESULT
 from oomdoctor.shell.script_source import begun, indented

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.chain import set_traceback, traceback_of
+from oomdoctor.objects.chain import set_traceback, traceback_of
 from oomdoctor.shell.script_call import RESULT, home_of, spell, unreadable
 from oomdoctor.shell.script_source import body_of, future_flags, text_of
 from oomdoctor.shell.script_watch import (

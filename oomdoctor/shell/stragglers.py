@@ -23,7 +23,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Method
 from typing import Any, Final
 from weakref import WeakSet
 
-from oomdoctor.model.alive import alive_exactly
+from oomdoctor.objects.alive import alive_exactly
 from oomdoctor.shell.pools import unfinished
 
 __all__ = ["Beside", "beside", "end_since", "pools_since", "processes_since", "threads_at_work"]

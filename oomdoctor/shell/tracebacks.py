@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from oomdoctor.model import reserve
+from oomdoctor.sandbox import reserve
 from oomdoctor.shell.wrapping import Wrapped
 
 __all__ = ["TracebackWatch"]

@@ -26,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.model import baseline, reserve
+from oomdoctor.model import baseline
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import keep_large_blocks_apart, let_large_blocks_join
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly

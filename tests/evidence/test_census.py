@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.evidence import census
-from oomdoctor.evidence.frames import frames_of, locals_of
 from oomdoctor.evidence.ledger import Ledger
-from oomdoctor.evidence.objects import class_attributes, output_cache, user_names
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.aside import keep_apart
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
+from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.frames import frames_of, locals_of
+from oomdoctor.objects.named import class_attributes, output_cache, user_names
 
 _UNKNOWN = Unavailable("not asked in this test")
 HOST = DeviceMemory(
@@ -533,7 +533,7 @@ def test_locals_survive_a_report_under_a_trace_function() -> None:
 def test_a_very_deep_graph_is_followed_so_far_that_it_can_still_be_freed() -> None:
     code = """
 import threading, torch
-from oomdoctor.evidence.graph import DEEPEST, Graphs
+from oomdoctor.objects.graph import DEEPEST, Graphs
 total = torch.ones((), requires_grad=True)
 for _ in range(20 * DEEPEST):
     total = total * 1.0001

@@ -15,12 +15,13 @@ from typing import Any, Final
 import pytest
 
 import oomdoctor
-from oomdoctor.evidence import census, walk
-from oomdoctor.evidence.frames import frames_of
-from oomdoctor.evidence.lines import are_all_known
-from oomdoctor.evidence.objects import class_attributes, user_names
+from oomdoctor.evidence import census
 from oomdoctor.model.memory import Census, Holding
-from oomdoctor.model.names import loop_targets
+from oomdoctor.objects import walk
+from oomdoctor.objects.frames import frames_of
+from oomdoctor.objects.lines import are_all_known
+from oomdoctor.objects.named import class_attributes, user_names
+from oomdoctor.program.names import loop_targets
 
 SETUP: Final = """\
 import copy, functools, itertools

@@ -347,7 +347,7 @@ def test_many_samples_are_told_whole() -> None:
 
 
 def test_a_container_that_leads_to_too_much_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oomdoctor.evidence.walk._MOST_OBJECTS", 2000)
+    monkeypatch.setattr("oomdoctor.objects.walk._MOST_OBJECTS", 2000)
     endless: list[Any] = [[(lambda n=n: n, big(1)) for n in range(100)] for _ in range(120)]
     deep = {f"{a}": {f"{b}": [b, print, {}] for b in range(50)} for a in range(100)}
     rows = [{"x": number, "y": big(2), "f": print} for number in range(300)]

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.evidence import census
-from oomdoctor.evidence.frames import frames_of
-from oomdoctor.evidence.objects import user_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Role
+from oomdoctor.objects.frames import frames_of
+from oomdoctor.objects.named import user_names
 
 _UNKNOWN = Unavailable("not asked in this test")
 HOST = DeviceMemory(

@@ -19,8 +19,8 @@ from truth_notebook import Moment, Notebook, judged, unwatched
 from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER, Program
 
 import oomdoctor
-from oomdoctor.evidence.graph import Graphs
 from oomdoctor.model.memory import Census, Holding, Role
+from oomdoctor.objects.graph import Graphs
 
 
 @pytest.fixture(autouse=True)

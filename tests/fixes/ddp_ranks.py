@@ -91,7 +91,7 @@ def _serve() -> None:
     import torch.distributed.optim
 
     import oomdoctor.evidence.code
-    import oomdoctor.evidence.objects  # noqa: F401
+    import oomdoctor.objects.named  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -150,9 +150,9 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> Any:
     import torch
 
     from oomdoctor.evidence.code import facts
-    from oomdoctor.evidence.objects import find
-    from oomdoctor.model.kinds import Kind
     from oomdoctor.model.session import Cell, Cells
+    from oomdoctor.objects.kinds import Kind
+    from oomdoctor.objects.named import find
 
     os.environ.update(
         RANK=str(rank),

@@ -18,9 +18,9 @@ from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.kinds import Kind
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
 from oomdoctor.model.session import Cell, Cells, Named, Session
+from oomdoctor.objects.kinds import Kind
 
 NONE = Unavailable("not read in this test")
 INCIDENT = Incident(is_oom=True, family=Family.CUDA, device="cuda:0", requested=1 << 20)

@@ -28,8 +28,8 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
-from oomdoctor.model.kinds import Kind, kind_of
 from oomdoctor.model.session import Cells
+from oomdoctor.objects.kinds import Kind, kind_of
 
 __all__ = ["Outcome", "check", "check_edits"]
 

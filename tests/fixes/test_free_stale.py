@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from oomdoctor.evidence.code import facts
-from oomdoctor.evidence.objects import find
 from oomdoctor.fixes.free_stale import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+from oomdoctor.objects.named import find
 from oomdoctor.testing import assert_heals
 
 BUILD = """

@@ -22,8 +22,8 @@ import torch.utils.checkpoint
 from torch.nn.modules import module as module_home
 from torch.optim import optimizer as optimizer_home
 
-from oomdoctor.model.kinds import Kind, kind_of, plain_dict
-from oomdoctor.model.names import is_users
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
+from oomdoctor.objects.named import is_users
 
 __all__ = ["Traces", "moved", "other_form", "root_of"]
 

@@ -22,7 +22,8 @@ import pytest
 import torch
 from torch import nn
 
-from oomdoctor.retry import Transaction, writes
+from oomdoctor.program import writes
+from oomdoctor.retry import Transaction
 
 IMPORTS = """
 import abc, array, collections, contextvars, ctypes, decimal, functools, gc, io, logging, random, signal, sys

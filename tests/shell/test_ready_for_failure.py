@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
 
 import oomdoctor
-from oomdoctor.model import reserve
+from oomdoctor.sandbox import reserve
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -229,7 +229,7 @@ def test_what_large_blocks_leave_is_room_below_a_limit(kernel: Kernel) -> None:
     kernel.run("kept = [small for _, small in rows]; del rows", ok=True)
     assert kernel.value(f"({USED} - before) >> 20") < 40, "of 160 MiB, between what stays"
     kernel.run("%unload_ext oomdoctor", ok=True)
-    assert kernel.value("__import__('oomdoctor.model.reserve', fromlist=['x']).address_space()") == 0
+    assert kernel.value("__import__('oomdoctor.sandbox.reserve', fromlist=['x']).address_space()") == 0
     kernel.run(f"before = {USED}\nrows = [(np.ones(1 << 20), np.ones(1 << 16)) for _ in range(20)]", ok=True)
     kernel.run("kept = [small for _, small in rows]; del rows", ok=True)
     assert kernel.value(f"({USED} - before) >> 20") > 100, "as it was without"

@@ -19,12 +19,12 @@ from state_programs import Planted, cells_of
 from state_shell import besides, cleared, differing, known, run, said, seed, started
 
 from oomdoctor import fixes, pipeline
-from oomdoctor.model import primitives
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Effect, Patch, Proposal
 from oomdoctor.model.plan import Candidate, Forecast, Verdict
 from oomdoctor.retry.digest import state_digests
+from oomdoctor.sandbox import primitives
 from oomdoctor.shell import choosing
 
 CELLS: Final = cells_of("mlp", "AdamW")

@@ -1,0 +1,1 @@
+"""The live objects as one graph: what each kind of object holds, one bounded walk, paths, storages, frames."""

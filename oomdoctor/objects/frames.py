@@ -1,0 +1,191 @@
+"""Frames that hold tensors in their locals: those of a failure, and those that are running."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from threading import get_ident
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from oomdoctor.objects.chain import chained, traceback_of
+from oomdoctor.objects.kinds import module_of, spelled
+
+__all__ = [
+    "Frame",
+    "frames_of",
+    "holds_the_users",
+    "home_of",
+    "in_backward_elsewhere",
+    "leads_nowhere",
+    "lines_of",
+    "locals_of",
+    "running_frames",
+]
+
+_REFERENCES_OF_OURS: Final = 3
+"""To the dict of locals: the frame's, the variable that holds it here, and the argument of ``getrefcount``."""
+
+_DEBUGGERS: Final = frozenset({"bdb", "pdb", "IPython.core.debugger", "pydevd"})
+_LEADS_NOWHERE: Final = frozenset(
+    {"IPython", "ipykernel", "traitlets", "tornado", "zmq", "jupyter_client", "oomdoctor"}
+)
+"""Packages whose objects hold nothing of the user's but lead to a great deal."""
+_MACHINERY: Final = frozenset(
+    {
+        *("IPython", "ipykernel", "traitlets", "tornado", "asyncio", "zmq", "jupyter_client", "nbclient", "debugpy"),
+        *("threading", "concurrent", "queue", "selectors", "socketserver", "multiprocessing", "subprocess", "runpy"),
+        *("pytest", "_pytest", "pluggy", "xdist", "execnet", "__channelexec__", "oomdoctor"),
+    }
+)
+"""Packages whose frames hold nothing of the user's but lead to a great deal."""
+
+
+class Frame(NamedTuple):
+    """A frame's locals. Short-lived: it holds them.
+
+    Attributes:
+        place: ``forward at In[5] line 3``.
+        code_names: names that a frame at the top level of a program uses; empty for a function's.
+        is_program: whether its code is of the program that was asked about, and not of a library.
+        ends: whether it is still running, and lets go of its locals by itself.
+    """
+
+    values: dict[str, Any]
+    place: str
+    code_names: frozenset[str]
+    is_program: bool
+    ends: bool = False
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """Return the locals of ``frame``, leaving nothing behind on it.
+
+    Before Python 3.13, reading ``f_locals`` leaves a dict on the frame that keeps all of them alive until it ends.
+    It is emptied again, unless the program has it as well (it called ``locals()``), or a trace function is set: after
+    that ran, the interpreter writes the dict back into the frame, and what is not in it is deleted.
+    """
+    snapshot = frame.f_locals
+    values = dict(snapshot)
+    is_snapshot = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(snapshot) is dict
+    if is_snapshot and sys.getrefcount(snapshot) == _REFERENCES_OF_OURS and not _is_traced(frame):
+        snapshot.clear()
+    return values
+
+
+def _is_traced(frame: FrameType) -> bool:
+    if sys.gettrace() is not None or frame.f_trace is not None:
+        return True
+    inner: FrameType | None = sys._getframe()
+    while inner is not None:
+        if inner.f_trace is not None or inner.f_globals.get("__name__") in _DEBUGGERS:
+            return True
+        inner = inner.f_back
+    return False
+
+
+def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
+    """Yield the frames that ``exc`` and what it is chained to went through, outermost first, each once.
+
+    Args:
+        cells: number of the cell by the file name of its code.
+        namespace: the globals of the program, or a copy of them.
+    """
+    seen: set[int] = set()
+    for link in chained(exc):
+        traceback = traceback_of(link)
+        while traceback is not None:
+            frame, line = traceback.tb_frame, traceback.tb_lineno
+            traceback = traceback.tb_next
+            if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
+                seen.add(id(frame))
+                yield _read(frame, line, cells, namespace)
+
+
+def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return ``(cell, line)`` of the code of cells that an exception went through, outermost first.
+
+    Args:
+        cells: number of the cell by the file name of its code.
+        through: one of those places, by which the exception is told from others that it is chained to.
+    """
+    for link in chained(exc):
+        found = []
+        traceback = traceback_of(link)
+        while traceback is not None:
+            number = cells.get(traceback.tb_frame.f_code.co_filename)
+            found += [(number, traceback.tb_lineno)] if number is not None else []
+            traceback = traceback.tb_next
+        if through in found:
+            return found
+    return []
+
+
+def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
+    """Yield the frames of this thread that are running now, from where this package was called, outermost first.
+
+    Those of other threads are left alone: they run on while they are read.
+    """
+    stack: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    # A frame of ours among those kept here would hold them all, and be held by them.
+    stack = [frame for frame in reversed(stack) if not _is_of(home_of(frame), _MACHINERY)]
+    # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
+    first = next((at for at, frame in enumerate(stack) if _is_program(frame, namespace)), 0)
+    del stack[:first]
+    yield from (_read(frame, frame.f_lineno, cells, namespace)._replace(ends=True) for frame in stack)
+
+
+def in_backward_elsewhere() -> bool:
+    """Return whether another thread is in a backward, which frees what graphs saved without holding the GIL."""
+    running = sys._current_frames()
+    del running[get_ident()]  # this frame itself, which would hold itself
+    for innermost in running.values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "_engine_run_backward":
+                return True
+            frame = frame.f_back
+    return False
+
+
+def holds_the_users(frame: FrameType) -> bool:
+    """Return whether the locals of a frame are its own, and may hold what is the user's."""
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and not _is_of(home_of(frame), _MACHINERY)
+
+
+def leads_nowhere(cls: type) -> bool:
+    """Return whether objects of a class hold nothing of the user's but lead to a great deal."""
+    return _is_of(module_of(cls), _LEADS_NOWHERE)
+
+
+def _is_of(name: Any, packages: frozenset[str]) -> bool:
+    return type(name) is str and name.partition(".")[0] in packages
+
+
+def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Frame:
+    code = frame.f_code
+    number = cells.get(code.co_filename)
+    where = f"In[{number}]" if number is not None else code.co_filename.rsplit("/", 1)[-1]
+    at_top = not code.co_flags & inspect.CO_OPTIMIZED
+    return Frame(
+        values={} if at_top else locals_of(frame),
+        place=f"{code.co_name} at {where} line {line}",
+        code_names=frozenset(code.co_names) if at_top else frozenset(),
+        is_program=_is_program(frame, namespace),
+    )
+
+
+def _is_program(frame: FrameType, namespace: Mapping[str, Any]) -> bool:
+    home = namespace.get("__name__")
+    return frame.f_globals is namespace or (type(home) is str and home_of(frame) == home)
+
+
+def home_of(frame: FrameType) -> str:
+    """Return the name of the module that the code of a frame is of, nothing where it has none."""
+    name = spelled(frame.f_globals).get("__name__")
+    return name if type(name) is str else ""

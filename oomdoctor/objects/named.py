@@ -1,0 +1,131 @@
+"""The user's modules, optimizers, schedulers and loaders, found by the names that they go by."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from oomdoctor.objects.homes import is_users_file
+from oomdoctor.objects.kinds import (
+    Kind,
+    held_by,
+    is_plain_key,
+    kind_of,
+    members_of,
+    module_of,
+    mro_of,
+    pairs_of,
+    parts_of,
+    plain_dict,
+    spelled,
+)
+
+__all__ = ["class_attributes", "find", "is_home_of_users", "is_users", "of_class", "output_cache", "user_names"]
+
+_SHELL_NAMES: Final = frozenset({"In", "Out", "get_ipython", "exit", "quit"})
+_SHELL_UNDERSCORED: Final = re.compile(r"_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__|__[a-z]+")
+_DEPTH: Final = 3
+_MOST_ITEMS: Final = 64
+
+
+def is_users(name: object) -> bool:
+    """Return whether the user bound this name, and not IPython or Python."""
+    if type(name) is not str:
+        return False
+    if name[:1] != "_":
+        return name not in _SHELL_NAMES
+    return _SHELL_UNDERSCORED.fullmatch(name) is None
+
+
+def user_names(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names that the user bound; those of IPython are left out."""
+    yield from ((name, value) for name, value in list(namespace.items()) if is_users(name) and name.isidentifier())
+
+
+def class_attributes(names: Iterable[tuple[str, Any]], home: object) -> Iterator[tuple[str, Any]]:
+    """Yield what those of ``names`` hold that are classes of the module ``home``, or modules of the user's own.
+
+    Each by one name: what is deleted by one is gone by the others.
+    """
+    first: dict[int, tuple[str, Any]] = {}
+    for name, value in names:
+        first.setdefault(id(value), (name, value))
+    for name, value in first.values():
+        if type(value) is ModuleType:
+            if _is_users_module(value):
+                yield from ((f"{name}.{key}", item) for key, item in _own(vars(value)))
+        elif issubclass(type(value), type) and type(home) is str and module_of(value) == home:
+            yield from ((name + of_class(value, key), item) for key, item in _own(members_of(value)))
+
+
+def of_class(cls: type, name: str) -> str:
+    """Return the part of a path from a class to what it holds; it cannot be typed where the metaclass may refuse."""
+    metaclasses = (base for base in mro_of(type(cls)) if base is not type and base is not object)
+    refuses = any(type(key) is str and key == "__delattr__" for base in metaclasses for key in members_of(base))
+    return f".__dict__[{name!r}]" if refuses else f".{name}"
+
+
+def _own(held: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    return [(key, item) for key, item in list(held.items()) if type(key) is str and key[:2] != "__"]
+
+
+def is_home_of_users(name: str) -> bool:
+    """Return whether the module of this name is of the program: a script, a notebook, or a module of the user's own."""
+    module = sys.modules.get(name)
+    return name == "__main__" or (type(module) is ModuleType and _is_users_module(module))
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    """Return whether a module lies in no folder of Python's or of installed packages."""
+    return is_users_file(spelled(vars(module)).get("__file__"))
+
+
+def output_cache(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the results of earlier cells that IPython keeps."""
+    outputs = namespace.get("_oh")
+    if type(outputs) is dict:
+        yield from ((f"Out[{number}]", value) for number, value in list(outputs.items()))
+    yield from ((name, namespace[name]) for name in ("_", "__", "___") if name in namespace)
+
+
+def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]]:
+    """Return ``(path, object)`` by kind for every root module, optimizer, scheduler and loader.
+
+    A module that another one holds is no root. Containers and plain objects are looked into a few levels deep.
+    """
+    found: dict[Kind, dict[int, tuple[str, Any]]] = {
+        kind: {} for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER)
+    }
+    seen: set[int] = set()
+    level = list(user_names(spelled(namespace)))
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kind = kind_of(type(value))
+            if kind in found:
+                found[kind].setdefault(id(value), (path, value))
+            else:
+                below += _children(path, value, kind)
+        level = below
+    inner = parts_of([module for _, module in found[Kind.MODULE].values()])
+    found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
+    return {kind: tuple(items.values()) for kind, items in found.items()}
+
+
+def _children(path: str, value: Any, kind: Kind) -> list[tuple[str, Any]]:
+    if kind is Kind.MAPPING:
+        pairs = pairs_of(value, kind, _MOST_ITEMS)
+        return [(f"{path}[{key!r}]", item) for key, item in pairs if is_plain_key(key)]
+    if kind in (Kind.SEQUENCE, Kind.TUPLE):
+        return [(f"{path}[{index}]", item) for index, item in pairs_of(value, kind, _MOST_ITEMS)]
+    if kind is Kind.CALLABLE:
+        return [(f"{path}{suffix}", item) for suffix, item in held_by(value)]
+    if kind is Kind.OBJECT:
+        return [(f"{path}.{name}", item) for name, item in list((plain_dict(value) or {}).items())[:_MOST_ITEMS]]
+    return []

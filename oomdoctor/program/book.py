@@ -1,0 +1,327 @@
+"""The cells as one program, read for the numbers in it: where the value of an expression is written down.
+
+A batch size, the longest sequence or the size of an image is most often a name that another cell binds. Names are
+followed by their text through assignments, parameters, dictionaries, classes and arguments of the command line, to the
+literal that a person would edit. What is computed is not followed: there is no number to edit then.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own, parsed
+from oomdoctor.program.names import call_name
+from oomdoctor.program.settings import (
+    FUNCTIONS,
+    SETTINGS,
+    Function,
+    argument_defaults,
+    argument_for,
+    assigned,
+    binds,
+    calls,
+    default_of,
+    is_given,
+    key_of,
+    literal,
+    looked_up,
+    of_class,
+    own_statements,
+    parameters,
+    root_of,
+    sets_entry,
+)
+
+__all__ = ["SETTINGS", "Book", "Function", "Number", "Page", "Place", "call_name", "calls", "key_of", "literal"]
+
+_DEEPEST: Final = 8
+_EMPTY: Final = ast.Module(body=[], type_ignores=[])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Page:
+    """One cell and its tree; a cell that is not Python has an empty one."""
+
+    cell: Cell
+    tree: ast.Module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Place:
+    """Where an expression stands: within a function, or at the top level from ``line`` on."""
+
+    page: Page
+    function: Function | None = None
+    line: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Number:
+    """A whole number that is written down in a cell.
+
+    Attributes:
+        name: what it is bound to, if it is bound to a name.
+        entry: what the cells read it by where it is part of some settings: ``args.batch_size``.
+        is_choice: a condition decides whether it or another one counts.
+    """
+
+    page: Page
+    node: ast.Constant
+    name: str | None = None
+    entry: str | None = None
+    is_choice: bool = False
+
+    @property
+    def value(self) -> int:
+        """The number."""
+        return int(str(self.node.value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Book:
+    """All cells, the failing one last."""
+
+    pages: tuple[Page, ...]
+
+    @classmethod
+    def read(cls, cells: Cells) -> Book:
+        """Read the cells."""
+        return cls(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
+
+    @property
+    def failing(self) -> Page:
+        """The cell that ran out of memory."""
+        return self.pages[-1]
+
+    def page(self, number: int) -> Page:
+        """Return the cell of this number.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return {page.cell.number: page for page in self.pages}[number]
+
+    def functions(self) -> Iterator[tuple[Page, Function]]:
+        """Yield every function and method of the cells."""
+        for page in self.pages:
+            yield from ((page, node) for node in ast.walk(page.tree) if isinstance(node, FUNCTIONS))
+
+    def function(self, name: str) -> tuple[Page, Function] | None:
+        """Return the last function of the top level called ``name``."""
+        found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, FUNCTIONS)]
+        return next((one for one in reversed(found) if one[1].name == name), None)
+
+    def loop(self, facts: TrainingLoop) -> tuple[Place, Loop] | None:
+        """Return the loop that ``facts`` are of, and where it stands."""
+        page = self.page(facts.cell)
+        found = loop_at(page.tree, facts.line)
+        return None if found is None else (self.place(page, found), found)
+
+    def place(self, page: Page, node: ast.AST) -> Place:
+        """Return where ``node`` of ``page`` stands."""
+        path = ancestors(page.tree, node)
+        function = next((one for one in reversed(path) if isinstance(one, FUNCTIONS)), None)
+        return Place(page=page, function=function, line=getattr(node, "lineno", 1))
+
+    def binding(self, name: str, at: Place) -> tuple[ast.stmt, Place] | None:
+        """Return the statement of the top level that bound ``name`` last before ``at``, and where it stands."""
+        for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
+            for node in reversed(list(_unguarded(page.tree.body))):
+                if page is at.page and at.function is None and node.lineno >= at.line:
+                    continue
+                if binds(node, name):
+                    return node, Place(page=page, line=node.lineno)
+        return None
+
+    def value(self, name: str, at: Place) -> tuple[ast.expr, Place] | None:
+        """Return the expression that ``name`` was last assigned before ``at``, or that is passed for it."""
+        given = self.values(name, at)
+        return given[0] if len(given) == 1 else None
+
+    def values(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return the expressions that ``name`` may stand for at ``at``: several where calls differ."""
+        if at.function is not None and name in parameters(at.function) | bound(at.function):
+            return self._local(name, at, at.function)
+        found = self.binding(name, at)
+        if found is None:
+            return []
+        value = assigned(found[0], name)
+        return [(value, found[1])] if value is not None else []
+
+    def of_self(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return what methods of the class that ``at`` stands in assign to ``self.name``."""
+        path = ancestors(at.page.tree, at.function) if at.function is not None else ()
+        owner = next((node for node in reversed(path) if isinstance(node, ast.ClassDef)), None)
+        methods = [node for node in owner.body if isinstance(node, FUNCTIONS)] if owner is not None else []
+        return [
+            (node.value, Place(page=at.page, function=method))
+            for method in methods
+            for node in own_statements(method)
+            if isinstance(node, ast.Assign) and any(ast.unparse(one) == f"self.{name}" for one in node.targets)
+        ]
+
+    def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
+        made = [node for node in own_statements(function) if binds(node, name)]
+        if made:
+            value = assigned(made[-1], name) if len(made) == 1 else None
+            return [(value, at)] if value is not None else []
+        return list(self._passed(name, at.page, function))
+
+    def _passed(self, name: str, page: Page, function: Function) -> Iterator[tuple[ast.expr, Place]]:
+        default = default_of(function, name)
+        called = function.name
+        if called == "__init__":
+            called = next(
+                (n.name for n in ast.walk(page.tree) if isinstance(n, ast.ClassDef) and function in n.body), ""
+            )
+        uses = [
+            (call, self.place(where, call))
+            for where in self.pages
+            for call in calls(where.tree)
+            if call_name(call).rpartition(".")[2] == called
+        ]
+        omitted = not uses
+        for call, place in uses:
+            given = argument_for(call, function, name)
+            omitted = omitted or given is None
+            if given is not None:
+                yield given, place
+        if omitted and default is not None:
+            yield default, Place(page=page, line=function.lineno)
+
+    def numbers(
+        self, expr: ast.expr, at: Place, depth: int = _DEEPEST, name: str | None = None, entry: str | None = None
+    ) -> list[Number]:
+        """Return the literals that ``expr`` stands for at ``at``; empty if one of its values is not written down."""
+        if isinstance(expr, ast.Constant):
+            return [Number(page=at.page, node=expr, name=name, entry=entry)] if type(expr.value) is int else []
+        if depth == 0:
+            return []
+        expr = looked_up(expr)
+        if isinstance(expr, ast.IfExp):
+            known = [self.numbers(branch, at, depth - 1, name, entry) for branch in (expr.body, expr.orelse)]
+            known = [[replace(one, is_choice=True) for one in found] for found in known]
+        elif isinstance(expr, ast.Name):
+            known = [self.numbers(value, place, depth - 1, expr.id) for value, place in self.values(expr.id, at)]
+        elif isinstance(expr, ast.Attribute | ast.Subscript) and (others := self._other_names(expr, at)):
+            known = [self.numbers(other, place, depth - 1) for other, place in others]
+        elif isinstance(expr, ast.Attribute | ast.Subscript):
+            text = ast.unparse(expr)
+            known = [self.numbers(value, place, depth - 1, entry=text) for value, place in self._member(expr, at)]
+        else:
+            return []
+        return [one for found in known for one in found] if all(known) else []
+
+    def _other_names(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return ``cfg.size`` for ``c.size`` where ``c`` is another name of ``cfg``, such as a parameter."""
+        whole, key = expr.value, key_of(expr)
+        if not isinstance(whole, ast.Name) or key is None or self._set(whole, key, at) is not None:
+            return []
+        given = self.values(whole.id, at)
+        if not all(isinstance(value, ast.Name | ast.Attribute | ast.Subscript) for value, _ in given):
+            return []
+        copies = [(ast.parse(ast.unparse(expr), mode="eval").body, value, place) for value, place in given]
+        for copy, value, _ in copies:
+            copy.value = value  # type: ignore[attr-defined]
+        return [(copy, place) for copy, _, place in copies]
+
+    def constant(self, expr: ast.expr, at: Place, depth: int = _DEEPEST) -> ast.Constant | None:
+        """Return what ``expr`` stands for at ``at`` where the cells write it out, the same wherever they bind it."""
+        with suppress(ValueError):
+            return ast.Constant(ast.literal_eval(expr))
+        if depth == 0 or not isinstance(expr, ast.Name | ast.Attribute | ast.Subscript):
+            return None
+        given = self._bindings(expr.id, at) if isinstance(expr, ast.Name) else self._member(expr, at)
+        known = [None if value is None else self.constant(value, place, depth - 1) for value, place in given]
+        agree = None not in known and len({repr(one.value) for one in known if one is not None}) == 1
+        return known[0] if agree else None
+
+    def _bindings(self, name: str, at: Place) -> Sequence[tuple[ast.expr | None, Place]]:
+        """Return what each statement binds ``name`` to, None where that is no expression; unlike ``values``, of all."""
+        if at.function is not None and name in parameters(at.function) | bound(at.function):
+            return self._local(name, at, at.function)
+        found = [(page, node) for page in self.pages for node in page.tree.body if binds(node, name)]
+        return [(assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
+
+    def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
+        """Return what an attribute of a settings object or an item of a settings dictionary was given."""
+        key = key_of(expr)
+        if key is None:
+            return []
+        whole = expr.value
+        if (given := self._set(whole, key, at)) is not None:
+            return [given]
+        if isinstance(whole, ast.Name):
+            found = self.binding(whole.id, at)
+            if found is not None and isinstance(found[0], ast.ClassDef):
+                return [(value, found[1]) for value in of_class(found[0], key)]
+        return [one for value, place in self._wholes(whole, at) for one in self._of_object(value, key, place)]
+
+    def _wholes(self, whole: ast.expr, at: Place) -> list[tuple[ast.expr, Place]]:
+        if isinstance(whole, ast.Name):
+            return self.values(whole.id, at)
+        return self._member(whole, at) if isinstance(whole, ast.Attribute | ast.Subscript) else [(whole, at)]
+
+    def _set(self, whole: ast.expr, key: str, at: Place) -> tuple[ast.expr, Place] | None:
+        """Return what ``whole[key]`` was last set to by a statement of the top level, None where none sets it.
+
+        One that sets it in another way gives something that is no number.
+        """
+        root, text = root_of(whole), ast.unparse(whole)
+        if at.function is not None and root in parameters(at.function) | bound(at.function):
+            return None
+        for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
+            for node in reversed(page.tree.body):
+                if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
+                    continue
+                if any(sets_entry(part, text, key) for part in own(node)):
+                    value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+                    return value or ast.Constant(None), Place(page=page, line=node.lineno)
+                if binds(node, root):
+                    return None
+        return None
+
+    def _of_object(self, value: ast.expr, key: str, at: Place) -> list[tuple[ast.expr, Place]]:
+        if isinstance(value, ast.Dict):
+            return [
+                (item, at)
+                for name, item in zip(value.keys, value.values, strict=True)
+                if isinstance(name, ast.Constant) and name.value == key
+            ]
+        if not isinstance(value, ast.Call):
+            return []
+        if given := [keyword.value for keyword in value.keywords if keyword.arg == key]:
+            return [(given[0], at)]
+        if call_name(value).endswith(("parse_args", "parse_known_args")):
+            option = f"--{key}".replace("_", "-"), f"--{key}"
+            trees = [page.tree for page in self.pages]
+            if any(is_given(tree, option) for tree in trees):
+                return []
+            return [(one, self.place(page, one)) for page in self.pages for one in argument_defaults(page.tree, key)]
+        if SETTINGS.match(call_name(value)):
+            inner = [*value.args, *(keyword.value for keyword in value.keywords if keyword.arg is None)]
+            return [
+                found
+                for one in inner
+                for whole, there in self._wholes(one, at)
+                for found in self._of_object(whole, key, there)
+            ]
+        made = self.binding(call_name(value), at)
+        if made is None or not isinstance(made[0], ast.ClassDef):
+            return []
+        return [(one, made[1]) for one in of_class(made[0], key)]
+
+
+def _unguarded(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` among them: it holds here."""
+    for node in body:
+        if isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'":
+            yield from _unguarded(node.body)
+        else:
+            yield node

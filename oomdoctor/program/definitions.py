@@ -1,0 +1,233 @@
+"""The cells as one program: which definition of a name is live, and which of them the failing cell runs.
+
+Names are followed by their text alone, as the cells define them, the last definition winning. What is called through
+a variable, a dictionary or a framework is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from oomdoctor.model.session import Cells
+from oomdoctor.program.magics import MaskedCell, mask
+from oomdoctor.program.names import call_name, own_nodes
+
+__all__ = [
+    "Function",
+    "Loop",
+    "Program",
+    "Scope",
+    "Statement",
+    "is_gradless",
+    "place",
+    "read",
+    "short",
+    "statements",
+    "target_names",
+    "with_gradients",
+]
+
+FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+_LONGEST: Final = 72
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Function:
+    """A function or method of a cell. ``name`` is qualified by the class."""
+
+    name: str
+    cell: int
+    node: FunctionNode
+    in_class: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that an argument can be matched to, ``self`` left out."""
+        args = self.node.args
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+        return tuple(names[1:] if self.in_class and names[:1] == ["self"] else names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scope:
+    """Statements that run together: the top level of a cell (``function`` None) or the body of a function."""
+
+    cell: int
+    function: Function | None
+    body: tuple[ast.stmt, ...]
+
+    @property
+    def disables_grad(self) -> bool:
+        """Whether a decorator runs all of it without autograd."""
+        return self.function is not None and any(
+            call_name(node).rpartition(".")[2] in {"no_grad", "inference_mode"}
+            for node in self.function.node.decorator_list
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """All cells that are Python.
+
+    Attributes:
+        scopes: the top level of each cell and every live function, in the order of the cells.
+        running: those of them that the failing cell runs.
+        arguments: for each live function the ``(parameter, argument text)`` pairs on which all its calls agree.
+    """
+
+    failing: int
+    scopes: tuple[Scope, ...]
+    running: tuple[Scope, ...]
+    masked: Mapping[int, MaskedCell]
+    arguments: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+    def function(self, name: str) -> Scope | None:
+        """Return the live function called ``name``, or the one method of that name."""
+        found = [s for s in self.scopes if s.function and s.function.name.rpartition(".")[2] == name]
+        plain = [s for s in found if s.function and not s.function.in_class]
+        return (plain or found)[-1] if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statement:
+    """A simple statement, the loops that it stands in, the outermost first, and whether autograd is off there."""
+
+    node: ast.stmt
+    loops: tuple[Loop, ...]
+    is_gradless: bool
+
+
+def read(cells: Cells) -> Program:
+    """Return the cells parsed; those that are not Python count as empty."""
+    masked = {cell.number: mask(cell.source) for cell in cells.history}
+    trees = {number: _parse(cell.text) for number, cell in masked.items()}
+    live = {function.name: function for number, tree in trees.items() for function in _bound(number, tree.body)}
+    kept = {name: function for name, function in live.items() if function.node is not _GONE}
+    scopes = [Scope(cell=n, function=None, body=tuple(tree.body)) for n, tree in trees.items()]
+    scopes += [Scope(cell=f.cell, function=f, body=tuple(f.node.body)) for f in kept.values()]
+    failing = cells.failing.number
+    running = _reached(failing, scopes)
+    return Program(
+        failing=failing,
+        scopes=tuple(scopes),
+        running=running,
+        masked=masked,
+        arguments={function.name: _arguments(function, scopes) for function in kept.values()},
+    )
+
+
+def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless: bool = False) -> Iterator[Statement]:
+    """Yield the simple statements of ``body``, not going into functions and classes defined there."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        within = (*loops, node) if isinstance(node, ast.For | ast.AsyncFor | ast.While) else loops
+        off = gradless or (isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)))
+        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [one.body for one in (*getattr(node, "handlers", ()), *getattr(node, "cases", ()))]
+        for block in blocks:
+            yield from statements(block, within, off)
+        if not any(blocks):
+            yield Statement(node=node, loops=loops, is_gradless=off)
+
+
+def is_gradless(item: ast.withitem) -> bool:
+    """Whether a ``with`` of this runs without autograd."""
+    return call_name(item.context_expr).rpartition(".")[2] in {"no_grad", "inference_mode"}
+
+
+def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of ``body`` that do not stand under ``no_grad``, nested functions left out."""
+    for node in body:
+        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
+            continue
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from with_gradients(ast.iter_child_nodes(node))
+
+
+def place(scope: Scope, node: ast.stmt | ast.expr) -> str:
+    """Return where a piece of code stands, and its text: ``In[3] line 7: loss.backward()``."""
+    where = f"In[{scope.cell}] line {node.lineno}" if scope.cell else f"line {node.lineno}"
+    return f"{where}: {short(ast.unparse(node))}"
+
+
+def short(text: str) -> str:
+    """Return ``text`` on one line, cut where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def target_names(target: ast.AST) -> tuple[str, ...]:
+    """Return the names that an assignment to ``target`` binds."""
+    return tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _parse(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+_GONE = ast.parse("def gone(): pass").body[0]
+
+
+def _bound(cell: int, body: Iterable[ast.stmt], prefix: str = "") -> Iterator[Function]:
+    """Yield what the statements bind at their level; a name bound to something else hides the earlier function."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Function(name=prefix + node.name, cell=cell, node=node, in_class=bool(prefix))
+            yield from _bound_inside(cell, node, prefix)
+        elif isinstance(node, ast.ClassDef):
+            yield from _bound(cell, node.body, f"{node.name}.")
+        elif isinstance(node, ast.If | ast.With | ast.Try | ast.For):
+            yield from _bound(cell, [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)], prefix)
+        elif isinstance(node, ast.Assign | ast.Import | ast.ImportFrom) and not prefix:
+            for name in _plainly_bound(node):
+                yield Function(name=name, cell=cell, node=_GONE)  # type: ignore[arg-type]
+
+
+def _bound_inside(cell: int, node: FunctionNode, prefix: str) -> Iterator[Function]:
+    """Yield functions defined within a function, under their qualified name."""
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Function(name=f"{prefix}{node.name}.<locals>.{inner.name}", cell=cell, node=inner)
+
+
+def _plainly_bound(node: ast.Assign | ast.Import | ast.ImportFrom) -> tuple[str, ...]:
+    if isinstance(node, ast.Assign):
+        return tuple(name for target in node.targets for name in target_names(target))
+    return tuple((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+
+
+def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
+    """Return the failing cell's top level and what it calls, by name, and what that calls."""
+    waiting = [scope for scope in scopes if scope.function is None and scope.cell == failing]
+    done: list[Scope] = []
+    while waiting:
+        scope = waiting.pop(0)
+        if any(scope is other for other in done):
+            continue
+        done.append(scope)
+        called = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
+        waiting += [s for s in scopes if s.function and s.function.name.rpartition(".")[2] in called]
+    return tuple(done)
+
+
+def _arguments(function: Function, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
+    name = function.name.rpartition(".")[2]
+    seen: dict[str, set[str]] = {}
+    for scope in scopes:
+        for call in own_nodes(scope.body):
+            if isinstance(call, ast.Call) and call_name(call).rpartition(".")[2] == name:
+                pairs = [*zip(function.parameters, call.args, strict=False)]
+                pairs += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+                for parameter, value in pairs:
+                    seen.setdefault(parameter, set()).add(ast.unparse(value))
+    return tuple((parameter, texts.pop()) for parameter, texts in seen.items() if len(texts) == 1)

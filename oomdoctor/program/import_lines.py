@@ -1,0 +1,107 @@
+"""Imports that a patch needs: under which name, and where in the cell they go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.program import rewriting
+from oomdoctor.program.names import imports_in
+
+if TYPE_CHECKING:
+    from oomdoctor.model.session import Cells
+
+__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "source_of"]
+
+_FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
+"""Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
+
+
+def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
+    """Return the name to import ``module.attribute`` by: its own, unless the cells mean something else by it.
+
+    Args:
+        module: where it is imported from.
+        attribute: what is imported.
+        cells: the cells that were run.
+        otherwise: what to call it then.
+    """
+    bound = re.compile(rf"^[ \t]*{attribute}\s*(,[\w, ]*)?=(?!=)|\bas {attribute}\b", re.MULTILINE)
+    used = re.compile(rf"\b{attribute}\b")
+    if knows(cells, attribute, f"{module}.{attribute}"):
+        return attribute if not any(bound.search(cell.source) for cell in cells.history) else _fresh(otherwise, cells)
+    return _fresh(otherwise, cells) if any(used.search(cell.source) for cell in cells.history) else attribute
+
+
+def _fresh(stem: str, cells: Cells) -> str:
+    return rewriting.fresh_name(stem, cells)
+
+
+def knows_torch(cells: Cells) -> bool:
+    """Whether a cell imports torch under its own name."""
+    return knows(cells, "torch", "torch")
+
+
+def knows(cells: Cells, name: str, home: str) -> bool:
+    """Whether a cell imports ``home``, a module or what is in one, as ``name``."""
+    return any((name, home) in imports_in(cell.source) for cell in cells.history)
+
+
+def source_of(module: str, attribute: str, name: str) -> str:
+    """Return the import statement."""
+    return f"from {module} import {attribute}" + ("" if name == attribute else f" as {name}")
+
+
+def insert_at_top(parsed: rewriting.ParsedCell, module: cst.Module, imports: Sequence[str]) -> cst.Module:
+    """Return ``module``, a changed form of ``parsed.module``, with those of ``imports`` that it lacks.
+
+    They follow the imports that the cell begins with, else its magics; blank lines set them off from other code, whose
+    comments stay with it.
+    """
+    present = {module.code_for_node(node).strip() for node in module.body}
+    missing = [text for text in imports if text not in present]
+    if not missing:
+        return module
+    at = _after_imports(parsed)
+    new = list(rewriting.statements("\n".join(missing) + "\n", parsed))
+    header, body = list(module.header), list(module.body)
+    if at == 0 and body:
+        header, above = _parted(header)
+        body[0] = body[0].with_changes(leading_lines=[*above, *body[0].leading_lines])
+    if at < len(body) and not rewriting.is_import(body[at]) and not _begins_with_blank(body[at]):
+        beside = any(isinstance(one, cst.FunctionDef | cst.ClassDef) for one in (new[-1], body[at]))
+        blank = [cst.EmptyLine(indent=False)] * (2 if beside else 1)
+        body[at] = body[at].with_changes(leading_lines=[*blank, *body[at].leading_lines])
+    return module.with_changes(header=header, body=[*body[:at], *new, *body[at:]])
+
+
+def _parted(header: Sequence[cst.EmptyLine]) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
+    """Return what stands above the first statement: what is apart from it, and the comments right above it.
+
+    LibCST keeps both with the module. Lines for tools stay first.
+    """
+    at = len(header)
+    while at and (comment := header[at - 1].comment) is not None and not _FOR_TOOLS.match(comment.value):
+        at -= 1
+    return list(header[:at]), list(header[at:])
+
+
+def _after_imports(parsed: rewriting.ParsedCell) -> int:
+    """Return where in the body the docstring, imports and magics end that the cell, or the script, begins with."""
+    masked = {text for text, _ in parsed.masked.hidden}
+    at = 0
+    for index, node in enumerate(parsed.module.body):
+        is_docstring = index == 0 and parsed.module.get_docstring(clean=False) is not None
+        if is_docstring or rewriting.is_import(node) or parsed.code(node) in masked:
+            at = index + 1
+        else:
+            break
+    return at
+
+
+def _begins_with_blank(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
+    lines = list(getattr(node, "leading_lines", ()))
+    return bool(lines) and lines[0].comment is None

@@ -1,0 +1,356 @@
+"""Edits of earlier cells, with the statements that have to run again so that the live objects follow.
+
+A retry runs the failing cell alone. Where an earlier cell is changed, what was made from the changed value there and in
+the cells between is made anew, in its order, as long as that has no other effect: loaders, data sets of files,
+arithmetic. Where something that the failing cell needs was made in another way, the change is refused, because the
+failing cell would then run with half of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+from typing import Final
+
+import libcst as cst
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Number, Page, calls
+from oomdoctor.program.dataflow import bound, own, reads
+from oomdoctor.program.names import call_name
+from oomdoctor.program.needs import (
+    DEFINITIONS,
+    can_be_set,
+    closed,
+    entry_of,
+    holds_settings,
+    is_update,
+    masked_text,
+    needed,
+    only_defines,
+    reads_entry,
+    rebound,
+    receivers,
+)
+from oomdoctor.program.rewriting import exchange
+from oomdoctor.program.settings import binds
+
+__all__ = ["LOADERS", "exchange_numbers", "node_of", "write"]
+
+_PASSING: Final = (".step", ".zero_grad")
+"""Methods that are part of a training that ran: what is made anew begins without it."""
+
+LOADERS: Final = re.compile(
+    r"^(len|int|float|str|min|max|sum|range|list|dict|tuple|round|partial|functools\.partial|os\.path\.join|Path"
+    r"|(math\.|np\.)?(ceil|floor)|torch\.cuda\.is_available|(types\.)?SimpleNamespace|(argparse\.)?Namespace"
+    r"|(\w+\.)?(EasyDict|edict|AttrDict|DotDict|Munch|ConfigDict)|OmegaConf\.create"
+    r"|(torch\.utils\.data\.|data\.|utils\.data\.)?(DataLoader|TensorDataset|Subset|ConcatDataset|BatchSampler"
+    r"|SequentialSampler|RandomSampler|SubsetRandomSampler|WeightedRandomSampler|DistributedSampler)"
+    r"|(torchvision\.|tv\.)?(datasets|transforms|T|v2|transforms\.v2)\.\w+"
+    r"|Compose|ToTensor|Normalize|Resize|CenterCrop|RandomCrop|RandomResizedCrop|RandomHorizontalFlip"
+    r"|MNIST|FashionMNIST|CIFAR10|CIFAR100|ImageFolder|DataCollator(With|For)\w+)$"
+)
+"""Calls that only make an object: they draw no random numbers, and running them again leaves nothing behind."""
+
+_LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
+
+
+def node_of(parsed: rewriting.ParsedCell, node: ast.expr) -> cst.CSTNode | None:
+    """Return the node of LibCST's tree that stands where ``node`` of the same cell does."""
+    if node.end_lineno is None or node.end_col_offset is None:
+        return None
+    lines = parsed.masked.text.split("\n")
+    start = node.lineno, len(lines[node.lineno - 1].encode()[: node.col_offset].decode())
+    end = node.end_lineno, len(lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode())
+    for found, where in parsed.positions.items():
+        at = (where.start.line, where.start.column), (where.end.line, where.end.column)
+        if at == (start, end) and isinstance(found, cst.BaseExpression):
+            return found
+    return None
+
+
+def exchange_numbers(cells: Cells, values: Mapping[Number, int], makes: re.Pattern[str] = LOADERS) -> Patch | Refused:
+    """Return the patch that writes other values where these numbers stand; ``makes`` as in ``write``."""
+    changed: dict[int, tuple[rewriting.ParsedCell, cst.Module]] = {}
+    for cell in {number.page.cell.number: number.page.cell for number in values}.values():
+        parsed = rewriting.read(cell.source)
+        if isinstance(parsed, Refused):
+            return parsed
+        places = {
+            node: cst.Integer(str(value))
+            for number, value in values.items()
+            if number.page.cell is cell and (node := node_of(parsed, number.node)) is not None
+        }
+        changed[cell.number] = parsed, exchange(parsed.module, places)
+    return write(cells, changed, makes, entries={number: value for number, value in values.items() if number.entry})
+
+
+def write(
+    cells: Cells,
+    changed: Mapping[int, tuple[rewriting.ParsedCell, cst.Module]],
+    makes: re.Pattern[str] = LOADERS,
+    used_up: Set[str] = frozenset(),
+    entries: Mapping[Number, int] = MappingProxyType({}),
+) -> Patch | Refused:
+    """Return the patch of cells changed from a parsed form to a module, by their numbers.
+
+    Args:
+        makes: names of the calls that may run again.
+        used_up: names of what a changed statement used up or changed when it ran: they are made anew as well.
+        entries: values within settings that are all that changes in their statements.
+    """
+    texts: dict[int, str] = {}
+    for number, (parsed, module) in changed.items():
+        text = rewriting.write(parsed, module)
+        if isinstance(text, Refused):
+            return text
+        texts[number] = text
+    before = Book.read(cells)
+    after = Book.read(
+        Cells(
+            history=tuple(
+                Cell(number=cell.number, source=texts.get(cell.number, cell.source)) for cell in cells.history
+            )
+        )
+    )
+    again = _Again(after, makes, used_up, entries)
+    for old, new in zip(before.pages[:-1], after.pages[:-1], strict=True):
+        if (why := again.take(old, new)) is not None:
+            return Refused(why)
+    failing = cells.failing.number
+    earlier = sorted(number for number in texts if number != failing)
+    if not earlier and again.texts:
+        return Refused(f"cell {min(again.texts)} made what the failing cell uses up")
+    edits = []
+    for number, text in texts.items():
+        since = number if number != min(earlier, default=0) else 0
+        until = min((other for other in earlier if other > number), default=failing)
+        replay = "\n".join(again.texts[of] for of in sorted(again.texts) if since <= of < until)
+        edits.append(
+            Edit(
+                cell=number,
+                before=cells.get(number).source,
+                after=text,
+                replay=text if number == failing else replay,
+            )
+        )
+    return rewriting.join(cells, edits)
+
+
+class _Again:
+    """Finds what has to run again, cell by cell.
+
+    Attributes:
+        texts: those statements, as they stand in the changed cells, by the number of their cell.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        makes: re.Pattern[str],
+        used_up: Set[str],
+        entries: Mapping[Number, int] = MappingProxyType({}),
+    ) -> None:
+        self._book, self._makes, self._used_up, self._values = book, makes, used_up, entries
+        self._needed = needed(book)
+        self._stale: set[str] = set()
+        self._entries: dict[str, set[str]] = {}
+        self.texts: dict[int, str] = {}
+
+    def take(self, old: Page, new: Page) -> str | None:
+        """Take from one cell what has to run again; return why it cannot, None if all is well."""
+        known = {ast.dump(node) for node in old.tree.body}
+        text, found = masked_text(new), []
+        for place, node in enumerate(new.tree.body):
+            is_changed = ast.dump(node) not in known or bool(self._used_up & rebound(node))
+            if is_changed and (lines := self._set_live(old, place, node)):
+                found += lines
+                continue
+            if not is_changed and not self._reads_stale(node):
+                self._stale -= rebound(node)
+                continue
+            if is_changed and isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
+                rerun = True
+            else:
+                rerun = self._is_made_anew(node)
+            if rerun:
+                found.append(ast.get_source_segment(text, node) or ast.unparse(node))
+                self._mark(old, place, node)
+            elif (instead := self._of_the_same_data(node)) is not None:
+                found.append(instead)
+                self._stale |= bound(node)
+            elif is_changed or self._touches(node):
+                return self._why(new, node, is_changed)
+        if found:
+            self.texts[new.cell.number] = "\n".join(found)
+        return None
+
+    def _changed_entries(self, old: Page, place: int) -> dict[Number, int]:
+        """Return the values within settings that change in a statement, none if others change as well."""
+        if place >= len(old.tree.body):
+            return {}
+        node, number_of = old.tree.body[place], old.cell.number
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        return {
+            number: value
+            for number, value in self._values.items()
+            if number.page.cell.number == number_of and number.node.lineno in lines
+        }
+
+    def _set_live(self, old: Page, place: int, node: ast.stmt) -> list[str]:
+        """Return lines that change settings where they are, where only an entry of theirs changes."""
+        if not isinstance(node, ast.Assign | ast.Expr) or (isinstance(node, ast.Assign) and not can_be_set(node)):
+            return []
+        changes = self._changed_entries(old, place)
+        if isinstance(node, ast.Assign) and any(self._is_rebound(entry_of(n)[0], old, place) for n in changes):
+            return []
+        for number in changes:
+            root, key = entry_of(number)
+            self._entries.setdefault(root, set()).add(key)
+        return [f"{number.entry} = {value}" for number, value in changes.items()]
+
+    def _is_rebound(self, name: str, old: Page, place: int) -> bool:
+        """Whether an earlier cell binds ``name`` to something else after a statement."""
+        number = old.cell.number
+        later = [node for page in self._book.pages[:-1] if page.cell.number > number for node in page.tree.body]
+        return any(binds(node, name) for node in [*old.tree.body[place + 1 :], *later])
+
+    def _mark(self, old: Page, place: int, node: ast.stmt) -> None:
+        """Note what is another thing now that ``node`` runs again: all of it, or an entry of settings."""
+        names = {node.name} if isinstance(node, DEFINITIONS) else bound(node)
+        keys = {entry_of(number)[1] for number in self._changed_entries(old, place)}
+        value = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(value, ast.Call) and not keys and self._is_settings(call_name(value)):
+            keys = self._entries.get(call_name(value), set())
+        if keys and (isinstance(node, ast.ClassDef) or isinstance(value, ast.Call)):
+            for name in names:
+                self._entries.setdefault(name, set()).update(keys)
+        else:
+            self._stale |= names
+
+    def _is_settings(self, name: str) -> bool:
+        classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
+        return any(node.name == name and holds_settings(node) for node in classes)
+
+    def _reads_stale(self, node: ast.stmt) -> bool:
+        names = self._reads_now(node)
+        if names & self._stale:
+            return True
+        trees: list[ast.AST] = [node]
+        if any(isinstance(part, ast.Call) for part in ast.walk(node)):
+            called = {call_name(call) for call in calls(node)}
+            reached = called | closed(self._book, called)
+            trees += [
+                one
+                for page in self._book.pages
+                for one in page.tree.body
+                if isinstance(one, DEFINITIONS) and one.name in reached
+            ]
+        return any(
+            reads_entry(tree, root, keys) for root, keys in self._entries.items() if root in names for tree in trees
+        )
+
+    def _of_the_same_data(self, node: ast.stmt) -> str | None:
+        """Return the line that makes a loader anew of the data set that the one there has, None where it is no loader.
+
+        The data set is made in the call, and what making it again would do is not known.
+        """
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
+            return None
+        call = node.value
+        if not isinstance(call, ast.Call) or not _LOADER.match(call_name(call)) or not call.args:
+            return None
+        data, *rest = call.args
+        others = [*rest, *(keyword.value for keyword in call.keywords)]
+        iterates = any("Iterable" in ast.unparse(base) for one in self._classes_of(data) for base in one.bases)
+        if iterates or not isinstance(data, ast.Call) or self._reads_stale(ast.copy_location(ast.Expr(data), node)):
+            return None
+        if not all(self._is_plain(one) for one in others):
+            return None
+        name = node.targets[0].id
+        same = ast.Call(
+            func=call.func, args=[ast.parse(f"{name}.dataset", mode="eval").body, *rest], keywords=call.keywords
+        )
+        return f"{name} = {ast.unparse(same)}"
+
+    def _classes_of(self, data: ast.expr) -> list[ast.ClassDef]:
+        nodes = (node for page in self._book.pages for node in page.tree.body)
+        return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == call_name(data)]
+
+    def _reads_now(self, node: ast.stmt) -> set[str]:
+        """Return the names that ``node`` reads when it runs: of a function its defaults and decorators alone."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.decorator_list]
+            return {name for part in given for name in reads(part)}
+        if isinstance(node, ast.ClassDef):
+            outside = {name for part in [*node.bases, *node.decorator_list] for name in reads(part)}
+            return outside.union(*(self._reads_now(part) for part in node.body))
+        return reads(node) | closed(self._book, {call_name(call) for call in calls(node)})
+
+    def _is_made_anew(self, node: ast.stmt) -> bool:
+        """Whether running ``node`` again does no more than to bind its names to new objects."""
+        if isinstance(node, ast.ClassDef):
+            return holds_settings(node) or only_defines(node)
+        if isinstance(node, ast.If):
+            branches = [*node.body, *node.orelse]
+            return self._is_plain(node.test) and all(map(self._is_made_anew, branches))
+        if isinstance(node, ast.Pass):
+            return True
+        if is_update(node) and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            return all(self._is_plain(part) for part in [*node.value.args, *(k.value for k in node.value.keywords)])
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            return False
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [part for target in targets for part in getattr(target, "elts", [target])]
+        return all(isinstance(part, ast.Name) for part in names) and self._is_plain(node)
+
+    def _is_plain(self, node: ast.AST, depth: int = 4) -> bool:
+        if any(isinstance(part, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr) for part in ast.walk(node)):
+            return False
+        return all(self._may_run(call, depth) for call in calls(node))
+
+    def _may_run(self, call: ast.Call, depth: int) -> bool:
+        name = call_name(call)
+        classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
+        if any(node.name == name for node in classes):
+            return all(holds_settings(node) for node in classes if node.name == name)
+        if name.endswith(".get") and name.partition(".")[0] in self._entries:
+            return True
+        found = self._book.function(name)
+        if found is None:
+            return self._makes.match(ast.unparse(call.func)) is not None
+        return (
+            depth > 0
+            and all(
+                isinstance(node, ast.Assign | ast.AnnAssign | ast.Return | ast.Pass)
+                or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+                for node in found[1].body
+            )
+            and all(self._is_plain(node, depth - 1) for node in found[1].body)
+        )
+
+    def _touches(self, node: ast.stmt) -> bool:
+        """Whether ``node``, which is left as it ran, made or changed something that the failing cell needs."""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            return False
+        if isinstance(node, DEFINITIONS):
+            return node.name in self._needed
+        if isinstance(node, ast.Expr):
+            is_lasting = not any(ast.unparse(call.func).endswith(_PASSING) for call in calls(node))
+            return is_lasting and bool(receivers(node) & (self._needed | self._stale))
+        # A loop or a block of an earlier cell is history, but for what it made of the changed value itself.
+        if any(is_update(part) and receivers(part) & self._stale for part in own(node)):
+            return True
+        assigned = [part for part in own(node) if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+        return any(self._reads_stale(part) and (bound(part) | receivers(part)) & self._needed for part in assigned)
+
+    def _why(self, page: Page, node: ast.stmt, is_changed: bool) -> str:
+        where = f"line {node.lineno} of cell {page.cell.number}"
+        if is_changed:
+            return f"{where} does more than to make an object, so it cannot run again for a retry"
+        return f"{where} made something of it that the failing cell needs, and cannot run again for a retry"

@@ -1,0 +1,279 @@
+"""Cells read and written with LibCST: what every fix that changes source shares.
+
+IPython's own lines are masked while LibCST looks at a cell and put back in the text that comes out, so formatting,
+comments and magics stay exactly as they were wherever a fix did not change them. Whatever cannot be read or replayed
+becomes a ``Refused`` with a reason that a user can be shown, never an exception.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import libcst as cst
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.magics import MaskedCell, mask
+
+__all__ = [
+    "Definition",
+    "New",
+    "ParsedCell",
+    "Statement",
+    "apart",
+    "block",
+    "edit",
+    "enclosing",
+    "exchange",
+    "fresh_name",
+    "is_import",
+    "join",
+    "lines_apart",
+    "loop_at",
+    "path_to",
+    "read",
+    "replace",
+    "replace_all",
+    "statement_at",
+    "statements",
+    "write",
+]
+
+Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Definition: TypeAlias = cst.FunctionDef | cst.ClassDef
+New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst.CSTNode]
+"""What comes in the place of a node: another one, statements, or what is made of it when all within it is exchanged."""
+
+_WORD: Final = re.compile(r"[^\W\d]\w*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParsedCell:
+    """A cell as a LibCST module.
+
+    Attributes:
+        positions: where each node of ``module`` stands; lines are those of the cell.
+    """
+
+    source: str
+    module: cst.Module
+    masked: MaskedCell = field(repr=False)
+    positions: Mapping[cst.CSTNode, CodeRange] = field(repr=False)
+
+    def lines_of(self, node: cst.CSTNode) -> range:
+        """Return the lines of the cell that ``node`` stands on, one-based."""
+        where = self.positions[node]
+        return range(where.start.line, where.end.line + 1)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """Return the source text of ``node``, without the blank lines and comments before it."""
+        bare = node.with_changes(leading_lines=()) if hasattr(node, "leading_lines") else node
+        return self.module.code_for_node(bare).strip()
+
+
+def read(source: str) -> ParsedCell | Refused:
+    """Return ``source`` parsed, or why it could not be."""
+    masked = mask(source)
+    try:
+        wrapper = MetadataWrapper(cst.parse_module(masked.text))
+    except cst.ParserSyntaxError as error:
+        return Refused(f"line {error.raw_line} of the cell is not Python that can be rewritten")
+    positions = {
+        node: where for node, where in wrapper.resolve(PositionProvider).items() if isinstance(where, CodeRange)
+    }
+    return ParsedCell(source=source, module=wrapper.module, masked=masked, positions=positions)
+
+
+def write(parsed: ParsedCell, module: cst.Module) -> str | Refused:
+    """Return the text of ``module``, a changed form of ``parsed.module``, with IPython's lines back in it."""
+    text = parsed.masked.unmask(module.code)
+    return text if text is not None else Refused("the change would touch a line of IPython's own syntax")
+
+
+def path_to(parsed: ParsedCell, line: int) -> tuple[Statement, ...]:
+    """Return the statements that ``line`` stands in, outermost first; empty between statements."""
+    found = [node for node, where in parsed.positions.items() if _is_statement(node) and _covers(where, line)]
+    found.sort(key=lambda node: (parsed.positions[node].start.line, -parsed.positions[node].end.line))
+    return tuple(found)  # type: ignore[arg-type]
+
+
+def statement_at(parsed: ParsedCell, line: int) -> Statement | None:
+    """Return the innermost statement on ``line``."""
+    path = path_to(parsed, line)
+    return path[-1] if path else None
+
+
+def loop_at(parsed: ParsedCell, line: int) -> cst.For | cst.While | None:
+    """Return the loop that begins on ``line``."""
+    loops = (node for node in reversed(path_to(parsed, line)) if isinstance(node, cst.For | cst.While))
+    return next((loop for loop in loops if parsed.lines_of(loop).start == line), None)
+
+
+def apart(node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.SimpleStatementLine]:
+    """Return the statements that share a line, each on a line of its own."""
+    if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1:
+        return [node]
+    lines = [
+        cst.SimpleStatementLine(body=[small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for small in node.body
+    ]
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=node.trailing_whitespace)
+    lines[0] = lines[0].with_changes(leading_lines=getattr(node, "leading_lines", ()))
+    return lines
+
+
+def lines_apart(loop: cst.For | cst.While) -> list[cst.BaseStatement]:
+    """Return the statements of a loop's body, each on a line of its own."""
+    body = loop.body
+    if isinstance(body, cst.SimpleStatementSuite):
+        return list(apart(body))
+    lines = (apart(node) if isinstance(node, cst.SimpleStatementLine) else [node] for node in body.body)
+    return [one for line in lines for one in line]  # type: ignore[misc]
+
+
+def block(loop: cst.For | cst.While, lines: Sequence[cst.BaseStatement]) -> cst.IndentedBlock:
+    """Return the body of a loop with these statements in it."""
+    if isinstance(loop.body, cst.IndentedBlock):
+        return loop.body.with_changes(body=lines)
+    return cst.IndentedBlock(body=lines)
+
+
+def enclosing(parsed: ParsedCell, line: int) -> Definition | None:
+    """Return the function or class at the top level of the cell that ``line`` stands in."""
+    path = path_to(parsed, line)
+    return path[0] if path and isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
+
+
+def statements(text: str, parsed: ParsedCell) -> tuple[Statement, ...]:
+    """Return ``text`` as statements that take on the indentation of ``parsed``."""
+    return tuple(cst.parse_module(text, config=parsed.module.config_for_parsing).body)
+
+
+def replace(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode | Sequence[Statement]) -> cst.Module:
+    """Return ``module`` with ``old`` (the very node) replaced by a node, or a statement by several or none."""
+    changed = module.deep_replace(old, new) if isinstance(new, cst.CSTNode) else exchange(module, {old: new})
+    if not isinstance(changed, cst.Module):
+        raise TypeError("a module cannot be replaced by something else")
+    return changed
+
+
+def replace_all(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[Statement]]) -> cst.Module:
+    """Return ``module`` with each of these statements (none within another) replaced by several or none."""
+    return exchange(module, changes)
+
+
+def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Module:
+    """Return ``module`` with each of these very nodes exchanged."""
+    return module.visit(_Exchange(changes))
+
+
+def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:
+    """Return ``stem``, or ``stem_2`` and so on, whichever no cell uses in any way and ``taken`` does not hold."""
+    used = {word for cell in cells.history for word in _WORD.findall(cell.source)} | set(taken) | set(dir(builtins))
+    name, number = stem, 2
+    while name in used or keyword.iskeyword(name):
+        name, number = f"{stem}_{number}", number + 1
+    return name
+
+
+def edit(
+    cells: Cells, cell: Cell, parsed: ParsedCell, module: cst.Module, live: Sequence[str] | None = None
+) -> Edit | Refused:
+    """Return the change of ``cell`` from ``parsed.module`` to ``module``, with what a retry has to run for it.
+
+    For an earlier cell that is what it newly imports, the changed functions of its top level, and ``live``. Another
+    change there is refused, as running such a statement again could undo what the user did since.
+
+    Args:
+        cells: the cells that were run.
+        cell: one of them.
+        parsed: it, as it was.
+        module: what becomes of it.
+        live: lines that do to the objects that are there what changed statements of an earlier cell do when they make
+            them, None where no statement is changed.
+    """
+    after = write(parsed, module)
+    if isinstance(after, Refused):
+        return after
+    if cell is cells.failing or cell.number == cells.failing.number:
+        return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
+    changed = _changed(parsed.module, module)
+    imports, functions = ([node for node in changed if holds(node)] for holds in (is_import, _is_function))
+    others = [node for node in changed if node not in imports and node not in functions]
+    if any(isinstance(node, cst.ClassDef) for node in others):
+        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+    if others and live is None:
+        return Refused(f"the change is in statements of cell {cell.number}, which the live objects would not follow")
+    parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions)]
+    texts = [parsed.masked.unmask(text) for text in filter(None, parts)]
+    if None in texts:
+        return Refused("the change would touch a line of IPython's own syntax")
+    replay = "\n\n".join([*map(str, texts), *(["\n".join(live)] if live else [])])
+    return Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
+
+
+def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:
+    """Return the edits as one patch, the failing cell last, or the first refusal among them."""
+    good: list[Edit] = []
+    for one in edits:
+        if isinstance(one, Refused):
+            return one
+        if one.before != one.after:
+            good.append(one)
+    if not good:
+        return Refused("there is nothing left to change")
+    good.sort(key=lambda one: (one.cell == cells.failing.number, one.cell))
+    return Patch(edits=tuple(good))
+
+
+def _changed(before: cst.Module, after: cst.Module) -> list[Statement]:
+    """Return the top-level statements of ``after`` that ``before`` does not have in the same text."""
+    known = {_text(before, node) for node in before.body}
+    return [node for node in after.body if _text(after, node) not in known]
+
+
+def _text(module: cst.Module, node: cst.CSTNode) -> str:
+    return module.code_for_node(node).lstrip("\n")
+
+
+def is_import(node: cst.CSTNode) -> bool:
+    """Whether ``node`` is a line that imports."""
+    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
+
+
+def _is_function(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.FunctionDef)
+
+
+def _is_statement(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
+
+
+def _covers(where: CodeRange, line: int) -> bool:
+    return where.start.line <= line <= where.end.line
+
+
+class _Exchange(cst.CSTTransformer):
+    """Puts something else in the place of some nodes."""
+
+    def __init__(self, changes: Mapping[cst.CSTNode, New]) -> None:
+        super().__init__()
+        self._changes = {id(old): new for old, new in changes.items()}
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
+        new = self._changes.get(id(original_node))
+        if new is None:
+            return super().on_leave(original_node, updated_node)
+        if isinstance(new, cst.CSTNode):
+            return new
+        if callable(new):
+            return new(updated_node)
+        return cst.FlattenSentinel(new) if new else cst.RemovalSentinel.REMOVE

@@ -1,0 +1,354 @@
+"""Training loops as the AST shows them: what they iterate over, what they call, and in which order.
+
+A loop trains if ``backward`` is called in it, directly or in a function that it calls. Roles are told by the objects
+of the namespace where a name leads to one, and by custom (``optimizer``, ``scheduler``) where none does.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.program.definitions import Loop, Program, Scope, target_names
+from oomdoctor.program.names import call_name, own_nodes
+
+__all__ = ["called_like_a_model", "training_loops"]
+
+_WRAPPERS: Final = frozenset(
+    {"enumerate", "tqdm", "tqdm_notebook", "trange", "track", "progress_bar", "log_every", "iter", "auto_tqdm", "zip"}
+)
+_CLIPS: Final = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "unscale_")
+_MOVES: Final = frozenset({"to", "cuda", "train"})
+_SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
+_MODEL: Final = re.compile(
+    r"^(?!(load|save|build|create|get|make|eval|evaluate|train|test|init|print|plot|optimi[sz]e|update)_)(self\.)?(\w*model|\w*net|\w*encoder|\w*decoder|generator|discriminator|vae|net[A-Z])$"
+)
+_DRAWS: Final = re.compile(
+    r"^((torch|np|numpy|random)\.|np\.random\.|numpy\.random\.|torch\.distributions\.)?"
+    r"(rand|randn|randint|randperm|rand_like|randn_like|randint_like|normal|normal_|bernoulli|multinomial|uniform_"
+    r"|dropout|alpha_dropout|random|choice|shuffle|uniform|rsample|sample|gumbel_softmax)$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Roles:
+    """What the names of one scope stand for."""
+
+    kinds: Mapping[str, str]
+    stands_for: Mapping[str, str]
+
+    def of(self, text: str) -> str | None:
+        return self.kinds.get(self.stands_for.get(text, text))
+
+
+def training_loops(
+    program: Program, kinds: Mapping[str, str], line: int | None = None, running: Collection[tuple[int, int]] = ()
+) -> tuple[TrainingLoop, ...]:
+    """Return every loop that trains.
+
+    Args:
+        program: the cells.
+        kinds: ``model``, ``loss``, ``optimizer`` or ``scheduler`` for each path of the namespace that leads to one.
+        line: of the failing cell, the one that was running.
+        running: ``(cell, line)`` of all that was running, functions included.
+    """
+    found = [(scope, loop) for scope in program.scopes for loop in _loops(program, scope)]
+    return tuple(
+        replace(_facts(program, scope, loop, kinds), was_running=_was_running(program, scope, loop, line, running))
+        for scope, loop in found
+    )
+
+
+def _was_running(
+    program: Program, scope: Scope, loop: Loop, line: int | None, running: Collection[tuple[int, int]]
+) -> bool:
+    """Whether the loop was under way: one of a function is known not to be where all lines that ran are known."""
+    if not any(scope is one for one in program.running):
+        return False
+    if line is None or (scope.function is not None and not running):
+        return True
+    masked = program.masked.get(program.failing)
+    if scope.function is None and masked is not None and any(text.startswith("%%") for _, text in masked.hidden):
+        return True  # a cell magic runs the lines below it as code of its own
+    lines = {(program.failing, line), *running}
+    return any(cell == scope.cell and loop.lineno <= at <= (loop.end_lineno or at) for cell, at in lines)
+
+
+def called_like_a_model(text: str) -> bool:
+    """Whether custom has it that what is called ``text`` is a model."""
+    return _MODEL.match(text) is not None
+
+
+def _loops(program: Program, scope: Scope) -> Iterator[Loop]:
+    """Yield the innermost loops of ``scope`` in which a step is taken, or backward is called if none is."""
+    loops = [node for node in own_nodes(scope.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    stepping = [loop for loop in loops if {"backward", "step"} <= _events_within(program, loop)]
+    trains = stepping or [loop for loop in loops if "backward" in _events_within(program, loop)]
+    for loop in trains:
+        if not any(other is not loop and other in ast.walk(loop) for other in trains):
+            yield loop
+
+
+def _events_within(program: Program, loop: Loop) -> set[str]:
+    roles = _Roles(kinds={}, stands_for={})
+    return {event for event, _ in _events(program, loop.body, roles, depth=2)}
+
+
+def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str]) -> TrainingLoop:
+    arguments = program.arguments.get(scope.function.name, ()) if scope.function else ()
+    arguments = (*arguments, *_attributes(program, scope))
+    roles = _Roles(kinds=kinds, stands_for=dict(arguments))
+    events = list(_events(program, loop.body, roles, depth=2))
+    loss, loss_call = _loss(loop, roles)
+    return TrainingLoop(
+        cell=scope.cell,
+        line=loop.lineno,
+        end_line=loop.end_lineno,
+        function=scope.function.name if scope.function else None,
+        in_failing_run=any(scope is running for running in program.running),
+        loader=_loader(scope, loop),
+        batch=_batch(scope, loop),
+        models=_unique(text for event, text in events if event == "forward"),
+        optimizers=_unique(text for event, text in events if event == "step"),
+        loss=loss,
+        loss_call=loss_call,
+        order=_unique(event for event, _ in events),
+        accumulates=_accumulates(loop, roles),
+        draws=_unique(
+            ast.unparse(node)
+            for node in _nodes_run(program, loop.body, _batch(scope, loop))
+            if isinstance(node, ast.Call) and _DRAWS.match(call_name(node))
+        ),
+        stands_for=tuple(
+            (name, path) for name, path in arguments if path in kinds or kinds.get(path.partition(".")[0])
+        ),
+    )
+
+
+def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
+    """Yield ``self.model`` and what stands for it where every object of the class is made: ``model``."""
+    if scope.function is None or not scope.function.in_class:
+        return
+    owner = scope.function.name.rpartition(".")[0]
+    made = next((one for one in program.scopes if one.function and one.function.name == f"{owner}.__init__"), None)
+    if made is None or made.function is None:
+        return
+    parameters, texts = made.function.parameters, dict[str, set[str]]()
+    for call in (node for one in program.scopes for node in own_nodes(one.body) if isinstance(node, ast.Call)):
+        if call_name(call) == owner:
+            given = [*zip(parameters, call.args, strict=False), *((k.arg or "", k.value) for k in call.keywords)]
+            for parameter, value in given:
+                texts.setdefault(parameter, set()).add(ast.unparse(value))
+    for node in own_nodes(made.body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
+            value = node.value
+            while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+                value = value.func.value
+            given_for = texts.get(value.id, set()) if isinstance(value, ast.Name) else set()
+            if len(given_for) == 1:
+                yield ast.unparse(node.targets[0]), next(iter(given_for))
+
+
+def _nodes_run(program: Program, body: list[ast.stmt], batch: tuple[str, ...]) -> Iterator[ast.AST]:
+    """Yield the nodes of the loop and of the functions that it calls, but for what makes up the batch itself."""
+    rest = [node for node in body if not (isinstance(node, ast.Assign) and set(batch) & set(target_names(node)))]
+    waiting, seen = list(own_nodes(rest)), set[int]()
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        name = call_name(node) if isinstance(node, ast.Call) else ""
+        called = program.function(name) if name and "." not in name else None
+        if called is not None and id(called) not in seen:
+            seen.add(id(called))
+            waiting += own_nodes(called.body)
+
+
+def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield ``(event, what it is done to)`` in the order in which the calls run, going into functions called."""
+    for call in _calls(body):
+        text = ast.unparse(call.func)
+        receiver, _, method = text.rpartition(".")
+        event = _event(call, receiver, method, roles)
+        if (
+            event is not None
+            and event[0] == "forward"
+            and roles.of(text) is None
+            and program.function(text) is not None
+        ):
+            event = None  # a function of the cells, whatever its name sounds like
+        if event is not None:
+            yield event
+            if method == "step" and call.args and (closure := program.function(call_name(call.args[0]))) is not None:
+                yield from _events(program, list(closure.body), roles, 0)
+        elif depth and (called := program.function(method)) is not None and "." not in text.removeprefix("self."):
+            if _has_loop_of_its_own(program, called, depth - 1):
+                continue  # an epoch around a function that trains: the loop to change is the function's
+            arguments = dict(program.arguments.get(called.function.name, ())) if called.function else {}
+            inner = _Roles(kinds=roles.kinds, stands_for={k: roles.stands_for.get(v, v) for k, v in arguments.items()})
+            for kind, of in _events(program, list(called.body), inner, depth - 1):
+                yield kind, arguments.get(of, of)
+
+
+def _has_loop_of_its_own(program: Program, called: Scope, depth: int) -> bool:
+    roles = _Roles(kinds={}, stands_for={})
+    loops = [node for node in own_nodes(called.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    return any("backward" in {event for event, _ in _events(program, loop.body, roles, depth)} for loop in loops)
+
+
+def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[str, str] | None:
+    if method in {"zero_grad", "backward"}:
+        return method, receiver
+    if method in _CLIPS:
+        return "clip", receiver
+    if method == "step" and receiver:
+        of = ast.unparse(call.args[0]) if call.args and _scales(receiver) else receiver
+        kind = roles.of(of) or ("scheduler" if _SCHEDULER.search(of) else "optimizer")
+        return ("schedule" if kind == "scheduler" else "step"), of
+    text = f"{receiver}.{method}" if receiver else method
+    if roles.of(text) == "model" or (roles.of(text) is None and called_like_a_model(text)):
+        return "forward", text
+    return None
+
+
+def _scales(receiver: str) -> bool:
+    return "scaler" in receiver.lower()
+
+
+def _calls(body: list[ast.stmt]) -> Iterator[ast.Call]:
+    """Yield calls, arguments before what they are passed to."""
+    for node in body:
+        yield from _calls_of(node)
+
+
+def _calls_of(node: ast.AST) -> Iterator[ast.Call]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _calls_of(child)
+    if isinstance(node, ast.Call):
+        yield node
+
+
+def _iterated(scope: Scope, loop: ast.For | ast.AsyncFor) -> ast.expr:
+    """Return what a loop goes through: the bar that the scope has put around it before, where it goes by its name."""
+    if not isinstance(loop.iter, ast.Name):
+        return loop.iter
+    bars = [
+        node.value
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Assign) and node.lineno < loop.lineno and loop.iter.id in target_names(node.targets[0])
+    ]
+    wraps = bool(bars) and isinstance(bars[-1], ast.Call) and call_name(bars[-1]).rpartition(".")[2] in _WRAPPERS
+    return bars[-1] if wraps else loop.iter
+
+
+def _loader(scope: Scope, loop: Loop) -> str:
+    if isinstance(loop, ast.While):
+        return ast.unparse(loop.test)
+    node = _iterated(scope, loop)
+    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _WRAPPERS and node.args:
+        node = node.args[0]
+    return ast.unparse(node)
+
+
+def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
+    """Return the names that hold the batch: those of the loop target, or those bound by indexing in the body."""
+    if isinstance(loop, ast.While) or _counts(_iterated(scope, loop)):
+        return _drawn(loop.body)
+    target = loop.target
+    node: ast.AST = _iterated(scope, loop)
+    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _WRAPPERS and node.args:
+        if call_name(node) == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
+            target = target.elts[1]
+        node = node.args[0]
+    return target_names(target)
+
+
+def _counts(node: ast.AST) -> bool:
+    name = call_name(node).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    if name in _WRAPPERS - {"trange"} and isinstance(node, ast.Call) and node.args:
+        return _counts(node.args[0])
+    return name in {"range", "trange", "count"}
+
+
+def _drawn(body: list[ast.stmt]) -> tuple[str, ...]:
+    inside = [part for node in body if isinstance(node, ast.Try) for part in node.body]
+    made = [node for node in [*body, *inside] if isinstance(node, ast.Assign)]
+    cut = [node for node in made if any(map(_draws_batch, _parts(node.value)))]
+    cut = cut or [node for node in made if any(map(_makes_up_batch, _parts(node.value)))]
+    return _unique(name for node in cut for target in node.targets for name in target_names(target))
+
+
+def _parts(value: ast.AST) -> list[ast.AST]:
+    return list(value.elts) if isinstance(value, ast.Tuple) else [value]
+
+
+def _draws_batch(value: ast.AST) -> bool:
+    if isinstance(value, ast.Subscript):
+        return not isinstance(value.slice, ast.Constant) and isinstance(value.value, ast.Name | ast.Attribute)
+    name = call_name(value).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+    return name == "next" or "batch" in name.lower()
+
+
+def _makes_up_batch(value: ast.AST) -> bool:
+    """Whether it is random numbers of several dimensions, which stand for data where a loop has no other."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in {"to", "cuda"}:
+        value = value.func.value
+    name = call_name(value) if isinstance(value, ast.Call) else ""
+    return name in {"torch.rand", "torch.randn", "torch.randint"}
+
+
+def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
+    """Return the name that ``backward`` is called on, and the call that made it."""
+    for call in _calls(loop.body):
+        receiver, _, method = ast.unparse(call.func).rpartition(".")
+        if method != "backward":
+            continue
+        value: ast.AST = call.func.value if isinstance(call.func, ast.Attribute) else call
+        if call.args and not isinstance(value, ast.Call) and ("accelerator" in receiver or receiver == "fabric"):
+            value = call.args[0]
+        elif isinstance(value, ast.Call) and _scales(ast.unparse(value.func)) and value.args:
+            value = value.args[0]
+        if not isinstance(value, ast.Name):
+            made = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+            return None, ast.unparse(made[0]) if made else None
+        return value.id, _made(loop, value.id)
+    return None, None
+
+
+def _made(loop: Loop, name: str) -> str | None:
+    calls = [
+        ast.unparse(node.value)
+        for node in own_nodes(loop.body)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and any(name in target_names(target) for target in node.targets)
+    ]
+    return calls[-1] if calls else None
+
+
+def _accumulates(loop: Loop, roles: _Roles) -> bool:
+    """Whether a step is under a condition on the count of batches, or backward is in a loop within the step."""
+    for node in own_nodes(loop.body):
+        if isinstance(node, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(node.test)):
+            steps = (_event(c, *_split(c), roles) for c in _calls(node.body + node.orelse))
+            if any(event is not None and event[0] in {"step", "zero_grad"} for event in steps):
+                return True
+        if isinstance(node, ast.With) and any("accumulate" in ast.unparse(item.context_expr) for item in node.items):
+            return True
+        if isinstance(node, ast.For) and any(_split(call)[1] == "backward" for call in _calls(node.body)):
+            return True
+    return False
+
+
+def _split(call: ast.Call) -> tuple[str, str]:
+    receiver, _, method = ast.unparse(call.func).rpartition(".")
+    return receiver, method
+
+
+def _unique(items: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(items))
