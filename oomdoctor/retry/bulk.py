@@ -17,9 +17,9 @@ from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import StateError
 from oomdoctor.objects.kinds import Kind, items_of, kind_of, plain_dict
+from oomdoctor.objects.light import LIGHT_TYPES, REFILLED, SetCopy
+from oomdoctor.objects.recipes import GONE, length_of, living, mapped_by
 from oomdoctor.program.writes import given_names, last_name, written_names
-from oomdoctor.retry.held import GONE, length_of, living, mapped_by
-from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, SetCopy
 
 __all__ = ["LONG", "Allowance", "Large", "Long", "Small", "Writes"]
 

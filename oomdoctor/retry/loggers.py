@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from oomdoctor.retry.installed import is_installed
+from oomdoctor.objects.homes import is_installed
 
 __all__ = ["Loggers"]
 

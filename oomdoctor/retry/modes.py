@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from oomdoctor.objects.homes import is_installed, is_ours
 from oomdoctor.objects.kinds import module_of
-from oomdoctor.retry.held import living, weak
-from oomdoctor.retry.installed import is_installed, is_ours
+from oomdoctor.objects.recipes import living, weak
 
 __all__ = ["Modes"]
 

@@ -14,6 +14,9 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWra
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
+from oomdoctor.objects.foreign import Cached, Foreign, Frame, is_cached, is_frame
+from oomdoctor.objects.functions import Written
+from oomdoctor.objects.homes import is_installed, is_ours
 from oomdoctor.objects.kinds import (
     Kind,
     child_path,
@@ -26,17 +29,14 @@ from oomdoctor.objects.kinds import (
     plain_dict,
     registered,
 )
+from oomdoctor.objects.light import LIGHT_TYPES, is_light
+from oomdoctor.objects.locks import is_lock, times_held
+from oomdoctor.objects.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
+from oomdoctor.objects.places import REGISTRY, STATE, Place, has_state, is_closed, is_memory, places_of
+from oomdoctor.objects.recipes import Recipe, weak
+from oomdoctor.objects.rng import generator_state, is_random, spawned
 from oomdoctor.retry.bulk import LONG, Large, Long, Small
-from oomdoctor.retry.foreign import Cached, Foreign, Frame, is_cached, is_frame
-from oomdoctor.retry.functions import Written
-from oomdoctor.retry.held import Recipe, weak
-from oomdoctor.retry.installed import is_installed, is_ours
-from oomdoctor.retry.light import LIGHT_TYPES, is_light
-from oomdoctor.retry.locks import is_lock, times_held
 from oomdoctor.retry.mentions import EVERYTHING, shares
-from oomdoctor.retry.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
-from oomdoctor.retry.places import REGISTRY, STATE, Place, has_state, is_closed, is_memory, places_of
-from oomdoctor.retry.rng import generator_state, is_random, spawned
 
 if TYPE_CHECKING:
     from oomdoctor.retry.shape import Shape

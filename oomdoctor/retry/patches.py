@@ -14,12 +14,12 @@ from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
+from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of
+from oomdoctor.objects.places import REGISTRY
 from oomdoctor.program.magics import mask
 from oomdoctor.program.names import call_name, read_names
-from oomdoctor.retry.installed import is_installed
 from oomdoctor.retry.patching import Assigned, assigned_by
-from oomdoctor.retry.places import REGISTRY
 
 __all__ = ["Patches"]
 

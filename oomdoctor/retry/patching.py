@@ -11,10 +11,10 @@ from dis import get_instructions, opmap
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.retry.installed import is_installed
-from oomdoctor.retry.light import LIGHT_TYPES
-from oomdoctor.retry.parts import functions_in
+from oomdoctor.objects.light import LIGHT_TYPES
+from oomdoctor.objects.parts import functions_in
 
 __all__ = ["Assigned", "assigned_by"]
 

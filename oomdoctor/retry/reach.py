@@ -14,11 +14,11 @@ from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
+from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
+from oomdoctor.objects.light import LIGHT_TYPES
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 from oomdoctor.program.writes import last_name, names_written_by, written_names
-from oomdoctor.retry.installed import is_installed
-from oomdoctor.retry.light import LIGHT_TYPES
 
 __all__ = ["Reach"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.retry.installed import is_installed
+from oomdoctor.objects.homes import is_installed
 
 __all__ = ["UNTOLD", "Setting", "is_users_function", "read", "settings"]
 

@@ -14,13 +14,15 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
+from oomdoctor.objects.foreign import Cached, Foreign, Frame
+from oomdoctor.objects.functions import Written, is_bare
 from oomdoctor.objects.kinds import Kind, items_of, kind_of
+from oomdoctor.objects.light import LIGHT_TYPES, REFILLED, Light, is_light
 from oomdoctor.objects.named import is_users
+from oomdoctor.objects.parts import Parts
+from oomdoctor.objects.recipes import Recipe, Weak, length_of, mapped_by, weak
+from oomdoctor.objects.tensor_hooks import has_hooks
 from oomdoctor.retry.bulk import LONG, Allowance, Large, Long, Small
-from oomdoctor.retry.foreign import Cached, Foreign, Frame
-from oomdoctor.retry.functions import Written, is_bare
-from oomdoctor.retry.held import Recipe, Weak, length_of, mapped_by, weak
-from oomdoctor.retry.light import LIGHT_TYPES, REFILLED, Light, is_light
 from oomdoctor.retry.mentions import EVERYTHING, mentioned, mentioned_by
 from oomdoctor.retry.objects import (
     BOUND,
@@ -35,8 +37,6 @@ from oomdoctor.retry.objects import (
     note_class,
     note_derived,
 )
-from oomdoctor.retry.parts import Parts
-from oomdoctor.retry.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault, Watched

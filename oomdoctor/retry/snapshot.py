@@ -21,20 +21,20 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.errors import StateError
+from oomdoctor.objects.functions import Written, restore_function
+from oomdoctor.objects.homes import own_modules
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
+from oomdoctor.objects.locks import times_held
 from oomdoctor.objects.named import is_users
+from oomdoctor.objects.recipes import GONE, Recipe, fill, living, revive, still_holds
+from oomdoctor.objects.rng import RandomState, generator_state, set_generator_state, spawned
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
-from oomdoctor.retry.functions import Written, restore_function
-from oomdoctor.retry.held import GONE, Recipe, fill, living, revive, still_holds
-from oomdoctor.retry.installed import own_modules
-from oomdoctor.retry.locks import times_held
 from oomdoctor.retry.mentions import held_elsewhere, is_fixed
 from oomdoctor.retry.objects import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
-from oomdoctor.retry.rng import RandomState, generator_state, set_generator_state, spawned
 from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.surroundings import Surroundings
 

@@ -20,7 +20,7 @@ from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
-from oomdoctor.retry.installed import is_installed, own_modules
+from oomdoctor.objects.homes import is_installed, own_modules
 from oomdoctor.retry.loggers import Loggers
 from oomdoctor.retry.modes import Modes
 from oomdoctor.retry.settings import UNTOLD, Setting, read, settings

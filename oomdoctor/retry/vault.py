@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.objects.aside import keep_apart
 from oomdoctor.objects.kinds import plain_dict
-from oomdoctor.retry.tensor_hooks import hooks_of, take_new_hooks_away
+from oomdoctor.objects.tensor_hooks import hooks_of, take_new_hooks_away
 
 __all__ = ["TensorVault", "Watched", "outside_modes"]
 

@@ -411,7 +411,7 @@ def entered(part: Part, line: int, traceback: TracebackType | None) -> Traceback
 
 def _at_work(part: Part) -> str | None:
     """Return what else of the program may change its state beside the part, None if there is nothing."""
-    from oomdoctor.retry.installed import is_installed
+    from oomdoctor.objects.homes import is_installed
 
     def is_programs(frame: FrameType) -> bool:
         return frame.f_globals is part.namespace or not is_installed(frame.f_globals.get("__name__"))

@@ -28,8 +28,8 @@ import pytest
 import torch
 from torch import nn
 
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.digest import state_digests
 
 IMPORTS = """
 import collections, io, itertools, logging, os, random, sqlite3, sys, types, warnings

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.digest import state_digests
 from oomdoctor.retry.snapshot import Snapshot
 
 CELL = """

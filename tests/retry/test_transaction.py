@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from oomdoctor.errors import StateError
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.digest import state_digests
 from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.vault import Watched
 

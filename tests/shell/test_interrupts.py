@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind
+from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.rng import RandomState
 from oomdoctor.retry import transaction
-from oomdoctor.retry.digest import state_digests
 from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.reach import Reach
-from oomdoctor.retry.rng import RandomState
 from oomdoctor.retry.vault import TensorVault
 
 CELLS: Final = cells_of("mlp", "AdamW")

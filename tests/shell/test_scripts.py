@@ -125,7 +125,7 @@ with oomdoctor.heal():
         outputs.append(model(torch.randn(256, 64)))
     marks = [output.sum().item() for output in outputs]
 
-from oomdoctor.retry.digest import state_digests
+from oomdoctor.objects.digest import state_digests
 names = frozenset({"model", "optimizer", "seen", "score", "text", "marks", "step", "calls"})
 for name, digest in sorted(state_digests(globals(), names=names).items()):
     print(name, digest)

@@ -20,7 +20,7 @@ from state_shell import differing, run, seed, started
 
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.retry.digest import state_digests
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.retry.remedies import Remedies
 
 ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
@@ -40,7 +40,7 @@ DURING: Final = {
     "losses": "oomdoctor.retry.snapshot.Snapshot.losses",
     "restore": "oomdoctor.retry.snapshot.Snapshot.restore",
     "restore, half done": "oomdoctor.retry.vault._restore",
-    "restore of the last": "oomdoctor.retry.rng.RandomState.restore",
+    "restore of the last": "oomdoctor.objects.rng.RandomState.restore",
     "cache": "oomdoctor.evidence.host.HostAccelerator.empty_cache",
     "apply": "oomdoctor.retry.transaction.Transaction.armed",
     "run": "oomdoctor.shell.extension.Extension.run_source",

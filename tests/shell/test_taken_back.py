@@ -17,8 +17,8 @@ from oomdoctor.allocator.virtual import simulate
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.session import Attempt
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.digest import state_digests
 from oomdoctor.views import bundle, notice_bundle
 
 MADE: Final = """import torch, torch.nn as nn, torch.nn.functional as F

@@ -23,7 +23,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Effect, Patch, Proposal
 from oomdoctor.model.plan import Candidate, Forecast, Verdict
-from oomdoctor.retry.digest import state_digests
+from oomdoctor.objects.digest import state_digests
 from oomdoctor.sandbox import primitives
 from oomdoctor.shell import choosing
 

@@ -87,7 +87,7 @@ ANSWERS_OK: Final = {"%%capture", "%run -i", "nested run_cell", "with Output"} |
 """Ways that show an error and go on, so that the cell answers `ok` all the same."""
 THREADS: Final = [False, True] if ipykernel.version_info >= (7,) else [False]
 """Whether a callback may come on a subshell's thread: an older kernel has no subshells, and is sent none."""
-DIGESTS: Final = "__import__('oomdoctor.retry.digest', fromlist=['x']).state_digests(globals())"
+DIGESTS: Final = "__import__('oomdoctor.objects.digest', fromlist=['x']).state_digests(globals())"
 CASE: Final = "__import__('oomdoctor').last_case().to_dict()"
 EDITS: Final = (
     "(lambda case: [(e.before, e.after) for c in case.plan.candidates if c.label in case.outcome.fixes"

@@ -9,10 +9,10 @@ from contextlib import suppress
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final
 
+from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.retry.held import GONE, Recipe, living, revive
-from oomdoctor.retry.installed import is_installed
-from oomdoctor.retry.places import Place
+from oomdoctor.objects.places import Place
+from oomdoctor.objects.recipes import GONE, Recipe, living, revive
 
 __all__ = ["ATTRIBUTES", "ITEMS", "SLOTS", "Parts", "class_attributes", "functions_in", "slots_of"]
 

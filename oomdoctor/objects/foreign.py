@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from oomdoctor.objects.kinds import Kind, items_of, kind_of, module_of, plain_dict
-from oomdoctor.retry.held import GONE, Weak, length_of, living
-from oomdoctor.retry.light import LIGHT_TYPES, is_light
+from oomdoctor.objects.light import LIGHT_TYPES, is_light
+from oomdoctor.objects.recipes import GONE, Weak, length_of, living
 
 __all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 

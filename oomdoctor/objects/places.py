@@ -13,7 +13,7 @@ from types import MemberDescriptorType, MethodDescriptorType
 from typing import Any, Final
 
 from oomdoctor.objects.kinds import PerType, is_made_in_c, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.retry.light import LIGHT_TYPES
+from oomdoctor.objects.light import LIGHT_TYPES
 
 __all__ = ["REGISTRY", "STATE", "Place", "has_state", "is_closed", "is_memory", "places_of"]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
 from oomdoctor.objects.named import is_users
-from oomdoctor.retry.rng import RandomState, generator_state
+from oomdoctor.objects.rng import RandomState, generator_state
 
 __all__ = ["state_digest", "state_digests"]
 

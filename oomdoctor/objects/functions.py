@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from oomdoctor.retry.held import GONE, living, revive
+from oomdoctor.objects.recipes import GONE, living, revive
 
 __all__ = ["Written", "is_bare", "restore_function"]
 
