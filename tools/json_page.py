@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -317,6 +317,8 @@ def _plain(hint: Any) -> Schema:
         if args[1:] == (Ellipsis,):
             return _list(_plain(args[0]))
         return {"type": "array", "prefixItems": [_plain(part) for part in args], "items": False, "minItems": len(args)}
+    if origin is Mapping:
+        return {"type": "object", "additionalProperties": _plain(args[1])}
     if dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
         return _ref(hint.__name__)
     raise TypeError(f"{hint} has no shape in JSON that tools/json_page.py knows of")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from oomdoctor.program.names import call_name, own_nodes
 __all__ = [
     "batch_sizes",
     "dataset_on_device",
-    "loads_on_device",
     "numpy_call",
     "pin_memory",
     "prefetch",
@@ -114,30 +113,6 @@ def _pads_to_longest(call: ast.Call) -> bool:
         and keyword.value.value in {True, "longest"}
         for keyword in call.keywords
     )
-
-
-def loads_on_device(program: Program, namespace: Mapping[str, Any]) -> str | None:
-    """Return the ``torch.load`` that puts tensors on a device: told so, or not told where to put them."""
-    for scope in program.running:
-        for node in own_nodes(scope.body):
-            if isinstance(node, ast.Call) and call_name(node) == "torch.load" and not _to_host(node, namespace):
-                return place(scope, node)
-    return None
-
-
-def _to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "map_location"] + call.args[1:2]
-    if not given:
-        return False
-    where = given[0]
-    if isinstance(where, ast.Constant):
-        return where.value in {"cpu", "meta"}
-    if isinstance(where, ast.Name) and where.id in namespace:
-        value = namespace[where.id]
-        known = (type(value).__module__, type(value).__name__) in {("builtins", "str"), ("torch", "device")}
-        return known and str(value) in {"cpu", "meta"}
-    text = ast.unparse(where)
-    return "'cpu'" in text or "'meta'" in text or re.fullmatch(r"lambda \w+, \w+: \w+", text) is not None
 
 
 def dataset_on_device(ground: Ground) -> str | None:

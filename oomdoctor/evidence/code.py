@@ -28,8 +28,10 @@ from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.evidence._undifferentiated import undifferentiated
 from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.objects.known import Objects
 from oomdoctor.program.definitions import Program, is_gradless, read
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import FirstUse, first_uses
@@ -50,6 +52,7 @@ def facts(
     running: Iterable[tuple[int, int]] = (),
     passed: Passed | None = None,
     loaded: Container[str] = sys.modules,
+    detectors: Mapping[str, Detect] | None = None,
 ) -> CodeFacts:
     """Return what the cells and the objects show.
 
@@ -62,6 +65,7 @@ def facts(
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
+        detectors: what finds the practice that a fix mends, by the id of the fix.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
     models, losses = _models.models(modules), _models.losses(modules)
@@ -74,6 +78,17 @@ def facts(
     loops, idle = training_loops(program, kinds, line, running), undifferentiated(program, kinds, line)
     idle_kept, idle_models = outliving(program, kinds, idle)
     carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))
+    objects = Objects(
+        namespace=namespace,
+        modules=modules,
+        optimizers=optimizers,
+        loaders=loaders,
+        models=models,
+        losses=losses,
+        kinds=kinds,
+        loops=loops,
+        line=line,
+    )
     return CodeFacts(
         failing_cell=cells.failing.number,
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
@@ -101,7 +116,6 @@ def facts(
         cross_entropies=cross_entropies(program, under, losses),
         classes=classes(modules),
         generates=_setup.generates(program),
-        loads_on_device=_feeding.loads_on_device(program, namespace),
         dataset_on_device=_feeding.dataset_on_device(under),
         numpy_call=_feeding.numpy_call(program, line),
         batch_sizes=_feeding.batch_sizes(loaders),
@@ -127,6 +141,7 @@ def facts(
         reruns=_reruns(cells),
         stale=stale(program, cells.failing.source, namespace, line),
         trainers=trainers(program, under, passed, modules, loaders, loops),
+        sites={fix: detect(program, objects) for fix, detect in (detectors or {}).items()},
     )
 
 

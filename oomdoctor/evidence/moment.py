@@ -19,6 +19,7 @@ from oomdoctor.model import baseline
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Detect
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.objects.frames import lines_of
@@ -33,7 +34,12 @@ _SHORT: Final = Unavailable("there was no memory left to look")
 
 
 def collect(
-    session: Session, exc: BaseException | None, filenames: Mapping[str, int], *, line: int | None = None
+    session: Session,
+    exc: BaseException | None,
+    filenames: Mapping[str, int],
+    *,
+    line: int | None = None,
+    detectors: Mapping[str, Detect] | None = None,
 ) -> Evidence:
     """Collect all evidence of one moment.
 
@@ -41,6 +47,7 @@ def collect(
         exc: the failure at hand, its frames not yet released; None for a report.
         filenames: number of the cell by the file name of its code.
         line: line of the failing cell that was running.
+        detectors: what finds the practice that a fix mends, by the id of the fix.
     """
     accelerator, has_tensors = session.accelerator, "torch" in sys.modules
     whole = _if_room(host.read, _unread(_SHORT))
@@ -50,7 +57,7 @@ def collect(
 
         places = tensors.places_of(accelerator)
     memories = tuple(place.read() for place in places)
-    code = _facts(session, exc, filenames, line)
+    code = _facts(session, exc, filenames, line, detectors)
     names, passed_over = list(user_names(spelled(session.namespace))), _apart(session.namespace)
     others: tuple[DeviceMemory, ...] = ()
     if has_tensors:
@@ -91,12 +98,26 @@ def _if_room(look: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def _facts(session: Session, exc: BaseException | None, filenames: Mapping[str, int], line: int | None) -> CodeFacts:
+def _facts(
+    session: Session,
+    exc: BaseException | None,
+    filenames: Mapping[str, int],
+    line: int | None,
+    detectors: Mapping[str, Detect] | None,
+) -> CodeFacts:
     cells, found = session.cells, session.objects()
     objects = [found.get(kind, ()) for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER)]
     running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
     with _unobserved():
-        return facts(cells, spelled(session.namespace), *objects, line=line, running=running, passed=passed(exc))
+        return facts(
+            cells,
+            spelled(session.namespace),
+            *objects,
+            line=line,
+            running=running,
+            passed=passed(exc),
+            detectors=detectors,
+        )
 
 
 def _unobserved() -> Any:

@@ -10,9 +10,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.fix import Fix
+from oomdoctor.model.fix import Detect, Fix
 
-__all__ = ["catalogue", "get", "ids"]
+__all__ = ["catalogue", "detectors", "get", "ids"]
 
 
 def ids() -> tuple[str, ...]:
@@ -36,3 +36,9 @@ def get(fix_id: str) -> Fix:
 def catalogue() -> dict[str, Fix]:
     """Return every fix by its id."""
     return {fix_id: import_module(f"{__name__}.{fix_id}").FIX for fix_id in ids()}
+
+
+@cache
+def detectors() -> dict[str, Detect]:
+    """Return what finds the practice that a fix mends, by the id of the fix."""
+    return {fix_id: fix.detect for fix_id, fix in catalogue().items() if fix.detect is not None}

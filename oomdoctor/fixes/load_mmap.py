@@ -14,8 +14,9 @@ Source: https://pytorch.org/tutorials/recipes/recipes/module_load_state_dict_tip
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
@@ -32,11 +33,16 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "guard", "patch", "propose"]
+__all__ = ["FIX", "detect", "guard", "patch", "propose"]
 
 _LOAD: Final = "torch.load"
 _NUMBERS: Final = re.compile(
@@ -45,6 +51,31 @@ _NUMBERS: Final = re.compile(
 _INTO: Final = "load_state_dict"
 _NOWHERE: Final = "no torch.load was found in what the failing cell runs that reads a checkpoint as a whole"
 _SAVES: Final = re.compile(r"\b(?:torch\.save|save_file|save_pretrained|save_checkpoint|save_model)\s*\(")
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the ``torch.load`` that puts tensors on a device: told so, or not told where to put them."""
+    return tuple(
+        site("load", scope, node)
+        for scope in program.running
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Call) and call_name(node) == _LOAD and not _loads_to_host(node, objects.namespace)
+    )
+
+
+def _loads_to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "map_location"] + call.args[1:2]
+    if not given:
+        return False
+    where = given[0]
+    if isinstance(where, ast.Constant):
+        return where.value in {"cpu", "meta"}
+    if isinstance(where, ast.Name) and where.id in namespace:
+        value = namespace[where.id]
+        known = (type(value).__module__, type(value).__name__) in {("builtins", "str"), ("torch", "device")}
+        return known and str(value) in {"cpu", "meta"}
+    text = ast.unparse(where)
+    return "'cpu'" in text or "'meta'" in text or re.fullmatch(r"lambda \w+, \w+: \w+", text) is not None
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -67,10 +98,9 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
 
 def _where(incident: Incident, evidence: Evidence) -> tuple[int, int] | None:
     """Return cell and line of the load."""
-    told = evidence.code.loads_on_device
     failing = evidence.code.failing_cell or 0
-    if told is not None and (place := _told.numbers(told)) is not None:
-        return (failing if place[0] is None else place[0]), place[1]
+    if (load := evidence.code.first("load_mmap")) is not None:
+        return load.cell, load.line
     for line in (incident.inner, incident.cell):
         if line is not None and line.line is not None and f"{_LOAD}(" in line.source_line:
             return (failing if line.number is None else line.number), line.line
@@ -301,6 +331,7 @@ FIX: Final = Fix(
     title="Read the checkpoint into host memory, mapped from its file",
     effect=Effect.EXACT,
     cost="nothing",
+    detect=detect,
     propose=propose,
     apply=None,
     patch=patch,

@@ -18,6 +18,7 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Fix, Patch
 from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
 from oomdoctor.program.magics import mask
 
 __all__ = ["patched_in_turn"]
@@ -68,6 +69,7 @@ def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
         history_appends=_places(code.history_appends, lines),
         undifferentiated=_places(code.undifferentiated, lines),
         cross_entropies=_places(code.cross_entropies, lines),
+        sites={fix: _sites(found, lines) for fix, found in code.sites.items()},
     )
     return replace(evidence, code=moved)
 
@@ -96,3 +98,12 @@ def _places(places: tuple[Any, ...], lines: _Lines) -> tuple[Any, ...]:
         if (line := lines[place[0]].get(place[1]) if place[0] in lines else place[1]) is not None
     )
     return now if len(now) == len(places) else ()
+
+
+def _sites(sites: tuple[Site, ...], lines: _Lines) -> tuple[Site, ...]:
+    """Return the sites where they stand now; none where one of them was changed, as no part is the whole."""
+    starts = [lines[site.cell].get(site.line) if site.cell in lines else site.line for site in sites]
+    if None in starts:
+        return ()
+    moved = [(site, line - site.line) for site, line in zip(sites, starts, strict=True) if line is not None]
+    return tuple(replace(site, line=site.line + by, end_line=site.end_line + by) for site, by in moved)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oomdoctor.model.site import Site
 
 __all__ = [
     "CodeFacts",
@@ -245,7 +248,6 @@ class CodeFacts:
         cross_entropies: places that take a cross-entropy, ``(cell, line, what is called, what that stands for)``.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
-        loads_on_device: a ``torch.load`` that puts tensors on a device.
         dataset_on_device: what puts a whole data set on the device.
         numpy_call: the call of NumPy in the failing line, its text alone.
         batch_sizes: ``(path, samples in a batch)`` of each loader that puts its batches together itself.
@@ -270,6 +272,7 @@ class CodeFacts:
         stale: names of models, optimizers and schedulers of before that are bound while the failing cell makes new
             ones, ``(name, whether the cell binds it anew)``.
         trainers: the trainers of libraries that the failure came out of.
+        sites: where the practices stand that fixes mend, by the id of the fix.
     """
 
     failing_cell: int | None = None
@@ -298,7 +301,6 @@ class CodeFacts:
     cross_entropies: tuple[tuple[int, int, str, str], ...] = ()
     classes: tuple[int, ...] = ()
     generates: str | None = None
-    loads_on_device: str | None = None
     dataset_on_device: str | None = None
     numpy_call: str | None = None
     batch_sizes: tuple[tuple[str, int], ...] = ()
@@ -324,3 +326,8 @@ class CodeFacts:
     reruns: int = 0
     stale: tuple[tuple[str, bool], ...] = ()
     trainers: tuple[TrainerFacts, ...] = ()
+    sites: Mapping[str, tuple[Site, ...]] = field(default_factory=dict)
+
+    def first(self, fix: str) -> Site | None:
+        """Return the first site of what the fix of this id mends, None where there is none."""
+        return next(iter(self.sites.get(fix, ())), None)

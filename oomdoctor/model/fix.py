@@ -7,17 +7,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Refused
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
 
-__all__ = ["Dose", "Edit", "Effect", "Fix", "Patch", "Proposal", "Value"]
+__all__ = ["Detect", "Dose", "Edit", "Effect", "Fix", "Patch", "Proposal", "Value"]
 
 Value: TypeAlias = int | float | str | bool
+Detect: TypeAlias = "Callable[[Any, Any], tuple[Site, ...]]"
+"""Finds the sites of one practice in ``program.definitions.Program`` and ``objects.known.Objects``. Pure."""
 
 
 class Effect(StrEnum):
@@ -120,6 +123,7 @@ class Fix:
         guard: watches the live objects while the patched source runs; raises ``OomDoctorError`` where they show that
             the change would not keep its promise.
         asks: whether it is made only where the user asks for it by its name or number, never by an automatic retry.
+        detect: finds where the practice that it mends stands; what it found is ``code.sites[id]`` of the evidence.
         live_caveat: what ``apply`` cannot keep as the changed source would, None where it is the same.
     """
 
@@ -132,5 +136,6 @@ class Fix:
     patch: Callable[[Cells, Evidence, Dose], Patch | Refused]
     guard: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
     asks: bool = False
+    detect: Detect | None = None
     live_caveat: str | None = None
     tolerance: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +34,8 @@ def plain(value: Any) -> Any:
         return _fields((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
     return value
 
 

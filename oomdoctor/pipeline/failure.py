@@ -36,6 +36,7 @@ def observe(
         open_on: makes the session for the device that ran out.
         filenames: number of the cell by the file name of its code.
     """
+    from oomdoctor import fixes
     from oomdoctor.evidence.moment import collect
     from oomdoctor.incident import from_exception
 
@@ -44,7 +45,7 @@ def observe(
     cell = incident.cell
     line = cell.line if cell is not None and cell.number == session.cells.failing.number else None
     with uncounted():
-        evidence = collect(session, exc, filenames, line=line)
+        evidence = collect(session, exc, filenames, line=line, detectors=fixes.detectors())
     incident = replace(incident, device=incident.device or evidence.device.name)
     case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
     return case, session

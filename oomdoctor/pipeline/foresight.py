@@ -78,7 +78,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     def observed(
         session: Session, line: int | None, failure: BaseException | None, filenames: Mapping[str, int]
     ) -> Evidence:
-        found = collect(session, failure, filenames, line=line)
+        found = collect(session, failure, filenames, line=line, detectors=fixes.detectors())
         if memory is None:
             return found
         held = known(found.device.reserved) or 0

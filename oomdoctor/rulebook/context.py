@@ -19,7 +19,7 @@ import rule_engine
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Role
 
-__all__ = ["SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
+__all__ = ["SITES", "SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
 
 Fact: TypeAlias = float | int | str | bool | None
 Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
@@ -172,9 +172,15 @@ _PLAIN: Final[Mapping[str, type]] = {
     **dict.fromkeys(("bool | None", "bool"), bool),
 }
 """The types of facts by how ``CodeFacts`` writes them; what it gives in tuples has no single value."""
+SITES: Final[Mapping[str, str]] = {
+    "loads_on_device": "load_mmap",
+}
+"""Facts that say the first site of what a fix mends, and the id of the fix."""
 _CODE: Final[dict[str, type]] = {
     # as the collector gives them; see CodeFacts
     **{one.name: _PLAIN[str(one.type)] for one in fields(CodeFacts) if str(one.type) in _PLAIN},
+    # told by the sites that fixes detect
+    **dict.fromkeys(SITES, str),
     "training": bool,
     "evaluating": bool,
     "accumulates": bool,

@@ -18,7 +18,7 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.rulebook.cards import smallest_for
-from oomdoctor.rulebook.context import SYMBOLS, Fact, Facts
+from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
 from oomdoctor.rulebook.holders import told_by
 
 __all__ = ["complete", "facts_of"]
@@ -229,6 +229,7 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     appends = [_said(*place) for place in code.history_appends]
     return {
         **_plain(code, "code"),
+        **{name: str(site) if (site := code.first(fix)) else None for name, fix in SITES.items()},
         "training": bool(running) or _trains(incident),
         "evaluating": bool(code.models) and not any(model.training for model in code.models),
         "accumulates": any(loop.accumulates for loop in running),

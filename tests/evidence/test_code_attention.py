@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.session import Cell, Cells
 
 CELL = """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 

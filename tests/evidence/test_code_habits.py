@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
@@ -303,7 +303,7 @@ def test_attention_that_was_asked_for(source: str, counts: bool) -> None:
     ],
 )
 def test_checkpoints_loaded_onto_a_device(source: str, counts: bool) -> None:
-    found = read(source, device=torch.device("cuda"), host=torch.device("cpu")).loads_on_device
+    found = read(source, device=torch.device("cuda"), host=torch.device("cpu")).first("load_mmap")
     assert (found is not None) == counts
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from observed import facts
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.session import Cell, Cells
 

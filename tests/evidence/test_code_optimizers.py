@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from observed import facts
 
 from oomdoctor.evidence import _optimizers
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.session import Cell, Cells
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.evidence._precision import float32_only, native_bfloat16
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.session import Cell, Cells
 
 BUILD = "model = nn.Linear(4, 4)\noptimizer = torch.optim.Adam(model.parameters())\n"

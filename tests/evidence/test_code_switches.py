@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.session import Cell, Cells
 

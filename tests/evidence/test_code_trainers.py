@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 
 from oomdoctor.evidence._trainer_objects import length
 from oomdoctor.evidence._trainers import passed
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.session import Cell, Cells
 

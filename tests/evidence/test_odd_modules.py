@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from observed import facts
 
 from oomdoctor.evidence import _models
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.session import Cell, Cells
 
 DEEP = 3000

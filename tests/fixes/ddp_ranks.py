@@ -148,8 +148,8 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
 
 def _rank(job: dict[str, Any], rank: int, port: int) -> Any:
     import torch
+    from observed import facts
 
-    from oomdoctor.evidence.code import facts
     from oomdoctor.model.session import Cell, Cells
     from oomdoctor.objects.kinds import Kind
     from oomdoctor.objects.named import find

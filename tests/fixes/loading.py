@@ -14,9 +14,9 @@ import live
 import numpy as np
 import psutil
 import torch
+from observed import facts
 from torch.utils.data import DataLoader
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.incident import Family, Incident

@@ -18,13 +18,13 @@ from typing import Any, Final
 import live
 import torch
 from models import Family
+from observed import facts
 from running import Run, accelerator_of, begun, cells_with, fail, finish, left, plain, run, session_of
 from settings import Settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import Traces, moved, other_form, root_of
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import live
 import pytest
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import (
     autocast,
     checkpoint_blocks,

@@ -7,11 +7,11 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.autocast import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, LossFacts

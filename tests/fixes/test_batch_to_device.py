@@ -7,10 +7,10 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.batch_to_device import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

@@ -8,11 +8,11 @@ import live
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
+from observed import facts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _loss_live
 from oomdoctor.fixes.chunked_loss import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused

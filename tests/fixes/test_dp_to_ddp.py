@@ -8,8 +8,8 @@ import ddp_ranks
 import live
 import pytest
 import torch
+from observed import facts
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _ddp_ranks
 from oomdoctor.fixes.dp_to_ddp import FIX, patch, propose
 from oomdoctor.model.absence import Refused

@@ -20,11 +20,11 @@ import live
 import pytest
 from examples import EXAMPLES, NEEDS
 from kernels import Kernel
+from observed import facts
 from running import Run, cells_with, fail, finish, plain, session_of
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal

@@ -9,8 +9,8 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.free_stale import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

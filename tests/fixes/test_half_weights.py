@@ -9,10 +9,10 @@ import live
 import numpy as np
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _precision_guard
 from oomdoctor.fixes.half_weights import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused

@@ -7,6 +7,7 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -14,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _micro_place, _micro_writer
 from oomdoctor.fixes._loss_graph import SUM as SUMMED
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose

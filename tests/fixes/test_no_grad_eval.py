@@ -8,9 +8,9 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.no_grad_eval import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

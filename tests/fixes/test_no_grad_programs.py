@@ -7,9 +7,9 @@ from typing import Any
 
 import live
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.no_grad_eval import patch
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch

@@ -7,13 +7,13 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optim
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import offload_optimizer_state
 from oomdoctor.fixes.offload_optimizer_state import FIX, patch, propose
 from oomdoctor.model.absence import Refused

@@ -9,6 +9,7 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import (
@@ -18,7 +19,6 @@ from torch.optim.optimizer import (
 )
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import optimizer_in_backward
 from oomdoctor.fixes.optimizer_in_backward import FIX, patch, propose
 from oomdoctor.model.absence import Refused

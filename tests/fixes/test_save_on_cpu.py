@@ -8,10 +8,10 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.save_on_cpu import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

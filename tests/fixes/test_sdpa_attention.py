@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
 from models.sequences import TRANSFORMERS
+from observed import facts
 from promises import check
 from settings import DEFAULT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import _attention_live, _attention_terms
 from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, apply, guard, patch, propose
 from oomdoctor.model.absence import Refused

@@ -8,10 +8,10 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.set_to_none import FIX, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

@@ -6,10 +6,10 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import catalogue, get
 from oomdoctor.fixes.smaller_batch import FIX, patch, propose
 from oomdoctor.model.absence import Refused

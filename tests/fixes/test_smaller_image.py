@@ -6,11 +6,11 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes.smaller_image import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

@@ -8,9 +8,9 @@ from typing import Any
 import live
 import pytest
 import torch
+from observed import facts
 from torch import nn
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.fixes import chunked_forward, micro_batch
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch

@@ -57,7 +57,7 @@ def begun(train: str = TRAIN) -> tuple[Session, Evidence, dict[str, Any]]:
     exec(SETUP, namespace)
     cells = Cells(history=(Cell(number=1, source=SETUP), Cell(number=2, source=train)))
     session = pipeline.open_session(namespace, cells, pipeline.accelerator_of("cpu"))
-    found = collect(session, None, {})
+    found = collect(session, None, {}, detectors=fixes.detectors())
     loops = tuple(replace(loop, in_failing_run=True) for loop in found.code.loops)
     assert loops
     return session, replace(found, code=replace(found.code, loops=loops)), namespace

@@ -6,8 +6,8 @@ import ast
 import textwrap
 
 import pytest
+from observed import facts
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.definitions import read

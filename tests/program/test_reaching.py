@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from observed import facts
 
-from oomdoctor.evidence.code import facts
 from oomdoctor.model.session import Cell, Cells
 
 MAIN = """def main():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
+from observed import site
+
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -179,7 +181,7 @@ SCENES = (
         Cause.LEAK_OR_PINNED_GRAPH,
         ((Role.USER_TENSOR, 3 * GIB), (Role.PARAMETER, GIB)),
         (held(Role.USER_TENSOR, 3 * GIB, "checkpoint['optimizer']"),),
-        training(loads_on_device="In[2] line 4: torch.load(path)"),
+        training(sites={"load_mmap": (site("In[2] line 4: torch.load(path)"),)}),
     ),
     Scene(
         "one_tensor_holds_most",
