@@ -6,8 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.program.dataflow import parsed
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import mask, parsed
 from oomdoctor.program.names import call_name
 
 if TYPE_CHECKING:

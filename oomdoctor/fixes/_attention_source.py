@@ -149,7 +149,7 @@ def _check_uses(parsed: rewriting.ParsedCell, function: cst.FunctionDef, attenti
     own = {line for node in (*attention.steps, attention.last) for line in parsed.lines_of(node)}
     last = trees(parsed, attention.last)
     rebound = {name for tree in last for name in bound(tree)}
-    for node in _loads(ast.parse(parsed.masked.text), attention.names):
+    for node in _loads(parsed.tree, attention.names):
         is_another = node.id in rebound and node.lineno > max(own)
         if node.lineno in parsed.lines_of(function) and node.lineno not in own and not is_another:
             raise NotRead(f"`{node.id}` is used on line {node.lineno} as well: fused kernels do not return it")

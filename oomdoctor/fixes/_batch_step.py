@@ -41,7 +41,7 @@ def _cell(
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    tree = ast.parse(parsed.masked.text)
+    tree = parsed.tree
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for facts in loops:
         loop = loop_at(tree, facts.line)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.model.session import Cells
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import parsed
 
 __all__ = ["held"]
 
@@ -25,9 +25,7 @@ _FACTS: Final = frozenset({"shape", "dtype", "device", "is_sparse", "ndim"})
 def held(cells: Cells) -> str | None:
     """Return the text of the first expression that may keep a gradient or refuses views, None where there is none."""
     for cell in cells.history:
-        try:
-            tree = ast.parse(mask(cell.source).text)
-        except (SyntaxError, ValueError):
+        if (tree := parsed(cell.source)) is None:
             continue
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         for node in ast.walk(tree):

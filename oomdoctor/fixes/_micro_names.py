@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -16,7 +18,7 @@ from oomdoctor.program.book import Book, Place, calls
 from oomdoctor.program.dataflow import Loop, ancestors, bound
 from oomdoctor.program.magics import mask
 
-__all__ = ["known_names", "model_facts", "write_constants"]
+__all__ = ["known_names", "model_facts", "with_constants"]
 
 _COUPLES: Final = re.compile(
     r"BatchNorm|InstanceNorm|\bLSTM\b|\bGRU\b|\bRNN\b|Transformer|MultiheadAttention|torchvision|timm|smp\."
@@ -38,8 +40,9 @@ def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | 
     return exact[0] if len(exact) == 1 else None
 
 
-def write_constants(book: Book) -> None:
-    """Write the values of the notebook's constants in the place of their names where a loss is told how to reduce."""
+def with_constants(book: Book) -> Book:
+    """Return a copy with the notebook's constants in place of their names where a loss is told how to reduce."""
+    book = Book(pages=tuple(replace(page, tree=deepcopy(page.tree)) for page in book.pages))
     for page in book.pages:
         for call in calls(page.tree):
             for keyword in call.keywords:
@@ -47,6 +50,7 @@ def write_constants(book: Book) -> None:
                     value = book.constant(keyword.value, book.place(page, call))
                     if value is not None:
                         keyword.value = ast.copy_location(value, keyword.value)
+    return book
 
 
 def known_names(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, node: Loop) -> Split:

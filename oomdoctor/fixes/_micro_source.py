@@ -8,7 +8,7 @@ import libcst as cst
 
 from oomdoctor.fixes._chunks import layer, takes_note
 from oomdoctor.fixes._loss_forms import NotProven
-from oomdoctor.fixes._micro_names import known_names, model_facts, write_constants
+from oomdoctor.fixes._micro_names import known_names, model_facts, with_constants
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
@@ -59,8 +59,7 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    book = Book.read(cells)
-    write_constants(book)
+    book = with_constants(Book.read(cells))
     tree = book.page(cell.number).tree
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for facts in loops:

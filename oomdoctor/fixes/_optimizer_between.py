@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from oomdoctor.objects.kinds import Kind, kind_of
-from oomdoctor.program.dataflow import parsed
+from oomdoctor.program.magics import parsed
 
 __all__ = ["looks_at_parameters"]
 

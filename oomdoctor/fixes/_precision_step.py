@@ -24,8 +24,8 @@ from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own, reads
-from oomdoctor.program.dataflow import parsed as tree_of
 from oomdoctor.program.import_lines import knows_torch
+from oomdoctor.program.magics import parsed as tree_of
 
 __all__ = ["under_autocast"]
 
@@ -65,7 +65,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
         return parsed
     if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
-    tree = ast.parse(parsed.masked.text)
+    tree = parsed.tree
     scaler = rewriting.fresh_name("scaler", cells) if dtype == "float16" else ""
     scale = rewriting.fresh_name("scale", cells)
     read = {one.number: known for one in cells.history if (known := tree_of(one.source)) is not None}
@@ -109,7 +109,7 @@ def _helpers(cells: Cells, facts: TrainingLoop) -> frozenset[str]:
         parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             continue
-        for node in ast.walk(ast.parse(parsed.masked.text)):
+        for node in ast.walk(parsed.tree):
             if isinstance(node, ast.FunctionDef) and _runs(ast.Module(body=node.body, type_ignores=[]), facts.models):
                 found.add(node.name)
     return frozenset(found)

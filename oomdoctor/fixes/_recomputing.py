@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from oomdoctor.model.session import Cells
-from oomdoctor.program.dataflow import parsed
+from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported
 
 __all__ = ["SWITCHES", "recomputes"]

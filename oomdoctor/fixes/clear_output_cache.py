@@ -26,7 +26,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.program import rewriting
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import mask, parsed
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -103,9 +103,7 @@ def _names_read(source: str) -> set[str]:
     """Return the names that the source reads; those of IPython's own lines count as read wherever they are named."""
     masked = mask(source)
     hidden = {word for _, line in masked.hidden for word in re.findall(r"\w+", line)}
-    try:
-        tree = ast.parse(masked.text)
-    except SyntaxError:
+    if (tree := parsed(source)) is None:
         return hidden | set(re.findall(r"\w+", source))
     return hidden | {
         node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)

@@ -28,7 +28,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
-from oomdoctor.program.dataflow import parsed
+from oomdoctor.program.magics import parsed
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -11,11 +11,13 @@ import ast
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own, parsed
+from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
+from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name
 from oomdoctor.program.settings import (
     FUNCTIONS,
@@ -92,7 +94,7 @@ class Book:
     @classmethod
     def read(cls, cells: Cells) -> Book:
         """Read the cells."""
-        return cls(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
+        return _read(cells)
 
     @property
     def failing(self) -> Page:
@@ -316,6 +318,11 @@ class Book:
         if made is None or not isinstance(made[0], ast.ClassDef):
             return []
         return [(one, made[1]) for one in of_class(made[0], key)]
+
+
+@lru_cache(maxsize=16)
+def _read(cells: Cells) -> Book:
+    return Book(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
 
 
 def _unguarded(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

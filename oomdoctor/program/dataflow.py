@@ -6,20 +6,10 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from oomdoctor.program.magics import mask
-
-__all__ = ["Loop", "ancestors", "bound", "exposed", "loop_at", "own", "parsed", "reads"]
+__all__ = ["Loop", "ancestors", "bound", "exposed", "loop_at", "own", "reads"]
 
 Block = Sequence[ast.stmt]
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
-
-
-def parsed(source: str) -> ast.Module | None:
-    """Return the tree of a cell, None where it is not Python."""
-    try:
-        return ast.parse(mask(source).text)
-    except (SyntaxError, ValueError):
-        return None
 
 
 def loop_at(tree: ast.AST, line: int) -> Loop | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from oomdoctor.model.session import Cells
-from oomdoctor.program.magics import MaskedCell, mask
+from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = [
@@ -102,10 +103,11 @@ class Statement:
     is_gradless: bool
 
 
+@lru_cache(maxsize=16)
 def read(cells: Cells) -> Program:
     """Return the cells parsed; those that are not Python count as empty."""
     masked = {cell.number: mask(cell.source) for cell in cells.history}
-    trees = {number: _parse(cell.text) for number, cell in masked.items()}
+    trees = {cell.number: parsed(cell.source) or _NOTHING for cell in cells.history}
     live = {function.name: function for number, tree in trees.items() for function in _bound(number, tree.body)}
     kept = {name: function for name, function in live.items() if function.node is not _GONE}
     scopes = [Scope(cell=n, function=None, body=tuple(tree.body)) for n, tree in trees.items()]
@@ -168,13 +170,7 @@ def target_names(target: ast.AST) -> tuple[str, ...]:
     return tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
-def _parse(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
+_NOTHING: Final = ast.Module(body=[], type_ignores=[])
 _GONE = ast.parse("def gone(): pass").body[0]
 
 

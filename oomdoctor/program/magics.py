@@ -1,9 +1,9 @@
-"""Cells as Python sees them: IPython's own syntax masked by statements of the same line, and put back.
+"""Cells as Python sees them: IPython's own syntax masked by statements of the same line, put back, and parsed once.
 
-Both who read cells with ``ast`` and who rewrite them with LibCST need this, so it stands below both and imports
-neither. Lines and indentation stay what they were, so that a line number of the masked text is one of the cell.
-Limits: automagic (``ls`` without its ``%``) cannot be told from Python and stays, and a cell magic whose body is not
-known to be Python hides the whole cell.
+Both who read cells with ``ast`` and who rewrite them with LibCST need this, so it stands below both. Lines and
+indentation stay what they were, so that a line number of the masked text is one of the cell. Limits: automagic (``ls``
+without its ``%``) cannot be told from Python and stays, and a cell magic whose body is not known to be Python hides
+the whole cell.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
-__all__ = ["MaskedCell", "mask"]
+__all__ = ["MaskedCell", "mask", "parsed"]
 
 _PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan"})
 """Cell magics whose body is Python, run in the user's namespace."""
@@ -62,9 +63,18 @@ class MaskedCell:
 _MARK: Final = "# oomdoctor: IPython line "
 
 
+def parsed(source: str) -> ast.Module | None:
+    """Return the tree of a cell or a file, None where it is not Python.
+
+    It is made once for a text and shared by all who read it: nobody may write into its nodes.
+    """
+    return _tree(mask(source).text)
+
+
+@lru_cache(maxsize=256)
 def mask(source: str) -> MaskedCell:
     """Return ``source`` with IPython's syntax replaced, each line by a statement on the same line."""
-    if _is_python(source):
+    if _tree(source) is not None:
         return MaskedCell(text=source)
     lines = source.split("\n")
     first = next((index for index, line in enumerate(lines) if line.strip()), 0)
@@ -108,12 +118,16 @@ def _stand_in(body: str) -> str:
     return "pass"
 
 
-def _is_python(source: str) -> bool:
+@lru_cache(maxsize=256)
+def _tree(text: str) -> ast.Module | None:
     try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _is_python(source: str) -> bool:
+    return _tree.__wrapped__(source) is not None
 
 
 class _Scan:

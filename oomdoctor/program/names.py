@@ -8,7 +8,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import Final
 
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import parsed
 
 __all__ = [
     "FirstUse",
@@ -122,10 +122,8 @@ def read_names(source: str) -> frozenset[str]:
 
 
 def _body(source: str) -> list[ast.stmt]:
-    try:
-        return ast.parse(mask(source).text).body
-    except (SyntaxError, ValueError, RecursionError):
-        return []
+    tree = parsed(source)
+    return [] if tree is None else tree.body
 
 
 def _bound_by(node: ast.AST) -> Iterator[str]:

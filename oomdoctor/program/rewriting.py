@@ -7,11 +7,13 @@ becomes a ``Refused`` with a reason that a user can be shown, never an exception
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import libcst as cst
@@ -20,7 +22,7 @@ from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program.magics import MaskedCell, mask
+from oomdoctor.program.magics import MaskedCell, mask, parsed
 
 __all__ = [
     "Definition",
@@ -67,6 +69,11 @@ class ParsedCell:
     masked: MaskedCell = field(repr=False)
     positions: Mapping[cst.CSTNode, CodeRange] = field(repr=False)
 
+    @property
+    def tree(self) -> ast.Module:
+        """The tree of ``ast`` of the same text."""
+        return parsed(self.source) or ast.Module(body=[], type_ignores=[])
+
     def lines_of(self, node: cst.CSTNode) -> range:
         """Return the lines of the cell that ``node`` stands on, one-based."""
         where = self.positions[node]
@@ -78,8 +85,9 @@ class ParsedCell:
         return self.module.code_for_node(bare).strip()
 
 
+@lru_cache(maxsize=64)
 def read(source: str) -> ParsedCell | Refused:
-    """Return ``source`` parsed, or why it could not be."""
+    """Return ``source`` parsed, once for a text, or why it could not be."""
     masked = mask(source)
     try:
         wrapper = MetadataWrapper(cst.parse_module(masked.text))

@@ -16,7 +16,7 @@ from textwrap import dedent
 from types import CodeType
 from typing import Final
 
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name
 
 __all__ = ["given_names", "last_name", "names_written_by", "written_names"]
@@ -90,10 +90,7 @@ def names_written_by(code: CodeType) -> frozenset[str]:
 
 
 def _nodes(source: str) -> list[ast.AST]:
-    try:
-        return list(ast.walk(ast.parse(mask(source).text)))
-    except (SyntaxError, ValueError, RecursionError):
-        return []
+    return list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
 
 
 def _written_by(node: ast.AST) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of
 from oomdoctor.objects.places import REGISTRY
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, read_names
 from oomdoctor.retry.patching import Assigned, assigned_by
 
@@ -113,10 +113,7 @@ def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str],
 
     And the paths of what it registers something with, which may be abstract classes.
     """
-    try:
-        nodes = list(ast.walk(ast.parse(mask(source).text)))
-    except (SyntaxError, ValueError, RecursionError):
-        return (), {}, frozenset()
+    nodes = list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
     found: list[tuple[str, str]] = []
     imports: dict[str, str] = {}
     registering = {

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import mask, parsed
 from oomdoctor.program.names import call_name
 
 __all__ = ["may_change"]
@@ -58,9 +58,7 @@ def may_change(source: str) -> str | None:
                 return found
         elif not _MAGIC.match(original) and not _ASSIGNED.match(original):
             return original
-    try:
-        tree = ast.parse(masked.text)
-    except (SyntaxError, ValueError, RecursionError):
+    if (tree := parsed(source)) is None:
         return None  # Python runs nothing of it either
     return next((ast.unparse(node).splitlines()[0] for node in _changing(tree.body)), None)
 
