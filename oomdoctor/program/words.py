@@ -19,6 +19,7 @@ __all__ = [
     "DRAWS",
     "FILLS",
     "GATHERS",
+    "GRADFUL",
     "GRADLESS",
     "HOST",
     "INDEXED",
@@ -29,7 +30,9 @@ __all__ = [
     "PLAIN_FUNCTIONS",
     "REDUCTIONS",
     "SHAPES",
+    "SMALL",
     "TAKES_GRADIENT",
+    "WANTS_GRADIENT",
     "Result",
     "cuts_graph",
     "has_index",
@@ -45,6 +48,7 @@ class Result(Enum):
     NUMBER = auto()  # no tensor: a number, a size, a list, an array
     DETACHED = auto()  # the same values without the graph
     DISCRETE = auto()  # positions, counts and truth values, which have no gradient
+    TRUNCATED = auto()  # the same values in a type that has no gradient
     NEW = auto()  # a tensor of the same kind with values of its own
     MOVED = auto()  # the same values on another device or laid out anew
     CAST = auto()  # the same values in another type that can have a gradient
@@ -65,7 +69,8 @@ _TABLE: Final[dict[Result, str]] = {
         argmax argmin argsort argwhere nonzero nonzero_static count_nonzero searchsorted bucketize bincount multinomial
         all any eq ne ge gt le lt equal greater greater_equal less less_equal not_equal isclose isfinite isinf isnan
         isneginf isposinf isreal isin logical_and logical_not logical_or logical_xor signbit histc hash_tensor
-        bool byte char short int long int_repr one_hot""",
+        one_hot""",
+    Result.TRUNCATED: "bool byte char short int long int_repr",
     Result.NEW: """
         new_empty new_empty_strided new_full new_ones new_zeros new_tensor empty_like full_like ones_like zeros_like
         rand_like randn_like randint_like""",
@@ -89,7 +94,7 @@ def names_of(*results: Result) -> frozenset[str]:
     return frozenset(name for result in results for name in _TABLE[result].split())
 
 
-NO_GRAPH: Final = names_of(Result.NUMBER, Result.DETACHED, Result.DISCRETE, Result.NEW)
+NO_GRAPH: Final = names_of(Result.NUMBER, Result.DETACHED, Result.DISCRETE, Result.TRUNCATED, Result.NEW)
 """Names whose result has no graph, whatever they are given."""
 MOVES: Final = names_of(Result.MOVED)
 CASTS: Final = names_of(Result.CAST)
@@ -98,6 +103,8 @@ JOINS: Final = names_of(Result.JOINED)
 REDUCTIONS: Final = names_of(Result.REDUCED)
 HOST: Final = frozenset({"cpu", "numpy", "tolist", "item"})
 """Names whose result is in host memory."""
+SMALL: Final = HOST | names_of(Result.NUMBER, Result.DISCRETE, Result.REDUCED)
+"""Names whose result is small beside a batch of outputs, or is not on the device."""
 PLAIN_FUNCTIONS: Final = frozenset(
     {"float", "int", "len", "str", "bool", "type", "isinstance", "range", "print", "format", "repr", "round"}
 )
@@ -109,11 +116,19 @@ PLAIN_ATTRIBUTES: Final = frozenset(
 """Attributes of a tensor, or of a loader, that have no graph."""
 GRADLESS: Final = frozenset({"no_grad", "inference_mode"})
 """Contexts and decorators under which no graph is made."""
+GRADFUL: Final = frozenset({"enable_grad", "set_grad_enabled"})
+"""Contexts under which one may be made whatever is around them."""
 TAKES_GRADIENT: Final = frozenset(
     {"backward", "manual_backward", "grad", "vjp", "jvp", "jacobian", "hessian", "jacrev", "jacfwd", "value_and_grad"}
     | {"grad_and_value", "minimize", "fit_one_cycle"}
 )
 """Functions and methods that take a gradient."""
+WANTS_GRADIENT: Final = (
+    TAKES_GRADIENT
+    | GRADFUL
+    | {"zero_grad", "requires_grad_", "retain_grad", "register_hook", "register_full_backward_hook"}
+)
+"""These, and those that are called where somebody is about to take one."""
 ASKS_GRADIENT: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
 """Attributes that are read where somebody wants a gradient."""
 FILLS: Final = frozenset({"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put"})

@@ -11,13 +11,14 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Final
 
+from oomdoctor.program import words
 from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements, target_names
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = ["carries_state"]
 
-_DETACHES: Final = re.compile(r"detach|repackage|no_grad|\.data\b|init|zeros|reset")
+_ANEW: Final = re.compile(r"detach|repackage|no_grad|\.data\b|init|zeros|reset")
 
 
 def carries_state(
@@ -31,25 +32,20 @@ def carries_state(
         idle: what nothing is differentiated of, ``(cell, line, source text)``.
         trains: the failing cell runs a loop that trains.
     """
-    for scope in program.running:
-        for statement in statements(scope.body):
-            differentiating = [loop for loop in statement.loops if _differentiates(loop)]
-            if differentiating and _is_carried(statement, differentiating[-1]):
-                return place(scope, statement.node), False
+    every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
+    for scope, statement in every:
+        differentiating = [loop for loop in statement.loops if _differentiates(loop)]
+        if differentiating and _is_carried(statement, differentiating[-1]):
+            return place(scope, statement.node), False
     if (kept := _kept_in_module(program, ground)) is not None:
         return kept, bool(idle) and not trains
-    return _carried_idly(program, idle), True
-
-
-def _carried_idly(program: Program, idle: Collection[tuple[int, int, str]]) -> str | None:
-    for scope in program.running:
+    for scope, statement in every:
         lines = {line for number, line, _ in idle if number == scope.cell}
         around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
-        for statement in statements(scope.body):
-            is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
-            if is_idle and statement.loops and _is_carried(statement, statement.loops[-1]):
-                return place(scope, statement.node)
-    return None
+        is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
+        if is_idle and _is_carried(statement, statement.loops[-1]):
+            return place(scope, statement.node), True
+    return None, False
 
 
 def _is_carried(statement: Statement, loop: Loop) -> bool:
@@ -68,32 +64,33 @@ def _fed_back(node: ast.AST) -> frozenset[str]:
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
         return frozenset()
     given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
-    if len(given) < 2 or _DETACHES.search(ast.unparse(node.value)):
+    if len(given) < 2 or _ANEW.search(ast.unparse(node.value)):
         return frozenset()
     names = {name for target in node.targets for name in _texts(target)}
-    states = {name for value in given[1:] for name in _texts(value)}
-    return frozenset(names & states)
+    return frozenset(names & {name for value in given[1:] for name in _texts(value)})
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
     """Yield the plain names and attributes of ``self`` that a target or an argument is, or is a tuple of."""
     if isinstance(node, ast.Tuple | ast.List):
-        for one in node.elts:
-            yield from _texts(one)
+        for part in node.elts:
+            yield from _texts(part)
     elif isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and call_name(node).startswith("self.")):
         yield ast.unparse(node)
 
 
 def _rebinds(node: ast.AST, names: frozenset[str], feeding: ast.stmt) -> bool:
     """Whether a statement other than ``feeding`` cuts the state from its past, or may."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "detach_":
-        return ast.unparse(node.func.value) in names
-    if isinstance(node, ast.For):
-        return bool(names & set(target_names(node.target)))
-    if not isinstance(node, ast.Assign | ast.AnnAssign) or node is feeding:
-        return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return bool(names & {text for target in targets for text in _texts(target)}) and not _fed_back(node)
+    match node:
+        case ast.Call(func=ast.Attribute(value=base, attr="detach_")):
+            return ast.unparse(base) in names
+        case ast.For(target=target):
+            return bool(names & set(target_names(target)))
+        case ast.Assign(targets=targets) if node is not feeding:
+            return bool(names & {text for one in targets for text in _texts(one)}) and not _fed_back(node)
+        case ast.AnnAssign(target=target):
+            return bool(names & set(_texts(target)))
+    return False
 
 
 def _kept_in_module(program: Program, ground: Ground) -> str | None:
@@ -101,35 +98,40 @@ def _kept_in_module(program: Program, ground: Ground) -> str | None:
         if scope.function is None or not scope.function.in_class or scope.function.node.name == "__init__":
             continue
         for node in own_nodes(scope.body):
-            fed = {name for name in _fed_back(node) if name.startswith("self.")}
-            if fed and isinstance(node, ast.Assign) and not _let_go(program, scope, fed, node):
+            fed = {name.removeprefix("self.") for name in _fed_back(node) if name.startswith("self.")}
+            if fed and isinstance(node, ast.Assign) and not _is_let_go(program, scope, fed, node):
                 return place(scope, node)
     return None
 
 
-def _let_go(program: Program, scope: Scope, names: set[str], feeding: ast.Assign) -> bool:
-    """Whether any method of the class but ``__init__`` binds the attribute anew."""
+def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: ast.Assign) -> bool:
+    """Whether any method of the class but ``__init__``, or code outside of classes, binds the attribute anew."""
     assert scope.function is not None
     owner = scope.function.name.rpartition(".")[0]
-    methods = [s for s in program.scopes if s.function and s.function.name.rpartition(".")[0] == owner]
-    everywhere = [s for s in program.scopes if s.function is None or not s.function.in_class]
-    cut = {name.removeprefix("self.") for name in names}
-    for other in (*methods, *everywhere):
-        if other.function is not None and other.function.node.name == "__init__":
+    for other in program.scopes:
+        method = other.function
+        if method is not None and (
+            method.node.name == "__init__" or method.in_class != (method.name.rpartition(".")[0] == owner)
+        ):
             continue
         for node in own_nodes(other.body):
-            if isinstance(node, ast.Assign) and node is not feeding:
-                texts = [ast.unparse(part) for target in node.targets for part in _leaves(target)]
-                if any(text.rpartition(".")[2] in cut and "." in text for text in texts):
-                    return True
-            if isinstance(node, ast.Call) and call_name(node).endswith(tuple(f".{name}.detach_" for name in cut)):
+            if node is feeding or not isinstance(node, ast.Assign | ast.Call):
+                continue
+            cut = [part for target in getattr(node, "targets", ()) for part in _leaves(target)]
+            if (
+                isinstance(node, ast.Call)
+                and words.last_name(node) == "detach_"
+                and isinstance(node.func, ast.Attribute)
+            ):
+                cut = [node.func.value]
+            if any(isinstance(part, ast.Attribute) and part.attr in attributes for part in cut):
                 return True
     return False
 
 
 def _leaves(target: ast.expr) -> Iterator[ast.expr]:
     if isinstance(target, ast.Tuple | ast.List):
-        for one in target.elts:
-            yield from _leaves(one)
+        for part in target.elts:
+            yield from _leaves(part)
     else:
         yield target

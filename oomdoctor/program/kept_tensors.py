@@ -1,0 +1,358 @@
+"""What a step leaves on the device for the next one: histories with graphs, outputs, what hooks keep, and gradients.
+
+Names that lead to no object of the namespace are judged by custom (``model``, ``net``); what a library's function keeps
+is not seen. A history counts only if nothing can differentiate what is kept there: its list or sum starts out empty,
+and all that any cell does with it is to fill, measure or print it, or to read plain numbers from it. One that is
+returned, handed on, or given a second name is left out, as is a sum of losses whose graph ``backward`` has freed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from oomdoctor.program import words
+from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements, target_names
+from oomdoctor.program.graph_flow import Flow
+from oomdoctor.program.ground import Ground
+from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.naming import names_in, root_of
+from oomdoctor.program.training_loops import called_like_a_model
+
+__all__ = ["gathers_predictions", "history_appends", "hooks", "keeps_gradients", "retain_graph"]
+
+_READERS: Final = frozenset({"len", "print", "float", "int", "bool"})
+_FILLING: Final = frozenset({"append", "appendleft", "add"})
+_NUMBERS: Final = frozenset({"item", "tolist", "detach"})
+_SHAPING: Final = frozenset({"mean", "sum", "min", "max", "cpu", "float", "double"})
+_JOINING: Final = frozenset({"sum", "torch.stack", "torch.cat", "torch.sum", "torch.mean"})
+_BY_TEXT: Final = frozenset({"globals", "locals", "vars", "eval", "exec"})
+_EMPTY: Final = frozenset({"list", "set", "deque", "collections.deque"})
+_ZERO: Final = frozenset({"torch.zeros", "torch.tensor"})
+_JUDGES: Final = re.compile(r"loss|criterion|entropy|mse|nll|accura|metric|score|correct", re.IGNORECASE)
+_HOOK: Final = re.compile(r"^register_(module_)?(full_)?(forward|backward)(_pre)?_hook$")
+_OFF_DEVICE: Final = (words.SMALL - words.INDEXED) | {"shape"}
+_NO_OUTPUTS: Final = (words.PLAIN_ATTRIBUTES - {"data"}) | {"loss"}
+_OWNING: Final = frozenset({"generate", "forward", "predict"})
+"""Methods of a model that give its outputs."""
+
+
+def retain_graph(ground: Ground) -> str | None:
+    """Return the ``backward`` that keeps its graph. ``create_graph=True`` implies that."""
+    return _first_call(ground, "backward", lambda call: _given(call, True, {"retain_graph", "create_graph"}, at=1))
+
+
+def keeps_gradients(ground: Ground) -> str | None:
+    """Return the ``zero_grad`` that fills gradients with zeros and does not free them."""
+    return _first_call(ground, "zero_grad", lambda call: _given(call, False, {"set_to_none"}, at=0))
+
+
+def _first_call(ground: Ground, method: str, holds: Callable[[ast.Call], bool]) -> str | None:
+    calls = ((scope, node) for scope in ground.reach for node in own_nodes(scope.body) if isinstance(node, ast.Call))
+    return next((place(scope, call) for scope, call in calls if words.last_name(call) == method and holds(call)), None)
+
+
+def _given(call: ast.Call, wanted: bool, names: set[str], at: int) -> bool:
+    values = [keyword.value for keyword in call.keywords if keyword.arg in names] + call.args[at : at + 1]
+    return any(isinstance(value, ast.Constant) and value.value is wanted for value in values)
+
+
+def history_appends(program: Program, kinds: Mapping[str, str]) -> tuple[tuple[int, int, str], ...]:
+    """Return ``(cell, line, source text)`` of each, for what the failing cell runs."""
+    return tuple(sorted({found for scope in program.running for found in _appends(program, scope, kinds)}))
+
+
+def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+    if scope.disables_grad:
+        return
+    paths = {path for path, kind in kinds.items() if kind in {"model", "loss"}}
+    sources = paths | {name for name, path in _arguments(program, scope) if path in paths}
+    way = Flow(makes=lambda call: ast.unparse(call.func) in sources).through(scope.body)
+    backed = _backed(scope)
+    for statement in statements(scope.body):
+        node, kept = statement.node, _kept(statement.node)
+        if not statement.loops or statement.is_gradless or kept is None or not way.carries(node, kept[1]):
+            continue
+        is_sum = isinstance(node, ast.AugAssign | ast.Assign)
+        if not (is_sum and names_in(kept[1]) & backed) and _is_measured(program, scope, kept[0], is_sum=is_sum):
+            yield scope.cell, node.lineno, ast.unparse(node)
+
+
+def _arguments(program: Program, scope: Scope) -> tuple[tuple[str, str], ...]:
+    return program.arguments.get(scope.function.name, ()) if scope.function else ()
+
+
+def _kept(node: ast.stmt) -> tuple[str, ast.expr] | None:
+    """Return the container or sum, and what is put into it."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method) as called, args=[value])) if method in _FILLING:
+            return call_name(called.value), value
+        case ast.AugAssign(target=target, op=ast.Add(), value=value):
+            return ast.unparse(target), value
+        case ast.Assign(targets=[target], value=ast.BinOp(left=left, op=ast.Add(), right=value)):
+            return (ast.unparse(target), value) if ast.unparse(target) == ast.unparse(left) else None
+    return None
+
+
+def _backed(scope: Scope) -> set[str]:
+    """Return the names that ``backward`` is called on themselves: their graph is freed by it."""
+    calls = [node for node in own_nodes(scope.body) if isinstance(node, ast.Call)]
+    backward = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "backward"]
+    return {name for one in backward for part in (one.func, *one.args) for name in names_in(part)}
+
+
+def _is_measured(program: Program, scope: Scope, name: str, *, is_sum: bool) -> bool:
+    """Whether the cells show that nothing kept under ``name`` reaches a gradient. What is not understood counts as no.
+
+    A local name that is a global one too is refused, so that a name alone says which of them is meant.
+    """
+    if not name.isidentifier():
+        return False
+    tops: list[ast.AST] = [node for top in program.scopes if top.function is None for node in top.body]
+    nodes = _meaning(tops, name)
+    if scope.function is not None and _is_local(scope.function.node, name):
+        if any((isinstance(node, ast.Name) and node.id == name) or _binds_otherwise(node, name) for node in nodes):
+            return False
+        nodes = list(ast.walk(scope.function.node))
+    elif scope.function is not None and "<locals>" in scope.function.name:
+        return False
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    starts = [start for use in uses if isinstance(use.ctx, ast.Store) for start in _starts(use, parents)]
+    by_text = (isinstance(node, ast.Call) and call_name(node) in _BY_TEXT for top in tops for node in ast.walk(top))
+    hidden = (text for cell in program.masked.values() for _, text in cell.hidden)
+    return (
+        all(_is_harmless(program, use, parents) for use in uses)
+        and bool(starts)
+        and all(_is_empty(start, is_sum=is_sum) for start in starts)
+        and not any(_binds_otherwise(node, name) for node in nodes)
+        and not any(by_text)
+        and not any(re.search(rf"\b{name}\b", text) for text in hidden)
+    )
+
+
+def _meaning(body: list[ast.AST], name: str) -> list[ast.AST]:
+    """Return the nodes below ``body`` in which ``name`` would be the global one."""
+    found: list[ast.AST] = []
+    for node in body:
+        found.append(node)
+        below = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_local(node, name):
+            defaults = [value for value in (*node.args.defaults, *node.args.kw_defaults) if value is not None]
+            below = [*node.decorator_list, *defaults]
+        found += _meaning(below, name)
+    return found
+
+
+def _is_local(function: ast.AST, name: str) -> bool:
+    """Whether ``name`` is a parameter of the function or bound in it."""
+    inside = list(ast.walk(function))
+    if any(isinstance(node, ast.Global | ast.Nonlocal) and name in node.names for node in inside):
+        return False
+    return any(
+        (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.arg) and node.arg == name)
+        for node in own_nodes(ast.iter_child_nodes(function))
+    )
+
+
+def _binds_otherwise(node: ast.AST, name: str) -> bool:
+    """Whether an import, a definition, a parameter or a handler binds ``name``."""
+    return name in {getattr(node, field, None) for field in ("name", "asname", "arg", "rest")} and not isinstance(
+        node, ast.keyword
+    )
+
+
+def _starts(use: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> Iterator[ast.expr | None]:
+    """Yield what the binding at ``use`` starts the name from, nothing where it goes on from itself, None if unclear."""
+    parent = parents.get(use)
+    match parent, parents.get(parent) if parent is not None else None:
+        case ast.AugAssign(), _:
+            return
+        case ast.Tuple(elts=parts), ast.Assign(targets=[_], value=ast.Tuple(elts=values)) if len(parts) == len(
+            values
+        ) and not any(isinstance(one, ast.Starred) for one in (*parts, *values)):
+            yield values[parts.index(use)]  # type: ignore[arg-type]
+        case ast.Assign(targets=targets, value=value), _:
+            left = value.left if isinstance(value, ast.BinOp) else None
+            if not (isinstance(left, ast.Name) and target_names(targets[0]) == (left.id,)):
+                yield value if len(targets) == 1 or isinstance(value, ast.Constant) else None
+        case ast.AnnAssign(value=value), _:
+            yield value
+        case _:
+            yield None
+
+
+def _is_empty(value: ast.expr | None, *, is_sum: bool) -> bool:
+    if isinstance(value, ast.Call):
+        named = call_name(value) in (_ZERO if is_sum else _EMPTY)
+        plain = {keyword.arg for keyword in value.keywords} <= {"device", "dtype", "maxlen"}
+        return named and plain and all(isinstance(argument, ast.Constant) for argument in value.args)
+    if is_sum:
+        return isinstance(value, ast.Constant) and type(value.value) in (int, float)
+    return isinstance(value, ast.List) and not value.elts
+
+
+def _is_harmless(program: Program, node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether the value of ``node`` is filled, measured, printed or turned to numbers, through sums and means of it."""
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return True
+    above = parents.get(node)
+    match above:
+        case ast.Attribute(attr=method):
+            call = parents.get(above)
+            if not (isinstance(call, ast.Call) and call.func is above):
+                return False
+            if method in _FILLING | {"clear"}:
+                return isinstance(node, ast.Name) and isinstance(parents.get(call), ast.Expr)
+            return method in _NUMBERS or (method in _SHAPING and _is_harmless(program, call, parents))
+        case ast.Call(func=func, args=args) if node in args:
+            named = call_name(func)
+            if program.function(named) is not None:
+                return False
+            return named in _READERS or (named in _JOINING and _is_harmless(program, above, parents))
+        case ast.FormattedValue():
+            return True
+        case ast.Subscript(value=value) if value is node and isinstance(above.ctx, ast.Load):
+            return _is_harmless(program, above, parents)
+        case ast.BinOp(left=left):
+            match node, parents.get(above):
+                case ast.Name(id=name), ast.Assign(targets=[ast.Name(id=target)]) if node is left and name == target:
+                    return True  # the name goes on from itself
+            return _is_harmless(program, above, parents)
+        case ast.comprehension(target=ast.Name(id=item), iter=source) if source is node:
+            inner = [n for n in ast.walk(parents[above]) if isinstance(n, ast.Name) and n.id == item]
+            return all(_is_harmless(program, n, parents) for n in inner)
+    return False
+
+
+def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> str | None:
+    """Return the statement of a loop that collects what a model put out, without taking it off the device."""
+    for scope in program.running:
+        way = _outputs(program, scope, kinds).through(scope.body)
+        for statement in statements(scope.body):
+            kept = _collected(statement.node) if statement.loops else _comprehended(statement.node)
+            if kept is None or not way.carries(statement.node, kept[1]) or _off_device(kept[1]):
+                continue
+            if not statement.loops or not _is_of_one_step(statement, kept[0]):
+                return place(scope, statement.node)
+    return None
+
+
+def _outputs(program: Program, scope: Scope, kinds: Mapping[str, str], depth: int = 1) -> Flow:
+    """Return how outputs of models go through ``scope``: by what keeps them on the device, with a graph or without."""
+    stands_for = dict(_arguments(program, scope))
+
+    def makes(call: ast.Call) -> bool:
+        text = ast.unparse(call.func)
+        base, _, method = text.rpartition(".")
+        text = base if base and method in _OWNING else text
+        kind = kinds.get(stands_for.get(text, text))
+        called = program.function(text) if kind is None and depth and "." not in text else None
+        if called is not None:
+            return _returns_output(called, _outputs(program, called, kinds, depth - 1))
+        return kind == "model" if kind is not None else called_like_a_model(text)
+
+    return Flow(makes=makes, stops=_is_small, drops=_NO_OUTPUTS, of_graphs=False)
+
+
+def _is_small(call: ast.Call) -> bool:
+    """Whether what a call gives is no output any more: it is made small, taken to the host, or judged."""
+    name = words.last_name(call)
+    plain = isinstance(call.func, ast.Name) and name in words.PLAIN_FUNCTIONS
+    return plain or name in words.SMALL or _JUDGES.search(name) is not None
+
+
+def _returns_output(called: Scope, flow: Flow) -> bool:
+    way = flow.through(called.body)
+    given = [node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None]
+    return any(way.carries(node, node.value) and not _off_device(node.value) for node in given if node.value)
+
+
+def _off_device(value: ast.expr) -> bool:
+    """Whether a value is made small or taken to the host on its way."""
+    text = ast.unparse(value)
+    return ".to('cpu'" in text or any(
+        isinstance(node, ast.Attribute) and node.attr in _OFF_DEVICE for node in ast.walk(value)
+    )
+
+
+def _collected(node: ast.stmt) -> tuple[str, ast.expr] | None:
+    """Return the collection, by its first name, and what is put into it."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=base, attr=method), args=[*_, value])) if (
+            method in words.GATHERS
+        ):
+            return root_of(base), value
+        case ast.AugAssign(target=target, op=ast.Add(), value=ast.List() as value):
+            return root_of(target), value
+        case ast.Assign(targets=[target, *_], value=ast.Call(args=[ast.Tuple() | ast.List() as joined, *_]) as call):
+            others = [part for part in joined.elts if ast.unparse(part) != ast.unparse(target)]
+            if words.last_name(call) in words.JOINS and len(others) < len(joined.elts):
+                return ast.unparse(target), ast.Tuple(elts=others, ctx=ast.Load())
+        case ast.Assign(targets=[ast.Subscript(slice=at) as stored, *_], value=value) if not isinstance(
+            at, ast.Constant
+        ):
+            return root_of(stored), value
+    return None
+
+
+def _comprehended(node: ast.stmt) -> tuple[str, ast.expr] | None:
+    if isinstance(node, ast.Assign | ast.Return) and isinstance(node.value, ast.ListComp):
+        return "", node.value
+    return None
+
+
+def _is_of_one_step(statement: Statement, name: str) -> bool:
+    """Whether the collection starts anew within the innermost loop, or within a loop that differentiates it."""
+
+    def is_bound(loop: Loop) -> bool:
+        others = [n for n in own_nodes(loop.body) if isinstance(n, ast.Assign) and n is not statement.node]
+        return any(isinstance(target, ast.Name) and target.id == name for one in others for target in one.targets)
+
+    def trains(loop: Loop) -> bool:
+        return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in own_nodes(loop.body))
+
+    return any(is_bound(loop) and (loop is statement.loops[-1] or trains(loop)) for loop in statement.loops)
+
+
+def hooks(program: Program, ground: Ground) -> str | None:
+    """Return where a hook of modules is registered whose function keeps what passes through it, on the device.
+
+    Only hooks whose function stands in a cell are judged, by its text; whether one was removed since is not seen.
+    """
+    calls = ((scope, node) for scope in ground.basis for node in own_nodes(scope.body) if isinstance(node, ast.Call))
+    registering = (one for one in calls if one[1].args and _HOOK.match(words.last_name(one[1])))
+    return next((place(scope, call) for scope, call in registering if _is_keeping(program, call.args[0])), None)
+
+
+def _is_keeping(program: Program, hook: ast.expr) -> bool:
+    if isinstance(hook, ast.Lambda):
+        return _adds([ast.Expr(hook.body)], {arg.arg for arg in hook.args.args})
+    name = call_name(hook).rpartition(".")[2]
+    if isinstance(hook, ast.Call) and name == "partial" and hook.args:
+        return _is_keeping(program, hook.args[0])
+    functions = [scope.function for scope in program.scopes if scope.function is not None]
+    if isinstance(hook, ast.Call):  # a function that makes the hook
+        candidates = [one for one in functions if f"{name}.<locals>." in one.name]
+    else:
+        candidates = [one for one in functions if one.name.rpartition(".")[2] == name]
+    return any(_adds(one.node.body, {arg.arg for arg in one.node.args.args}) for one in candidates)
+
+
+def _adds(body: list[ast.stmt], given: set[str]) -> bool:
+    """Whether a tensor among ``given`` is added to a collection, or stored with its graph."""
+    way = Flow(stops=_is_small, drops=_NO_OUTPUTS, of_graphs=False).through(body, given)
+    for met, _ in way.met:
+        match met:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method), args=[*_, value])) if method in words.GATHERS:
+                found = True
+            case ast.Assign(targets=[ast.Subscript() | ast.Attribute(), *_], value=value):
+                found = "detach" not in ast.unparse(value)
+            case _:
+                continue
+        if found and way.carries(met, value) and not _off_device(value):
+            return True
+    return False
