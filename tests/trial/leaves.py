@@ -1,0 +1,69 @@
+"""Reads what a program has left: every plain value that its objects lead to, each with its path."""
+
+import collections
+import functools
+import io
+import itertools
+import random
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+UNREAD = types.ModuleType | io.IOBase | torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
+HOW = ("foreach", "fused")  # how an optimizer steps through its parameters is not what it leaves
+PLAIN = bool | int | float | complex | str | bytes | np.ndarray | np.generic
+STATES: dict[Any, Any] = {
+    set: lambda value: sorted(map(repr, value)),
+    torch.optim.Optimizer | LRScheduler: lambda value: value.state_dict(),
+    torch.Generator: lambda value: value.get_state(),
+    random.Random: lambda value: value.getstate(),
+    np.random.Generator: lambda value: value.bit_generator.state,
+    types.MethodType: lambda value: value.__self__,
+    functools.partial: lambda value: (value.args, value.keywords),
+    types.CellType: lambda value: value.cell_contents,
+    tqdm: lambda value: (value.n, value.total),
+    collections.deque: list,
+    torch.dtype | torch.device: str,
+}
+
+
+def leaves(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Give each plain value that an object leads to, with its path: arrays, numbers, texts and lengths."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense()
+        yield path, (dense.float() if dense.dtype == torch.bfloat16 else dense).clone().numpy()
+        yield f"{path}.dtype", str(value.dtype)
+        if value.is_leaf and value.requires_grad:
+            yield from leaves(value.grad, f"{path}.grad")
+    elif value is None or isinstance(value, PLAIN):
+        yield path, value
+    elif id(value) not in inside and len(inside) < 12 and not isinstance(value, UNREAD):
+        yield f"{path}.type", type(value).__name__
+        for name, child in children(value):
+            yield from leaves(child, f"{path}{name}", (*inside, id(value)))
+
+
+def children(value: Any) -> Iterable[tuple[str, Any]]:
+    """Give what an object holds, each with the rest of its path."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(".len", len(value)), *((f"[{key!r}]", child) for key, child in items if key not in HOW)]
+    if isinstance(value, types.FunctionType | type) and value.__module__ != "__main__":
+        return []
+    if isinstance(value, type):
+        return [(f".{n}", v) for n, v in vars(value).items() if not n.startswith("__") and not callable(v)]
+    if isinstance(value, types.FunctionType):
+        closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        kept = [default for default in value.__defaults__ or () if isinstance(default, list | dict)]
+        return [(".defaults", kept), *((f".{n}", v) for n, v in [*closed, *vars(value).items()] if n != "__wrapped__")]
+    for kind, state in STATES.items():
+        if isinstance(value, kind):
+            return [("", state(value))]
+    if hasattr(value, "__next__"):
+        return [(".rest", list(itertools.islice(value, 200)))]
+    return [(f".{n}", v) for n, v in getattr(value, "__dict__", {}).items() if "hook" not in n]
