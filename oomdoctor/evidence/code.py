@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from oomdoctor.evidence import _feeding, _models, _precision, _replicas, _setup
-from oomdoctor.evidence._attention import attention_dropout, eager_attention
 from oomdoctor.evidence._entropy import classes, cross_entropies
 from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
@@ -113,8 +112,6 @@ def facts(
         state_undifferentiated=carried is not None and carried_idly,
         keeps_gradients=kept_tensors.keeps_gradients(under),
         hooks=kept_tensors.hooks(program, under),
-        eager_attention=eager_attention(under),
-        attention_dropout=attention_dropout(under, modules),
         cross_entropies=cross_entropies(program, under, losses),
         classes=classes(modules),
         generates=_setup.generates(program),
@@ -143,7 +140,7 @@ def facts(
         reruns=_reruns(cells),
         stale=stale(program, cells.failing.source, namespace, line),
         trainers=trainers(program, under, passed, modules, loaders, loops),
-        sites={fix: detect(program, objects) for fix, detect in (detectors or {}).items()},
+        sites={fix: found for fix, detect in (detectors or {}).items() if (found := detect(program, objects))},
     )
 
 

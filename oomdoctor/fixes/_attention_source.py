@@ -15,7 +15,6 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _told
 from oomdoctor.fixes._attention_parts import Attention, NotRead
 from oomdoctor.fixes._attention_read import read, trees
 from oomdoctor.model.absence import Refused
@@ -24,7 +23,7 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import knows
 
-__all__ = ["Fused", "asks_for_eager", "fused", "place_of"]
+__all__ = ["Fused", "asks_for_eager", "fused"]
 
 _HOMES: Final = {
     "F": ("F", "torch.nn.functional"),
@@ -55,18 +54,6 @@ class Fused:
     function: str
     home: str
     drops: bool
-
-
-def place_of(cells: Cells, text: str) -> tuple[Cell, int] | Refused:
-    """Return the cell and the line that evidence named, ``In[3] line 7: ...``."""
-    where = _told.numbers(text)
-    if where is None:
-        return Refused(f"where `{text}` stands is not known")
-    number, line = where
-    try:
-        return (cells.failing if number is None else cells.get(number)), line
-    except KeyError:
-        return Refused(f"cell {number} is no longer in the history")
 
 
 def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString | None:

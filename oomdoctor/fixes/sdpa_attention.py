@@ -3,7 +3,8 @@
 Written out, attention holds batch x heads x length x length numbers several times over; a fused kernel holds none of
 them. Models of transformers bring a switch for it. Attention that the notebook writes itself is read statement by
 statement, with its scale, mask and dropout, and exchanged where each of them is known to mean what the kernel does;
-weights that are returned, kept or changed in another way forbid it.
+weights that are returned, kept or changed in another way forbid it. A model of an earlier cell is switched at the top
+of the failing one.
 
 The results are equal up to rounding. Dropout of weights draws other random numbers than the layer did. Where a mask
 leaves a query nothing to attend to, the two differ: that is looked for while a change is tried, and refused. So is
@@ -16,13 +17,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _told
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
-from oomdoctor.fixes._attention_source import asks_for_eager, fused, place_of
+from oomdoctor.fixes._attention_sites import ASKED, DROPS, detect
+from oomdoctor.fixes._attention_source import asks_for_eager, fused
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
@@ -31,12 +31,15 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import rewriting
+from oomdoctor.program.import_lines import insert_at_top
+from oomdoctor.program.names import FirstUse, first_uses
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cell, Cells, Session
+    from oomdoctor.model.site import Site
 
-__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "detect", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: fused kernels take the softmax block by block."""
@@ -51,28 +54,28 @@ _NO_PLACE: Final = "no attention that writes out its scores was found in what th
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose the one dose: the attention that evidence names."""
     code = evidence.code
-    if code.eager_attention is None:
+    found = code.sites.get("sdpa_attention", ())
+    if not found:
         return Refused(_NO_PLACE)
+    drops = next((site.text for site in found if site.kind == DROPS), None)
     if code.compiles is not None:
         return Refused("torch.compile has compiled the attention, or fuses it itself")
     if code.retain_graph is not None and "create_graph" in code.retain_graph:
         return Refused("a gradient is taken of gradients, which fused kernels do not give")
-    if evidence.device.tensor_device == "cpu" and code.attention_dropout is not None:
-        return Refused(
-            f"{code.attention_dropout} drops weights of attention, for which PyTorch has no fused kernel on the CPU"
-        )
+    if evidence.device.tensor_device == "cpu" and drops is not None:
+        return Refused(f"{drops} drops weights of attention, for which PyTorch has no fused kernel on the CPU")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
     held = evidence.census.holdings
     samples = {one.shape[0] for one in held if one.role is Role.BATCH and one.shape}
     size = sum(_square_bytes(one, samples) for one in held)
-    asked = (incident.requested or 0) if _asked_there(incident, code.eager_attention) else 0
+    asked = (incident.requested or 0) if _asked_there(incident, found[0]) else 0
     if not size and not asked:
         return Refused("no scores of attention over batch, heads and two lengths were found")
-    dropout = _dropout(code)
+    dropout = drops or _dropout(code)
     return (
         Proposal(
-            dose=Dose.of(attention=code.eager_attention.partition(": ")[0]),
+            dose=Dose.of(attention=found[0].where),
             effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
             saves=size + asked,
             slowdown=1.0,
@@ -82,13 +85,12 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def _asked_there(incident: Incident, text: str) -> bool:
+def _asked_there(incident: Incident, found: Site) -> bool:
     """Tell whether memory ran out in the attention: in the framework's, or in the lines around the softmax."""
     if _FRAME.search(incident.framework_frame or ""):
         return True
-    number, line = _told.numbers(text) or (None, 0)
-    places = [place for place in (incident.inner, incident.cell) if place is not None and place.number == number]
-    return any(place.line is not None and abs(place.line - line) <= _AROUND for place in places)
+    places = [place for place in (incident.inner, incident.cell) if place is not None and place.number == found.cell]
+    return any(place.line is not None and abs(place.line - found.line) <= _AROUND for place in places)
 
 
 def _square_bytes(held: Holding, samples: Collection[int]) -> int:
@@ -109,25 +111,15 @@ def _dropout(code: CodeFacts) -> str | None:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the attention that evidence names as a call of the fused kernel."""
-    if evidence.code.eager_attention is None:
+    found = evidence.code.first("sdpa_attention")
+    if found is None:
         return Refused(_NO_PLACE)
-    place = place_of(cells, evidence.code.eager_attention)
-    if isinstance(place, Refused):
-        return place
-    cell, line = place
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    if (eager := asks_for_eager(parsed, line)) is not None:
-        if cell.number != cells.failing.number:
-            return Refused(
-                f'cell {cell.number}, which is not run again, makes the model: write "sdpa" on line {line} there'
-            )
-        new = eager.with_changes(value=eager.value.replace("eager", "sdpa"))
-        return rewriting.join(
-            cells, [rewriting.edit(cells, cell, parsed, rewriting.replace(parsed.module, eager, new))]
-        )
-    made = fused(cells, cell, line)
+    cell = next((one for one in cells.history if one.number == found.cell), None)
+    if cell is None:
+        return Refused(f"cell {found.cell} is no longer there")
+    if found.kind == ASKED:
+        return _asked_otherwise(cells, cell, found)
+    made = fused(cells, cell, found.line)
     if isinstance(made, Refused):
         return made
     if made.drops and any(model.training for model in evidence.code.models) and _dropout(evidence.code) is None:
@@ -135,37 +127,23 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewriting.join(cells, [rewriting.edit(cells, cell, made.parsed, made.module)])
 
 
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Exchange the attention that the dose names, in the live function or by the switch of the models; undone on exit.
-
-    Raises:
-        OomDoctorError: neither can be done, or no fused kernel can take the attention, or takes it otherwise.
-    """
-    from oomdoctor.fixes import _attention_live, _forward
-
-    for path, model in session.modules:
-        if (name := _forward.compiled(path, model)) is not None:
-            raise OomDoctorError(f"{name} is compiled: it is left as it is")
-    eager = [(path, model) for path, model in session.modules if _attention_live.is_eager(model)]
-    place = place_of(session.cells, str(dose["attention"]))
-    if isinstance(place, Refused):
-        raise OomDoctorError(place.reason)
-    cell, line = place
-    parsed = rewriting.read(cell.source)
-    is_asked = not isinstance(parsed, Refused) and asks_for_eager(parsed, line) is not None
-    contexts: list[AbstractContextManager[None]]
-    if is_asked:
-        if not eager:
-            raise OomDoctorError("no model of the session has eager attention that could be switched")
-        contexts = [_attention_live.switched(path, model) for path, model in eager]
-    else:
-        made = fused(session.cells, cell, line)
-        if isinstance(made, Refused):
-            raise OomDoctorError(made.reason)
-        contexts = [_attention_live.exchanged(session.namespace, [model for _, model in session.modules], made)]
-    with _attention_live.all_of(contexts):
-        yield
+def _asked_otherwise(cells: Cells, cell: Cell, found: Site) -> Patch | Refused:
+    """Return the cell that makes the model asking for the kernel, or the failing one switching the model to it."""
+    failing = rewriting.read(cells.failing.source)
+    if isinstance(failing, Refused):
+        return failing
+    if cell.number == cells.failing.number:
+        if (eager := asks_for_eager(failing, found.line)) is None:
+            return Refused(_NO_PLACE)
+        new = eager.with_changes(value=eager.value.replace("eager", "sdpa"))
+        module = rewriting.replace(failing.module, eager, new)
+        return rewriting.join(cells, [rewriting.edit(cells, cell, failing, module)])
+    models = [path for path in found.names if path.isidentifier()]
+    if not models or any(first_uses(cells.failing.source).get(path) is FirstUse.BINDS for path in models):
+        return Refused("no model that the failing cell is given has eager attention that can be switched")
+    lines = [f'{path}.set_attn_implementation("sdpa")' for path in models]
+    module = insert_at_top(failing, failing.module, lines)
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, failing, module)])
 
 
 @contextmanager
@@ -175,7 +153,7 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: from the attention.
     """
-    from oomdoctor.fixes._attention_live import Checked
+    from oomdoctor.fixes._attention_kernels import Checked
 
     del session, dose
     with Checked():
@@ -189,7 +167,8 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="nothing",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
+    detect=detect,
     guard=guard,
 )

@@ -243,8 +243,6 @@ class CodeFacts:
             differentiated through that state.
         keeps_gradients: a ``zero_grad(set_to_none=False)``.
         hooks: where a hook is registered that keeps what passes through it.
-        eager_attention: attention that writes out its scores; ``attention_dropout``: what drops its weights, a layer or
-            a setting of a model in training mode.
         cross_entropies: places that take a cross-entropy, ``(cell, line, what is called, what that stands for)``.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
@@ -296,8 +294,6 @@ class CodeFacts:
     state_undifferentiated: bool = False
     keeps_gradients: str | None = None
     hooks: str | None = None
-    eager_attention: str | None = None
-    attention_dropout: str | None = None
     cross_entropies: tuple[tuple[int, int, str, str], ...] = ()
     classes: tuple[int, ...] = ()
     generates: str | None = None

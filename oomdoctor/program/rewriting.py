@@ -23,6 +23,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.magics import MaskedCell, mask, parsed
+from oomdoctor.program.methods import given_to_class
 
 __all__ = [
     "Definition",
@@ -195,8 +196,9 @@ def edit(
 ) -> Edit | Refused:
     """Return the change of ``cell`` from ``parsed.module`` to ``module``, with what a retry has to run for it.
 
-    For an earlier cell that is what it newly imports, the changed functions of its top level, and ``live``. Another
-    change there is refused, as running such a statement again could undo what the user did since.
+    For an earlier cell that is what it newly imports, the changed functions of its top level and methods of its
+    classes, and ``live``. Another change there is refused, as running such a statement again could undo what the user
+    did since.
 
     Args:
         cells: the cells that were run.
@@ -213,12 +215,14 @@ def edit(
         return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
     changed = _changed(parsed.module, module)
     imports, functions = ([node for node in changed if holds(node)] for holds in (is_import, _is_function))
-    others = [node for node in changed if node not in imports and node not in functions]
-    if any(isinstance(node, cst.ClassDef) for node in others):
+    classes = [node for node in changed if isinstance(node, cst.ClassDef)]
+    given = [given_to_class(parsed.module, module, node, fresh_name("Changed", cells)) for node in classes]
+    if None in given:
         return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+    others = [node for node in changed if node not in imports and node not in functions and node not in classes]
     if others and live is None:
         return Refused(f"the change is in statements of cell {cell.number}, which the live objects would not follow")
-    parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions)]
+    parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions), *given]
     texts = [parsed.masked.unmask(text) for text in filter(None, parts)]
     if None in texts:
         return Refused("the change would touch a line of IPython's own syntax")

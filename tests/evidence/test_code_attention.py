@@ -11,6 +11,7 @@ import torch
 from observed import facts
 from torch import nn
 
+from oomdoctor.fixes._attention_sites import DROPS
 from oomdoctor.model.session import Cell, Cells
 
 CELL = """
@@ -31,7 +32,10 @@ ASKS = "model = AutoModel.from_pretrained('bert', attn_implementation='eager')"
 
 def dropout(*sources: str, model: Any) -> str | None:
     history = tuple(Cell(number=n, source=textwrap.dedent(s)) for n, s in enumerate(sources, 1))
-    return facts(Cells(history=history), {"model": model}, [("model", model)], loaded=()).attention_dropout
+    found = facts(Cells(history=history), {"model": model}, [("model", model)], loaded=()).sites.get(
+        "sdpa_attention", ()
+    )
+    return next((site.text for site in found if site.kind == DROPS), None)
 
 
 def made(cell: str, p: float = 0.1, name: str = "Attention") -> nn.Module:

@@ -252,9 +252,9 @@ def test_hooks_that_keep_what_passes(hook: str, register: str, counts: bool) -> 
 )
 def test_attention_that_writes_out_its_scores(body: str) -> None:
     layer = "class A(nn.Module):\n    def forward(self, q, k, v):\n" + textwrap.indent(body, "        ")
-    found = read(layer, "model = nn.Sequential(A())", "model(x)").eager_attention
+    found = read(layer, "model = nn.Sequential(A())", "model(x)").first("sdpa_attention")
     assert found is not None
-    assert "oftmax(" in found
+    assert "oftmax(" in found.text
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_attention_that_writes_out_its_scores(body: str) -> None:
 )
 def test_what_is_no_written_out_attention(body: str) -> None:
     layer = "class A(nn.Module):\n    def forward(self, q, k, v):\n" + textwrap.indent(body, "        ")
-    assert read(layer, "model = nn.Sequential(A())", "model(x)").eager_attention is None
+    assert read(layer, "model = nn.Sequential(A())", "model(x)").first("sdpa_attention") is None
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_what_is_no_written_out_attention(body: str) -> None:
     ],
 )
 def test_attention_that_was_asked_for(source: str, counts: bool) -> None:
-    assert (read(source, "model(x)").eager_attention is not None) == counts
+    assert (read(source, "model(x)").first("sdpa_attention") is not None) == counts
 
 
 @pytest.mark.parametrize(

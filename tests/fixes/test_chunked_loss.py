@@ -437,15 +437,6 @@ IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n
             (IMPORTS + "a = F.cross_entropy(model(x), y)\nb = F.cross_entropy(model(x), y, reduction='sum')",),
             "different ways",
         ),
-        (
-            (
-                IMPORTS
-                + "class Net(nn.Module):\n    def forward(self, x, y):\n        return F.cross_entropy(self.a(x), y)",
-                "net = Net()",
-                "net(x, y)",
-            ),
-            "a class of cell 1",
-        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(sources, why) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
 from models.sequences import TRANSFORMERS
-from observed import facts
+from observed import facts, site
 from promises import check
 from settings import DEFAULT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _attention_live, _attention_terms
-from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, apply, guard, patch, propose
+from oomdoctor.fixes import _attention_kernels, _attention_terms
+from oomdoctor.fixes._attention_sites import WRITTEN
+from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
@@ -91,18 +92,22 @@ def patched(*sources: str, **namespace: Any) -> Patch | Refused:
     return patch(cells, evidence, Dose())
 
 
-def run(*sources: str, is_live: bool = False, **more: Any) -> dict[str, Any]:
-    """Run the cells, the last of them with the fix applied if ``is_live``; return their namespace."""
+def run(*sources: str, fixed: bool = False, **more: Any) -> dict[str, Any]:
+    """Run the cells, the last of them with the fix in place if ``fixed``; return their namespace."""
     namespace: dict[str, Any] = dict(more)
     *before, last = sources
     for source in before:
         exec(source, namespace)
     with ExitStack() as stack:
-        if is_live:
-            cells, evidence = told(*sources, model=namespace["model"])
-            assert evidence.code.eager_attention is not None
-            session = replace(live.session(namespace=namespace, model=namespace["model"]), cells=cells)
-            stack.enter_context(apply(session, Dose.of(attention=evidence.code.eager_attention.partition(": ")[0])))
+        if fixed:
+            found = patched(*sources, **namespace)
+            assert isinstance(found, Patch), found
+            stack.enter_context(guard(live.session(), Dose()))
+            for edit in found.edits:
+                if edit.cell == len(sources):
+                    last = edit.after
+                else:
+                    exec(edit.replay, namespace)
         seen = stack.enter_context(live.Peak())
         exec(last, namespace)
     return namespace | {"peak": seen.peak, "rng": torch.get_rng_state().tolist()}
@@ -166,7 +171,7 @@ y = s.softmax(-1) @ v
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_source_and_live_are_equivalent(body) -> None:
+def test_the_kernel_is_equivalent(body) -> None:
     cell = layer(body)
     plain = run(cell, SETUP, LOOP)
     if "dropout(s" in body:  # by a function: told in evaluation mode alone
@@ -176,10 +181,10 @@ def test_source_and_live_are_equivalent(body) -> None:
     fixed = found.edits[0].after
     assert "scaled_dot_product_attention" in fixed
     assert "softmax(" not in fixed
-    source, applied = run(fixed), run(cell, SETUP, LOOP, is_live="dropout(s" not in body)
+    source = run(fixed)
     assert alike(plain, source)
-    assert alike(plain, applied)
-    assert applied["losses"] == source["losses"] or "dropout(s" in body
+    if "dropout(s" not in body:
+        assert run(cell, SETUP, LOOP, fixed=True)["losses"] == source["losses"]
     assert FIX.effect is Effect.EQUIVALENT
     assert FIX.tolerance == TOLERANCE
 
@@ -240,20 +245,14 @@ def test_a_function_of_an_earlier_cell_is_replayed() -> None:
     assert "attn_mask=mask != 0 if mask is not None else None" in edit.replay
     plain = run(HEAD + FUNCTION, use, SETUP, LOOP)
     assert alike(plain, run(HEAD + FUNCTION, use, SETUP, edit.replay, LOOP))
-    assert alike(plain, run(HEAD + FUNCTION, use, SETUP, LOOP, is_live=True))
-
-
-def test_a_class_of_an_earlier_cell_is_for_the_live_form() -> None:
-    found = patched(layer(GPT), SETUP, LOOP)
-    assert isinstance(found, Refused)
-    assert "class of cell 1" in found.reason
+    assert alike(plain, run(HEAD + FUNCTION, use, SETUP, LOOP, fixed=True))
 
 
 def test_needs_less() -> None:
     setup = SETUP.replace("24", "256")
     cell, loop = layer(GPT).replace("24, 24", "256, 256"), LOOP.replace("24", "256").replace("range(5)", "range(2)")
     one = 3 * 2 * 256 * 256 * 4
-    plain, applied = run(cell, setup, loop), run(cell, setup, loop, is_live=True)
+    plain, applied = run(cell, setup, loop), run(cell, setup, loop, fixed=True)
     assert plain["peak"] - applied["peak"] > 3 * one
     scores = Holding(bytes=1, device="cuda:0", role=Role.ACTIVATION, path="x", shape=(3, 2, 256, 256), dtype="float32")
     found = propose(replace(live.INCIDENT, framework_frame=None), evidence_of(holdings=(scores,)))
@@ -266,19 +265,21 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     plain, kept = run(cell, SETUP, LOOP), _attention_terms.kept
     monkeypatch.setattr(_attention_terms, "kept", lambda *args: kept(*args).replace("!=", "=="))
     with pytest.raises(OomDoctorError, match="nothing to attend to"):
-        run(cell, SETUP, LOOP, is_live=True)
-    monkeypatch.setattr(_attention_live.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {})))
-    assert not alike(plain, run(cell, SETUP, LOOP, is_live=True))
+        run(cell, SETUP, LOOP, fixed=True)
+    monkeypatch.setattr(
+        _attention_kernels.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {}))
+    )
+    assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
     monkeypatch.setattr(_attention_terms, "kept", kept)
-    assert alike(plain, run(cell, SETUP, LOOP, is_live=True))
+    assert alike(plain, run(cell, SETUP, LOOP, fixed=True))
     monkeypatch.setattr(_attention_terms, "scale_of", lambda *args: "0.5")
-    assert not alike(plain, run(cell, SETUP, LOOP, is_live=True))
+    assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
 
 
 def test_dropout_of_weights_is_handed_on_where_kernels_drop(monkeypatch) -> None:
-    monkeypatch.setattr(_attention_live, "_is_written_out", lambda args, kwargs: False)  # as on CUDA
+    monkeypatch.setattr(_attention_kernels, "_is_written_out", lambda args, kwargs: False)  # as on CUDA
     cell, setup = layer(GPT), SETUP.replace("Attention()", "Attention(drop=0.5)")
-    applied = run(cell, setup, LOOP, is_live=True)
+    applied = run(cell, setup, LOOP, fixed=True)
     model, keep = applied["model"].eval(), applied["keep"]
     x = torch.randn(3, 24, 16)
     with torch.no_grad():
@@ -293,10 +294,10 @@ def test_dropout_of_weights_is_handed_on_where_kernels_drop(monkeypatch) -> None
 
     F.scaled_dot_product_attention = spy
     try:
-        run(cell, setup, LOOP.replace("loss = ", "model.eval()\n    loss = ", 1), is_live=True)
+        run(cell, setup, LOOP.replace("loss = ", "model.eval()\n    loss = ", 1), fixed=True)
         assert set(seen) == {0.0}
         seen.clear()
-        run(cell, setup, LOOP, is_live=True)
+        run(cell, setup, LOOP, fixed=True)
         assert set(seen) == {0.5}
     finally:
         F.scaled_dot_product_attention = kernel
@@ -306,15 +307,10 @@ def test_dropout_of_weights_is_handed_on_where_kernels_drop(monkeypatch) -> None
 DROPPING = {"attn_mask": torch.ones(4, 4, dtype=torch.bool), "dropout_p": 0.1}
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_attention_that_pytorch_writes_out_itself_is_refused(is_live) -> None:
+def test_attention_that_pytorch_writes_out_itself_is_refused() -> None:
     q = torch.randn(2, 2, 4, 8, requires_grad=True)
     bias = torch.zeros(4, 4, requires_grad=True)
-    made = run(layer(GPT), SETUP, LOOP)
-    cells, evidence = told(layer(GPT), SETUP, LOOP, model=made["model"])
-    session = replace(live.session(namespace=made, model=made["model"]), cells=cells)
-    dose = Dose.of(attention=evidence.code.eager_attention or "")
-    with apply(session, dose) if is_live else guard(session, dose):
+    with guard(live.session(), Dose()):
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
         F.scaled_dot_product_attention(query=q, key=q, value=q)
         F.scaled_dot_product_attention(q[0], q[0], q[0])  # of three dimensions: never exchanged
@@ -354,12 +350,12 @@ def test_where_weights_are_dropped_the_kernels_of_the_cpu_save_nothing() -> None
     loop = LOOP.replace("24", "128").replace("range(5)", "range(1)")
     plain = run(cell, setup, loop)
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(_attention_live, "_is_written_out", lambda args, kwargs: False)
-        applied = run(cell, setup, loop, is_live=True)
+        patching.setattr(_attention_kernels, "_is_written_out", lambda args, kwargs: False)
+        applied = run(cell, setup, loop, fixed=True)
     one = 3 * 2 * 128 * 128 * 4
     assert plain["peak"] - applied["peak"] < one
     _, found = told(cell, setup, loop, model=plain["model"])
-    assert found.code.attention_dropout == "model[0].drop"
+    assert found.code.sites["sdpa_attention"][1].text == "model[0].drop"
     refused = propose(live.INCIDENT, found)
     assert isinstance(refused, Refused)
     assert "model[0].drop drops weights of attention" in refused.reason
@@ -371,7 +367,7 @@ def test_a_model_of_transformers_without_dropout_of_weights_heals() -> None:
     text = "num_labels=3, attention_probs_dropout_prob=0.0"
     templates = tuple(one.replace("num_labels=3", text) for one in TRANSFORMERS.templates)
     family = replace(TRANSFORMERS, name="undropped", templates=templates)
-    assert check(FIX, family, DEFAULT).forms == ("live",)
+    assert check(FIX, family, DEFAULT).forms == ("patch",)
 
 
 @pytest.mark.parametrize(
@@ -392,8 +388,6 @@ def test_a_function_that_drops_is_not_announced_and_refused() -> None:
     found = patched("\n".join([cell, SETUP, LOOP]), model=space["model"])
     assert isinstance(found, Refused)
     assert "other random numbers" in found.reason
-    with pytest.raises(OomDoctorError, match="other random numbers"):
-        run(cell, SETUP, LOOP, is_live=True)
     space["model"].eval()
     assert isinstance(patched("\n".join([cell, SETUP, LOOP]), model=space["model"]), Patch)
 
@@ -402,52 +396,13 @@ def test_a_function_that_drops_is_not_announced_and_refused() -> None:
 def test_autocast_keeps_the_type_and_the_values(dtype) -> None:
     space = run(layer(GPT), SETUP, LOOP)
     x, found = torch.randn(3, 24, 16), []
-    cells, evidence = told(layer(GPT), SETUP, LOOP, model=space["model"])
-    session = replace(live.session(namespace=space, model=space["model"]), cells=cells)
-    assert evidence.code.eager_attention is not None
-    dose = Dose.of(attention=evidence.code.eager_attention)
-    for context in (nullcontext(), apply(session, dose)):
-        with context, torch.autocast("cpu", dtype):
-            found.append(space["model"][0](x))
+    fixed = run(layer(GPT), SETUP, LOOP, fixed=True)
+    fixed["model"].load_state_dict(space["model"].state_dict())
+    for made in (space, fixed):
+        with torch.autocast("cpu", dtype):
+            found.append(made["model"][0](x))
     assert found[0].dtype == found[1].dtype == dtype
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_undoes_itself_to_the_last_attribute(raises) -> None:
-    space = run(layer(GPT), SETUP, LOOP)
-    model, function = space["model"], space["Attention"].forward
-    before, code, names = live.digest(model), function.__code__, set(space)
-    cells, evidence = told(layer(GPT), SETUP, LOOP, model=model)
-    assert evidence.code.eager_attention is not None
-    session = replace(live.session(namespace=space, model=model), cells=cells)
-    try:
-        with apply(session, Dose.of(attention=evidence.code.eager_attention)):
-            assert function.__code__ is not code
-            model[0](torch.randn(3, 24, 16)).sum()
-            if raises:
-                raise MemoryError
-    except MemoryError:
-        pass
-    assert function.__code__ is code
-    assert live.digest(model) == before
-    assert set(space) == names
-
-
-def test_a_function_that_the_cell_does_not_define_is_refused() -> None:
-    space = run(layer(GPT), SETUP, LOOP)
-    cells, evidence = told(layer(GPT), SETUP, LOOP, model=space["model"])
-    assert evidence.code.eager_attention is not None
-    dose = Dose.of(attention=evidence.code.eager_attention)
-    other = run(layer(GPT.replace("1.0 /", "2.0 /")), SETUP, LOOP)
-    for namespace in (other, {}, {**space, "Attention": 1}):
-        session = replace(live.session(namespace=namespace), cells=cells)
-        with pytest.raises(OomDoctorError, match="not as cell 1 defines it"), apply(session, dose):
-            pass
-    space["model"].compile(backend="eager")
-    session = replace(live.session(namespace=space, model=space["model"]), cells=cells)
-    with pytest.raises(OomDoctorError, match="compiled"), apply(session, dose):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -554,18 +509,11 @@ def llama(**options: Any) -> dict[str, Any]:
     return {"torch": torch, "config": config, "keep": keep}
 
 
-def test_a_model_of_transformers_is_switched_and_switched_back() -> None:
-    plain, applied = run(ASKS, STEPS, **llama()), run(ASKS, STEPS, is_live=True, **llama())
+def test_a_model_of_transformers_is_switched() -> None:
+    plain, applied = run(ASKS, STEPS, **llama()), run(ASKS, STEPS, fixed=True, **llama())
     assert alike(plain, applied)
     assert applied["peak"] < plain["peak"]
-    model = applied["model"]
-    assert model.config._attn_implementation == "eager"
-    before, held = live.digest(model), dict(vars(model.config))
-    session = replace(live.session(model=model), cells=live.cells_of(ASKS, STEPS))
-    with apply(session, Dose.of(attention="In[1] line 4")):
-        assert model.config._attn_implementation == "sdpa"
-    assert vars(model.config) == held
-    assert live.digest(model) == before
+    assert applied["model"].config._attn_implementation == "sdpa"
 
 
 def test_the_cell_that_makes_the_model_asks_for_the_kernel() -> None:
@@ -575,29 +523,32 @@ def test_the_cell_that_makes_the_model_asks_for_the_kernel() -> None:
     assert edit.after == (ASKS + STEPS).replace('"eager"', '"sdpa"')
     assert alike(run(ASKS + STEPS, **llama()), run(edit.after, **llama()))
     assert isinstance(patched(edit.after), Refused)
-    earlier = patched(ASKS, STEPS)
-    assert isinstance(earlier, Refused)
-    assert 'write "sdpa" on line 4' in earlier.reason
+    namespace = llama()
+    exec(ASKS, namespace)
+    earlier = patched(ASKS, STEPS, model=namespace["model"])
+    assert isinstance(earlier, Patch)
+    assert [edit.after for edit in earlier.edits] == ['model.set_attn_implementation("sdpa")\n\n' + STEPS]
 
 
 def test_models_of_transformers_that_cannot_be_switched_are_refused() -> None:
-    cells = live.cells_of(ASKS, STEPS)
+    namespace = llama(output_attentions=True)
+    exec(ASKS, namespace)
+    for model in (namespace["model"], nn.Linear(2, 2)):
+        found = patched(ASKS, STEPS, model=model)
+        assert isinstance(found, Refused)
+        assert "can be switched" in found.reason
 
-    def made(**options: Any) -> Any:
-        namespace = llama(**options)
-        exec(ASKS, namespace)
-        return namespace["model"]
 
-    for model, why in (
-        (made(output_attentions=True), "attention weights"),
-        (made(attention_dropout=0.1).train(), "attention_dropout"),
-        (nn.Linear(2, 2), "no model of the session"),
-    ):
-        before = live.digest(model)
-        session = replace(live.session(model=model), cells=cells)
-        with pytest.raises(OomDoctorError, match=why), apply(session, Dose.of(attention="In[1] line 4")):
-            pass
-        assert live.digest(model) == before
+def test_weights_that_a_setting_drops_are_announced() -> None:
+    namespace = llama(attention_dropout=0.1)
+    exec(ASKS, namespace)
+    namespace["model"].train()
+    _, evidence = told(ASKS, STEPS, model=namespace["model"])
+    on_cuda = replace(evidence, devices=(replace(evidence.device, tensor_device="cuda:0"),))
+    found = propose(replace(live.INCIDENT, framework_frame="softmax"), on_cuda)
+    assert not isinstance(found, Refused)
+    assert found[0].effect is Effect.CHANGES_RESULT
+    assert "model.config.attention_dropout" in (found[0].caveat or "")
 
 
 def evidence_of(
@@ -607,7 +558,8 @@ def evidence_of(
     **code: Any,
 ) -> Evidence:
     base = live.evidence(holdings=holdings)
-    return replace(base, code=CodeFacts(models=models, eager_attention=attention, **code))
+    sites = {"sdpa_attention": (site(attention, WRITTEN),) if attention is not None else ()}
+    return replace(base, code=CodeFacts(models=models, sites=sites, **code))
 
 
 def scores(*shape: int) -> tuple[Holding, ...]:
@@ -652,11 +604,8 @@ def test_proposes_nothing_where_it_would_not_help(evidence, why) -> None:
 
 
 def test_works_on_tensors_without_values_as_a_forecast_needs_it() -> None:
-    space = run(layer(BODIES[2]), SETUP, LOOP)
-    cells, evidence = told(layer(BODIES[2]), SETUP, LOOP, model=space["model"])
-    assert evidence.code.eager_attention is not None
-    session = replace(live.session(namespace=space), cells=cells)
-    with FakeTensorMode() as mode, apply(session, Dose.of(attention=evidence.code.eager_attention)):
+    space = run(layer(BODIES[2]), SETUP, LOOP, fixed=True)
+    with FakeTensorMode() as mode, guard(live.session(), Dose()):
         model = space["Attention"]()
         out = model(torch.randn(3, 24, 16), mode.from_tensor(space["keep"]))
         out.sum().backward()

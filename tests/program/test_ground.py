@@ -101,7 +101,7 @@ def test_the_reach_has_methods_and_no_function_that_only_prepared() -> None:
 @pytest.mark.parametrize(
     ("cell", "fact"),
     [
-        (ATTENTION, "eager_attention"),
+        (ATTENTION, "sites"),
         (HOOK + "\nold.register_forward_hook(keep)", "hooks"),
         ("images = images.to(device)\nfor i in idx:\n    old(images[i])", "dataset_on_device"),
         ("old = torch.compile(old)", "compiles"),
@@ -110,7 +110,7 @@ def test_the_reach_has_methods_and_no_function_that_only_prepared() -> None:
         ("args = TrainingArguments('out', fp16=True)", "autocast"),
         ("old_loader = DataLoader(ds, num_workers=8, pin_memory=True)", "num_workers"),
         ("def step(z):\n    old(z).backward(retain_graph=True)\nstep(z)", "retain_graph"),
-        (ATTENTION + "    old = Attention()\n    for x in loader:\n        out = old(x)", "eager_attention"),
+        (ATTENTION + "    old = Attention()\n    for x in loader:\n        out = old(x)", "sites"),
     ],
 )
 def test_other_experiments_of_the_notebook_are_left_out(cell: str, fact: str) -> None:

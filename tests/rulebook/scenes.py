@@ -134,7 +134,7 @@ SCENES = (
         "eager_attention",
         Cause.QUADRATIC_ATTENTION,
         ((Role.ACTIVATION, 5 * GIB),),
-        code=training(eager_attention="In[2] line 8: (q @ k.mT).softmax(-1)"),
+        code=training(sites={"sdpa_attention": (site("In[2] line 8: (q @ k.mT).softmax(-1)"),)}),
     ),
     Scene(
         "attention_scores_saved",

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from observed import site
 from scenes import CUDA, LOOP, SCENES, TRAINING, evidence, held, of, training
 
 from oomdoctor import fixes
@@ -269,7 +270,7 @@ def test_square_images_are_not_taken_for_the_scores_of_attention():
 
 def test_attention_on_short_sequences_is_not_blamed():
     wide = held(Role.ACTIVATION, 2 * GIB, "loss → graph", (64, 128, 4096))
-    code = training(eager_attention="In[2] line 8: (q @ k.mT).softmax(-1)")
+    code = training(sites={"sdpa_attention": (site("In[2] line 8: (q @ k.mT).softmax(-1)"),)})
     found = rules_of(CUDA, evidence(roles=((Role.ACTIVATION, 5 * GIB),), holdings=(wide,), code=code))
     assert found[0] == "activations_dominate"
     assert "eager_attention" not in found

@@ -1,57 +1,90 @@
-"""Attention that writes out its scores: batch x heads x length x length numbers, which fused kernels never hold.
+"""Finds attention that writes out its scores: batch x heads x length x length numbers, which fused kernels never hold.
 
 Told by what is done, not by names: a product, a softmax of it, and a product with that. A function that also calls the
-fused kernel is taken to choose it.
+fused kernel is taken to choose it. Models of transformers are asked for such attention by a setting.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+from oomdoctor.model.site import Site
 from oomdoctor.objects.kinds import name_of, plain_dict, submodules
-from oomdoctor.program.definitions import Scope, place, target_names
-from oomdoctor.program.ground import Ground
+from oomdoctor.objects.known import Objects
+from oomdoctor.program.definitions import Program, Scope, target_names
+from oomdoctor.program.ground import Ground, ground
 from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.sites import site
 
-__all__ = ["attention_dropout", "eager_attention"]
+__all__ = ["ASKED", "DROPS", "WRITTEN", "detect"]
+
+WRITTEN: Final = "written out"
+ASKED: Final = "asked for"
+DROPS: Final = "drops weights"
+"""Kinds of sites: a softmax of scores; a setting of a model, with the paths of the models that stand at it and can be
+switched; and what drops weights of the attention before it, its text being a layer, ``model.layers[0].drop``, or a
+setting, ``model.config.attention_dropout``, of a model in training mode."""
 
 _PRODUCTS: Final = frozenset({"matmul", "bmm", "einsum", "baddbmm", "dot"})
 _FUSED: Final = frozenset({"scaled_dot_product_attention", "flash_attn_func", "memory_efficient_attention"})
 _SHAPES: Final = frozenset({"size", "dim", "shape", "sqrt"})
+_HELD: Final = "_attn_implementation_internal"
 
 
-def eager_attention(ground: Ground) -> str | None:
-    """Return the softmax of scores that are written out, or the call that asks a model for this."""
-    for scope in ground.reach:
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the softmax of scores, or the call that asks a model to write them out, and what drops weights."""
+    under = ground(program)
+    first = next(_written(under), None) or next(_asked(under, objects), None)
+    if first is None:
+        return ()
+    drops = _dropout(under, objects)
+    return (first,) if drops is None else (first, replace(first, kind=DROPS, text=drops, names=()))
+
+
+def _written(under: Ground) -> Iterator[Site]:
+    for scope in under.reach:
         names = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
         if not names & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
-            return place(scope, softmax)
-    for scope in ground.basis:
+            yield site(WRITTEN, scope, softmax)
+
+
+def _asked(under: Ground, objects: Objects) -> Iterator[Site]:
+    eager = [path for path, model in objects.modules if _can_be_switched(model)]
+    for scope in under.basis:
         for node in own_nodes(scope.body):
-            if isinstance(node, ast.Call) and _asks_for_it(node):
-                return place(scope, node)
-            if isinstance(node, ast.Assign) and _sets_it(node):
-                return place(scope, node)
-    return None
+            if (isinstance(node, ast.Call) and _asks_for_it(node)) or (isinstance(node, ast.Assign) and _sets_it(node)):
+                yield site(ASKED, scope, node, eager)
 
 
-def attention_dropout(ground: Ground, modules: Iterable[tuple[str, Any]]) -> str | None:
-    """Return what drops the weights of the attention that ``eager_attention`` names, as far as it is known to.
+def _can_be_switched(model: Any) -> bool:
+    """Tell whether a model has a switch for its attention, stands at eager, and does not return the weights."""
+    if not inspect.isfunction(inspect.getattr_static(type(model), "set_attn_implementation", None)):
+        return False
+    todo = [(plain_dict(part) or {}).get("config") for _, part in submodules(model, "")]
+    found: dict[int, Mapping[str, Any]] = {}
+    while todo:
+        held = plain_dict(todo.pop())
+        if held is not None and _HELD in held and id(held) not in found:
+            found[id(held)] = held
+            todo += held.values()
+    returns = any(held.get("output_attentions") or held.get("_output_attentions") for held in found.values())
+    return not returns and any(held[_HELD] == "eager" for held in found.values())
 
-    A layer, ``model.layers[0].drop``, or a setting, ``model.config.attention_dropout``, of a model in training mode.
-    """
-    parts = {path: part for name, root in modules for path, part in submodules(root, name)}
+
+def _dropout(under: Ground, objects: Objects) -> str | None:
+    """Return what drops weights of the attention, as far as it is known to."""
+    parts = {path: part for name, root in objects.modules for path, part in submodules(root, name)}
     training = {path: held for path, part in parts.items() if (held := plain_dict(part) or {}).get("training") is True}
-    for scope in ground.reach:
+    for scope in under.reach:
         if scope.function is not None and _softmax_of_scores(scope) is not None:
             owner, layers = scope.function.name.rpartition(".")[0], _dropping(scope)
             owners = [path for path in training if name_of(type(parts[path])) == owner]
             found = [f"{path}.{layer}" for path in owners for layer in layers]
             return next((path for path in found if _is_positive(training.get(path, {}).get("p"))), None)
-    if eager_attention(ground) is None:
-        return None
     return next(filter(None, (_setting(path, held) for path, held in training.items())), None)
 
 
