@@ -8,29 +8,21 @@ time.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Loop
 
-__all__ = ["BRANCH", "Branches", "asking_branch", "counters_of"]
+__all__ = ["Branches"]
 
-BRANCH: Final = "_oomdoctor_branch"
-"""Name by which rewritten code calls this module: a builtin of the shadow."""
-_GIVEN: Final = "_oomdoctor_given"
 _MOST_AHEAD: Final = 50_000
 """Values of a counter that are looked at beforehand; each takes a tenth of a microsecond or two."""
 _TWICE: Final = 2
 """What a branch leaves behind is there when it is taken for the second time."""
 _MOST_GIVEN: Final = 4
 """Steps that a loop is given: a test may stand in a branch that is not taken in the first of them."""
-_PLAIN: Final = (
-    *(ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.Subscript),
-    *(ast.boolop, ast.unaryop, ast.operator, ast.cmpop, ast.expr_context),
-)
 
 
 class _Test:
@@ -217,63 +209,3 @@ class Branches:
 
 def _left(loop: Loop) -> int:
     return _MOST_AHEAD if loop.total is None else min(loop.total - loop.turns, _MOST_AHEAD)
-
-
-def counters_of(tree: ast.AST) -> dict[str, bool]:
-    """Return what counts in some code, and whether it is the target of a ``for``; otherwise it is added to."""
-    found: dict[str, bool] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.For, ast.AsyncFor)):
-            found |= {part.id: True for part in ast.walk(node.target) if isinstance(part, ast.Name)}
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            found.setdefault(ast.unparse(node.target), False)
-    return found
-
-
-def asking_branch(test: ast.expr, counters: Mapping[str, bool], filename: str) -> ast.expr:
-    """Return the test of an ``if`` as a question to this module, or as it is where no counter decides it alone."""
-    counter = _counter(test, counters)
-    if counter is None:
-        return test
-    name = ast.unparse(counter)
-    turned = _Given(name).visit(ast.parse(ast.unparse(test), mode="eval").body)
-    parameter = ast.arguments(posonlyargs=[], args=[ast.arg(_GIVEN)], kwonlyargs=[], kw_defaults=[], defaults=[])
-    key = f"{filename}:{test.lineno}:{test.col_offset}"
-    value = ast.parse(name, mode="eval").body
-    arguments = [test, ast.Constant(key), ast.Lambda(parameter, turned), value, ast.Constant(counters[name])]
-    asked = ast.Call(func=ast.Name(id=BRANCH, ctx=ast.Load()), args=arguments, keywords=[])
-    for node in ast.walk(asked):
-        if isinstance(node, ast.expr) and node is not test:
-            ast.copy_location(node, test)
-    return asked
-
-
-def _counter(test: ast.expr, counters: Mapping[str, bool]) -> ast.expr | None:
-    """Return the one counter that decides a test, together with what does not change, as far as that shows."""
-    found: dict[str, ast.expr] = {}
-    todo: list[ast.AST] = [test]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.Name, ast.Attribute)) and (name := ast.unparse(node)) in counters:
-            found[name] = node
-        elif isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.func.id != "len" or node.keywords:
-                return None
-            todo += node.args
-        elif isinstance(node, _PLAIN):
-            todo += ast.iter_child_nodes(node)
-        else:
-            return None
-    return next(iter(found.values())) if len(found) == 1 else None
-
-
-class _Given(ast.NodeTransformer):
-    """Puts the parameter in the place of a counter."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) == self._name:
-            return ast.Name(id=_GIVEN, ctx=ast.Load())
-        return self.generic_visit(node)

@@ -39,7 +39,7 @@ from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loaders import orphan_workers
-from oomdoctor.forecast.loops import asker, follow_functions, follow_loops, is_followed, to_follow
+from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled
@@ -268,10 +268,8 @@ def _compiled(source: str, shell: Any, name: str) -> CodeType:
     for _, original in masked.hidden:
         if re.match(r"%run\b", original):
             raise ForecastError("the cell runs a script by %run, which a forecast does not follow")
-    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | getattr(getattr(shell, "compile", None), "flags", 0)
     try:
-        tree = compile(masked.text, name, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        code: CodeType = compile(to_follow(tree, name), name, "exec", flags=flags, dont_inherit=True)
+        code = compile_followed(masked.text, name, getattr(getattr(shell, "compile", None), "flags", 0))
     except (SyntaxError, ValueError) as error:
         raise ForecastError(f"the cell is not Python: {one_sentence(error)}") from error
     if source.lstrip().startswith("%%") and not _does_anything(masked.text):

@@ -1,0 +1,222 @@
+"""Rewrites code so that each loop calls a hook before every iteration, and each branch that a counter decides asks one.
+
+The hooks stand in ``builtins`` of the process that runs the rewritten code: one that was forked to be thrown away. A
+loop that its hook ends does so as one that has run out: its ``else`` is run, and what follows is seen. Line numbers
+stay what they are. Limits: ``async for`` does not ask, nor do functions that were running already, nor those made by
+``exec`` of a text that no file holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import CodeType
+from typing import Any, Final, TypeAlias
+
+__all__ = [
+    "FunctionKey",
+    "LoopHooks",
+    "compile_hooked",
+    "function_key",
+    "has_loop",
+    "hooked_functions",
+    "install_hooks",
+]
+
+FunctionKey: TypeAlias = tuple[str, int]
+"""Qualified name and first line of a function."""
+
+_PREFIX: Final = "_oomdoctor_"
+_COUNT: Final = f"{_PREFIX}count"
+_JUMP_BACK: Final = frozenset(code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name)
+_PLAIN: Final = (
+    *(ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.Subscript),
+    *(ast.boolop, ast.unaryop, ast.operator, ast.cmpop, ast.expr_context),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopHooks:
+    """What rewritten code calls. By default every loop runs as it would have.
+
+    Attributes:
+        items: takes what a ``for`` or a comprehension goes through, and whether it is a statement outside of functions;
+            returns what it goes through instead.
+        rounds: takes whether a ``while`` stands outside of functions; returns what is called before its condition is
+            looked at, and tells whether to go on.
+        mark: called before a plain list comprehension.
+        listed: takes what ``mark`` returned and the list that the comprehension made; returns the list.
+        branch: takes what an ``if`` decided that depends on one counter alone, a key of that ``if``, a function that
+            decides for another value of the counter, its value, and whether a ``for`` sets it; returns the decision.
+    """
+
+    items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
+    rounds: Callable[[bool], Callable[[], bool]] = lambda _is_outside: lambda: True
+    mark: Callable[[], Any] = lambda: None
+    listed: Callable[[Any, list[Any]], list[Any]] = lambda _mark, made: made
+    branch: Callable[[Any, str, Callable[[int], Any], Any, bool], Any] = lambda outcome, *_how: outcome
+
+
+def install_hooks(hooks: LoopHooks) -> None:
+    """Let rewritten code of this process call ``hooks``, in the place of those that it called before."""
+    for field in fields(hooks):
+        setattr(builtins, _PREFIX + field.name, getattr(hooks, field.name))
+
+
+def compile_hooked(text: str, filename: str, flags: int = 0) -> CodeType:
+    """Return the code of a Python text whose loops and branches call the hooks; it may await at its top level.
+
+    Raises:
+        SyntaxError: it is not Python.
+        ValueError: likewise.
+    """
+    flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    tree = compile(text, filename, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+    hooked = ast.fix_missing_locations(_Hooking(filename, _counters_of(tree)).visit(tree))
+    code: CodeType = compile(hooked, filename, "exec", flags=flags, dont_inherit=True)
+    return code
+
+
+def hooked_functions(text: str, filename: str) -> dict[FunctionKey, CodeType]:
+    """Return the code of each function of a file as ``compile_hooked`` makes it; none where it is not Python.
+
+    Two lambdas of one line look alike, and are left out.
+    """
+    try:
+        todo = [compile_hooked(text, filename)]
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found: dict[FunctionKey, CodeType | None] = {}
+    while todo:
+        for const in todo.pop().co_consts:
+            if type(const) is CodeType:
+                found[function_key(const)] = None if function_key(const) in found else const
+                todo.append(const)
+    return {key: code for key, code in found.items() if code is not None}
+
+
+def function_key(code: CodeType) -> FunctionKey:
+    """Return what tells a function from the others of its file."""
+    return code.co_qualname, code.co_firstlineno
+
+
+def has_loop(code: CodeType) -> bool:
+    """Return whether a function has a loop, or a function or comprehension inside of it has."""
+    return not _JUMP_BACK.isdisjoint(code.co_code[::2]) or any(
+        has_loop(inner) for inner in code.co_consts if type(inner) is CodeType
+    )
+
+
+class _Hooking(ast.NodeTransformer):
+    """Puts calls of the hooks into a tree."""
+
+    def __init__(self, filename: str, counters: Mapping[str, bool]) -> None:
+        self._filename, self._counters = filename, counters
+        self._whiles = 0
+        self._depth = 0
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        return node
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        self.generic_visit(node)
+        node.iter = ast.copy_location(_call("items", node.iter, ast.Constant(self._depth == 0)), node.iter)
+        return node
+
+    def visit_If(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = self._asking(node.test)
+        return node
+
+    visit_IfExp = visit_If  # noqa: N815
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        self.generic_visit(node)
+        if not node.is_async:
+            node.iter = ast.copy_location(_call("items", node.iter, ast.Constant(False)), node.iter)
+        return node
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.generators) > 1 or node.generators[0].ifs or node.generators[0].is_async:
+            return node
+        return ast.copy_location(_call("listed", _call("mark"), node), node)
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        self.generic_visit(node)
+        self._whiles += 1
+        name, test = f"rounds_{self._whiles}", node.test
+        node.test = ast.copy_location(ast.BoolOp(op=ast.And(), values=[_call(name), test]), test)
+        target = ast.Name(id=_PREFIX + name, ctx=ast.Store())
+        begun = ast.Assign(targets=[target], value=_call("rounds", ast.Constant(self._depth == 0)))
+        return [ast.copy_location(begun, node), node]
+
+    def _asking(self, test: ast.expr) -> ast.expr:
+        """Return the test of an ``if`` as a question to the hook, or as it is where no counter decides it alone."""
+        counter = _counter(test, self._counters)
+        if counter is None:
+            return test
+        name = ast.unparse(counter)
+        turned = _Given(name).visit(ast.parse(ast.unparse(test), mode="eval").body)
+        parameter = ast.arguments(posonlyargs=[], args=[ast.arg(_COUNT)], kwonlyargs=[], kw_defaults=[], defaults=[])
+        key = ast.Constant(f"{self._filename}:{test.lineno}:{test.col_offset}")
+        value = ast.parse(name, mode="eval").body
+        asked = _call("branch", test, key, ast.Lambda(parameter, turned), value, ast.Constant(self._counters[name]))
+        for node in ast.walk(asked):
+            if isinstance(node, ast.expr) and node is not test:
+                ast.copy_location(node, test)
+        return asked
+
+
+def _call(hook: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(func=ast.Name(id=_PREFIX + hook, ctx=ast.Load()), args=list(args), keywords=[])
+
+
+def _counters_of(tree: ast.AST) -> dict[str, bool]:
+    """Return what counts in some code, and whether it is the target of a ``for``; otherwise it is added to."""
+    found: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            found |= {part.id: True for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            found.setdefault(ast.unparse(node.target), False)
+    return found
+
+
+def _counter(test: ast.expr, counters: Mapping[str, bool]) -> ast.expr | None:
+    """Return the one counter that decides a test, together with what does not change, as far as that shows."""
+    found: dict[str, ast.expr] = {}
+    todo: list[ast.AST] = [test]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.Name, ast.Attribute)) and (name := ast.unparse(node)) in counters:
+            found[name] = node
+        elif isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name) or node.func.id != "len" or node.keywords:
+                return None
+            todo += node.args
+        elif isinstance(node, _PLAIN):
+            todo += ast.iter_child_nodes(node)
+        else:
+            return None
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+class _Given(ast.NodeTransformer):
+    """Puts the parameter in the place of a counter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) == self._name:
+            return ast.Name(id=_COUNT, ctx=ast.Load())
+        return self.generic_visit(node)

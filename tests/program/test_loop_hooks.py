@@ -1,0 +1,85 @@
+"""Rewritten code that asks before each iteration: what the hooks are given, and that without them nothing changes."""
+
+import builtins
+from collections.abc import Iterator
+
+import pytest
+
+from oomdoctor.program.loop_hooks import LoopHooks, compile_hooked, function_key, hooked_functions, install_hooks
+
+PROGRAM = """
+seen = []
+for i in range(5):
+    if i % 2 == 0:
+        seen.append(i)
+else:
+    seen.append("over")
+n = 0
+while n < 4:
+    n += 1
+def total(numbers):
+    whole = 0
+    for number in numbers:
+        whole += number
+    return whole
+whole = total(range(5)) + sum(x for x in [1, 2])
+squares = [x * x for x in range(4)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = dict(vars(builtins))
+    yield
+    for name in set(vars(builtins)) - set(before):
+        delattr(builtins, name)
+
+
+def ran(hooks: LoopHooks) -> dict[str, object]:
+    install_hooks(hooks)
+    names: dict[str, object] = {}
+    exec(compile_hooked(PROGRAM, "<cell>"), names)
+    return names
+
+
+def test_code_whose_hooks_do_nothing_runs_as_it_was_written() -> None:
+    plain: dict[str, object] = {}
+    exec(compile(PROGRAM, "<cell>", "exec"), plain)
+    names = ran(LoopHooks())
+    for name in ("seen", "n", "whole", "squares"):
+        assert names[name] == plain[name]
+
+
+def test_a_hook_ends_loops_early_and_their_else_is_run() -> None:
+    def two_of(iterable, is_outside):
+        return list(iterable)[:2] if is_outside else iterable
+
+    def one_round(is_outside):
+        rounds = iter([True, False])
+        return lambda: next(rounds)
+
+    names = ran(LoopHooks(items=two_of, rounds=one_round))
+    assert (names["seen"], names["n"], names["whole"]) == ([0, "over"], 1, 13)
+
+
+def test_a_branch_that_a_counter_decides_is_asked_with_what_it_would_be_for_others() -> None:
+    asked = []
+
+    def branch(outcome, key, turns, value, is_target):
+        asked.append((outcome, value, turns(value + 1), is_target))
+        return True
+
+    assert ran(LoopHooks(branch=branch))["seen"] == [0, 1, 2, 3, 4, "over"]
+    assert asked[:2] == [(True, 0, False, True), (False, 1, True, True)]
+
+
+def test_a_list_that_a_comprehension_made_is_handed_to_the_hook() -> None:
+    names = ran(LoopHooks(mark=lambda: "mark", listed=lambda mark, made: [mark, *made]))
+    assert names["squares"] == ["mark", 0, 1, 4, 9]
+
+
+def test_functions_of_a_file_are_found_by_their_names_and_lines() -> None:
+    names = ran(LoopHooks())
+    total = names["total"]
+    assert function_key(total.__code__) in hooked_functions(PROGRAM, "<cell>")
+    assert hooked_functions("def broken(:", "<cell>") == {}
