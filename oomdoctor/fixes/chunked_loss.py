@@ -56,7 +56,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("no cross-entropy was found in what the failing cell runs")
     if code.compiles is not None:
         return Refused("torch.compile takes the loss together with what is around it")
-    if code.retain_graph is not None and "create_graph" in code.retain_graph:
+    if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         return Refused("a gradient is taken of gradients, which a recomputed loss does not give")
     logits = [_logits(held, code) for held in evidence.census.holdings]
     size, rows = max([_asked_for(incident, evidence), *logits])

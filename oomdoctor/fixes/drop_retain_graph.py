@@ -1,10 +1,10 @@
 """``retain_graph=True`` taken away where nothing uses the graph again.
 
 Without it, ``backward`` frees each saved tensor as soon as it has used it. With it, the activations of a step live on
-until its loss is bound anew, after the next forward: two steps share the device. It is taken out of each call of the
-cell of which ``_frees_graphs`` finds that the graph is not used again. Two losses that share a forward, a graph made
-outside of the loop, and gradients of gradients need it, and are refused; so is a state carried over steps, which has to
-be cut first. Gradients are the same bit for bit; should a use have stayed unseen, torch raises instead.
+until its loss is bound anew, after the next forward: two steps share the device. It is taken out of each call whose
+graph nothing is seen to use again. Two losses that share a forward, a graph made outside of the loop, and gradients of
+gradients need it, and are refused; so is a state carried over steps, which has to be cut first. Gradients are the same
+bit for bit: should a use have stayed unseen, torch raises, and the attempt is rolled back.
 
 There is no live form: an argument of a call is a matter of the source.
 """
@@ -13,37 +13,144 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _frees_graphs, _frees_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
+from oomdoctor.program.differentiation import Differentiation
+from oomdoctor.program.graph_flow import Flow, Way
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.naming import bindings
+from oomdoctor.program.sites import site
+from oomdoctor.program.undifferentiated import ModelCalls
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NOTHING: Final = "no backward keeps its graph"
+_CARRIED: Final = "a state carried over steps needs the graphs of the steps before: it has to be cut first"
 _LOSS: Final = re.compile(r"[^\W\d]\w*")
+_DROPS: Final = "retain_graph"
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find each ``backward`` that keeps its graph: ``retain_graph`` where that can be dropped, else named why not."""
+    calls = [
+        (scope, node)
+        for scope in ground(program).reach
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Call) and words.last_name(node) == "backward" and _keeps(node)
+    ]
+    uses = _Uses(program, objects) if calls else None
+    return tuple(site(uses.kind(scope, call), scope, call) for scope, call in calls if uses is not None)
+
+
+def _keeps(call: ast.Call) -> bool:
+    values = [one.value for one in call.keywords if one.arg in {"retain_graph", "create_graph"}] + call.args[1:2]
+    return any(isinstance(value, ast.Constant) and value.value is True for value in values)
+
+
+class _Uses:
+    """Where the cells use graphs, as far as their text shows it."""
+
+    def __init__(self, program: Program, objects: Objects) -> None:
+        self._models, self._gradients = ModelCalls(program, objects.kinds), Differentiation(program)
+        self._ways: dict[Scope, tuple[set[str], Way]] = {}
+        before = set[str]()
+        for scope in program.scopes:  # the cells come first, in the order in which they ran
+            start = before if scope.function is None else set[str]()
+            self._ways[scope] = start, self._flow(scope).through(scope.body, start)
+            before = before | (self._ways[scope][1].now if scope.function is None else set())
+
+    def _flow(self, scope: Scope) -> Flow:
+        return Flow(makes=lambda call: self._models.path(scope, call) is not None)
+
+    def kind(self, scope: Scope, call: ast.Call) -> str:
+        """Return ``retain_graph`` where nothing uses the graph behind a call again, else why it is kept."""
+        keywords = {one.arg: one.value for one in call.keywords}
+        if "create_graph" in keywords and ast.unparse(keywords["create_graph"]) != "False":
+            return "create_graph"
+        if "retain_graph" not in keywords:
+            return "the argument is not given by name: it is not known what else uses the graph"
+        path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
+        loop = next((node for node in reversed(path) if isinstance(node, ast.For | ast.AsyncFor | ast.While)), None)
+        step = list(scope.body) if loop is None else loop.body
+        later = list(_later(path, loop or path[0]))
+        if any(self._takes(node) for node in later):
+            return "another gradient is taken after it in the same step"
+        before, way = self._ways[scope]
+        if loop is not None:
+            before = way.at(loop.test if isinstance(loop, ast.While) else loop.iter)
+        at = next(at for at, node in enumerate(step) if any(part is call for part in ast.walk(node)))
+        if carried := sorted(_needed(step[: at + 1], call) & before & exposed(step)):
+            return f"`{carried[0]}` comes from outside of the step, with a graph that may be used again"
+        made = way.ever & {name for node in own_nodes(step) for names, _ in bindings(node) for name in names}
+        beyond = [*later, *(_later(path, path[0]) if loop is not None else [])]
+        left = scope.function is not None and any(_is_kept_on(node, way) for node in step)
+        if left or self._gradients.reaches_from(scope, made, beyond):
+            return "what the step made is kept in an object, or differentiated beyond the step"
+        return _DROPS
+
+    def _takes(self, node: ast.AST) -> bool:
+        every = [node, *(part for one in self._gradients.called([node]) for part in one.body)]
+        calls = (one for part in every for one in ast.walk(part) if isinstance(one, ast.Call))
+        return any(words.last_name(call) in words.TAKES_GRADIENT | {"fit"} for call in calls)
+
+
+def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of ``step`` that come after the last of ``path``."""
+    for outer, inner in pairwise(path[path.index(step) :]):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(outer, name, None)
+            if isinstance(block, list) and inner in block:
+                yield from block[block.index(inner) + 1 :]
+
+
+def _needed(body: Sequence[ast.stmt], call: ast.Call) -> set[str]:
+    """Return the names that the loss is made from, by the statements that lead to it."""
+    needed = reads(call)
+    for node in reversed(body):
+        for part in [one for one in ast.walk(node) if isinstance(one, ast.stmt)][::-1]:
+            if not isinstance(part, ast.Expr | ast.If) and bound(part) & needed:
+                needed |= reads(part)
+    return needed
+
+
+def _is_kept_on(node: ast.stmt, way: Way) -> bool:
+    """Whether an attribute is set to something with a graph."""
+    return any(
+        isinstance(part, ast.Assign)
+        and any(isinstance(target, ast.Attribute) for target in part.targets)
+        and way.carries(part, part.value)
+        for part in ast.walk(node)
+    )
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where a backward keeps its graph and graphs take memory."""
     code, census = evidence.code, evidence.census
-    place = _frees_source.place_of(code.retain_graph) if code.retain_graph is not None else None
+    place = code.first("drop_retain_graph")
     if place is None:
         return Refused(_NOTHING)
     if code.carries_state is not None:
-        return Refused("a state carried over steps needs the graphs of the steps before: it has to be cut first")
-    loss = _LOSS.match(place[2])
+        return Refused(_CARRIED)
+    loss = _LOSS.match(place.text)
     held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
     kept = held + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
     basis = f"measured: the census found {format_size(kept)} of graphs that earlier results keep"
@@ -56,47 +163,32 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Take the argument out of every call of the cell that does not need it."""
-    code = evidence.code
-    place = _frees_source.place_of(code.retain_graph) if code.retain_graph is not None else None
-    if place is None:
+    """Take the argument out of every call that does not need it."""
+    sites = evidence.code.sites.get("drop_retain_graph", ())
+    dropped = [one for one in sites if one.kind == _DROPS]
+    if not sites:
         return Refused(_NOTHING)
-    if code.carries_state is not None:
-        return Refused("a state carried over steps needs the graphs of the steps before: it has to be cut first")
-    cell = cells.get(place[0])
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    models = [model.path.partition(".")[0] for model in code.models]
-    others = [loss.path.partition(".")[0] for loss in code.losses] + [
-        path.partition(".")[0] for path, _ in code.optimizers
-    ]
-    graphs = _frees_graphs.Graphs(cells, [*models, *others], models)
-    module, why = parsed.module, "the argument is not given by name: it is not known what else uses the graph"
-    for call in graphs.retained(cell.number):
-        why = graphs.why_used(cell.number, call) or ""
-        if why:
-            why = f"line {call.lineno}: {why}"
-            continue
-        old = _at(parsed, call)
-        if old is None:
-            continue
-        module = rewriting.replace(module, old, _without(old))
-    if module is parsed.module:
-        return Refused(why)
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+    if evidence.code.carries_state is not None:
+        return Refused(_CARRIED)
+    if not dropped:
+        why = "the gradients are differentiated themselves (create_graph)"
+        return Refused(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
+    edits = []
+    for number in sorted({one.cell for one in dropped}):
+        parsed = rewriting.read(cells.get(number).source)
+        if isinstance(parsed, Refused):
+            return parsed
+        lines = {(one.line, one.end_line) for one in dropped if one.cell == number}
+        calls = [node for node, at in parsed.positions.items() if (at.start.line, at.end.line) in lines]
+        changes: dict[cst.CSTNode, cst.CSTNode] = {
+            node: _without(node) for node in calls if isinstance(node, cst.Call) and _gives_argument(node)
+        }
+        edits.append(rewriting.edit(cells, cells.get(number), parsed, rewriting.exchange(parsed.module, changes)))
+    return rewriting.join(cells, edits)
 
 
-def _at(parsed: rewriting.ParsedCell, call: ast.Call) -> cst.Call | None:
-    for node, where in parsed.positions.items():
-        start = (where.start.line, where.start.column)
-        end = (where.end.line, where.end.column)
-        if isinstance(node, cst.Call) and (start, end) == (
-            (call.lineno, call.col_offset),
-            (call.end_lineno, call.end_col_offset),
-        ):
-            return node
-    return None
+def _gives_argument(call: cst.Call) -> bool:
+    return any(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
 
 
 def _without(call: cst.Call) -> cst.Call:
@@ -115,4 +207,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect,
 )

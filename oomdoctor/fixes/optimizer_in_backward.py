@@ -61,8 +61,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("gradients are clipped, for which all of them have to be there")
     if any(loop.accumulates for loop in loops):
         return Refused("gradients are accumulated over several batches before a step")
-    if code.retain_graph is not None:
-        return Refused(f"{code.retain_graph} uses the graph again, with parameters that would have been stepped")
+    if (kept := code.first("drop_retain_graph")) is not None:
+        return Refused(f"{kept} uses the graph again, with parameters that would have been stepped")
     if (spread := code.distributed or code.data_parallel) is not None:
         return Refused(f"{spread} gathers gradients before the step")
     if not code.steppers:

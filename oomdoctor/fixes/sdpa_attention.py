@@ -60,7 +60,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     drops = next((site.text for site in found if site.kind == DROPS), None)
     if code.compiles is not None:
         return Refused("torch.compile has compiled the attention, or fuses it itself")
-    if code.retain_graph is not None and "create_graph" in code.retain_graph:
+    if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         return Refused("a gradient is taken of gradients, which fused kernels do not give")
     if evidence.device.tensor_device == "cpu" and drops is not None:
         return Refused(f"{drops} drops weights of attention, for which PyTorch has no fused kernel on the CPU")

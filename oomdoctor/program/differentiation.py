@@ -81,9 +81,13 @@ class Differentiation:
             return True
         if self._is_stored([node], made | free, scope) or self._is_returned(scope, [node], made | free):
             return True
+        return self.reaches_from(scope, _with_others(made, [node], self._alike(scope)), rest)
+
+    def reaches_from(self, scope: Scope, names: set[str], rest: Sequence[ast.stmt]) -> bool:
+        """Whether something of ``names`` may be differentiated by ``rest``, or beyond."""
         alike = self._alike(scope)
         flow = Flow(stops=_stops, errs_to_yes=True, spreads=lambda part, names: self._spread(part, names, alike))
-        way = flow.through(rest, _with_others(made, [node], alike))
+        way = flow.through(rest, names)
         return any(self._leaves(scope, [met], names) for met, names in way.met) or (
             scope.function is None and self._is_read_by_cells(way.ever, scope)
         )

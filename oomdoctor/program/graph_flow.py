@@ -149,10 +149,14 @@ class Way:
         """The statements and the heads of blocks, and the names that carry it there."""
         yield from ((node, names) for node, names, _ in self._met.values())
 
+    def at(self, statement: ast.AST) -> set[str]:
+        """Return the names that carry it at a statement or a head that was met."""
+        return self._met.get(id(statement), (statement, set[str](), False))[1]
+
     def carries(self, statement: ast.AST, value: ast.expr) -> bool:
         """Whether ``value``, within a statement or a head that was met, has a graph there."""
-        _, names, gradless = self._met.get(id(statement), (statement, set[str](), False))
-        return self._flow.carries(value, names, gradless=gradless)
+        gradless = self._met.get(id(statement), (statement, set[str](), False))[2]
+        return self._flow.carries(value, self.at(statement), gradless=gradless)
 
     def go(self, body: Iterable[ast.stmt]) -> None:
         """Go on through ``body``; a jump in it may lead to any place behind it."""

@@ -21,7 +21,7 @@ from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.program.naming import names_in, root_of
 from oomdoctor.program.training_loops import called_like_a_model
 
-__all__ = ["gathers_predictions", "history_appends", "hooks", "keeps_gradients", "retain_graph"]
+__all__ = ["gathers_predictions", "history_appends", "hooks", "keeps_gradients"]
 
 _READERS: Final = frozenset({"len", "print", "float", "int", "bool"})
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
@@ -37,11 +37,6 @@ _OFF_DEVICE: Final = (words.SMALL - words.INDEXED) | {"shape"}
 _NO_OUTPUTS: Final = (words.PLAIN_ATTRIBUTES - {"data"}) | {"loss"}
 _OWNING: Final = frozenset({"generate", "forward", "predict"})
 """Methods of a model that give its outputs."""
-
-
-def retain_graph(ground: Ground) -> str | None:
-    """Return the ``backward`` that keeps its graph. ``create_graph=True`` implies that."""
-    return _first_call(ground, "backward", lambda call: _given(call, True, {"retain_graph", "create_graph"}, at=1))
 
 
 def keeps_gradients(ground: Ground) -> str | None:

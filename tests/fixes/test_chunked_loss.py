@@ -8,7 +8,7 @@ import live
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
-from observed import facts
+from observed import facts, site
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -531,7 +531,12 @@ def test_scores_over_as_many_positions_as_classes_are_no_logits(shape) -> None:
         ),
         (
             evidence_of(
-                CodeFacts(cross_entropies=PLACE, classes=(100,), retain_graph="l.backward(create_graph=True)"), (6, 100)
+                CodeFacts(
+                    cross_entropies=PLACE,
+                    classes=(100,),
+                    sites={"drop_retain_graph": (site("line 1: l.backward(create_graph=True)", "create_graph"),)},
+                ),
+                (6, 100),
             ),
             "gradients",
         ),

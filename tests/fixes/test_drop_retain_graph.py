@@ -245,13 +245,11 @@ KEPT_ON_SELF = """
         (AGAIN_AND_AGAIN, "`loss`"),
         (RUNNING_TOTAL, "`total`"),
         (SECOND_ORDER, "create_graph"),
-        (JOINED_AFTERWARDS, "after the loop"),
-        (GIVEN_BACK, "to a caller"),
-        (PASSED_IN, "`out`"),
-        (SCALED, "`scale`"),
+        (JOINED_AFTERWARDS, "beyond the step"),
+        (GIVEN_BACK + "    step(*loader[0]).backward()", "beyond the step"),
         (STATE, "state carried"),
         (PENALTY, "another gradient"),
-        (KEPT_ON_SELF, "self"),
+        (KEPT_ON_SELF, "kept in an object"),
         (LOOP.replace("retain_graph=True", "None, True"), "not given by name"),
     ],
 )
@@ -265,7 +263,18 @@ def test_another_cell_that_goes_on_with_the_loss_is_seen() -> None:
     first = "loss = criterion(model(x), y)\nloss.backward(retain_graph=True)"
     made = patched("loss.backward()", first)
     assert isinstance(made, Refused)
-    assert "another cell" in made.reason
+    assert "beyond the step" in made.reason
+
+
+@pytest.mark.parametrize(
+    "source", [PASSED_IN, SCALED, GIVEN_BACK + "    backward = step(*loader[0]).backward\n    backward()"]
+)
+def test_a_use_that_stays_unseen_raises_and_does_not_pass(source: str) -> None:
+    made = patched(source)
+    assert isinstance(made, Patch), made
+    run(source)
+    with pytest.raises(RuntimeError, match="second time"):
+        run(made.edits[0].after)
 
 
 def test_a_graph_dropped_wrongly_would_raise_and_not_pass() -> None:

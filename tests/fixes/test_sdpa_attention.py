@@ -594,7 +594,13 @@ def test_proposals() -> None:
         (evidence_of(), "no scores"),
         (evidence_of(holdings=scores(8, 64, 64)), "no scores"),
         (evidence_of(holdings=scores(2, 4, 64, 64), compiles="torch.compile(m)"), "torch.compile"),
-        (evidence_of(holdings=scores(2, 4, 64, 64), retain_graph="l.backward(create_graph=True)"), "gradients"),
+        (
+            evidence_of(
+                holdings=scores(2, 4, 64, 64),
+                sites={"drop_retain_graph": (site("line 1: l.backward(create_graph=True)", "create_graph"),)},
+            ),
+            "gradients",
+        ),
     ],
 )
 def test_proposes_nothing_where_it_would_not_help(evidence, why) -> None:
