@@ -106,7 +106,6 @@ def facts(
         not_repeatable=once,
         not_reached=ahead,
         grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
-        gathers_predictions=kept_tensors.gathers_predictions(program, kinds),
         carries_state=carried,
         state_undifferentiated=carried is not None and carried_idly,
         keeps_gradients=kept_tensors.keeps_gradients(under),

@@ -66,11 +66,11 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
 def _kept_elsewhere(evidence: Evidence, names: Iterable[str]) -> str | None:
     """Return what else keeps the graphs of the steps: outputs that are gathered, or a state that is carried over."""
     code = evidence.code
-    gathered = _STATEMENT.match(code.gathers_predictions or "")
-    if gathered is not None and gathered[2] not in names:
+    gathered = code.first("offload_predictions")
+    for name in gathered.names if gathered is not None else ():
         kept = (one for one in evidence.census.holdings if one.role is Role.GRAPH_KEPT_ALIVE)
-        if any(_keeps(one, gathered[2]) for one in kept):
-            return f"`{gathered[2]}`"
+        if name not in names and any(_keeps(one, name) for one in kept):
+            return f"`{name}`"
     carried = _STATEMENT.match(code.carries_state or "")
     if carried is not None and any(int(carried[1]) == number for number, *_ in code.history_appends):
         return f"the recurrent state carried over steps in {code.carries_state}"

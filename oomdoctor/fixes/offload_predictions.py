@@ -1,9 +1,11 @@
 """Predictions gathered in host memory as they come, where they would add up on the device.
 
-The statement that collects an output of the model gets a ``.cpu()``. Nothing else changes, so it is made only where all
-that the cells make of the collection is the same bit for bit with tensors in host memory (see ``_frees_uses``); what is
-compared with it and was gathered too, as labels are, is moved along. Outputs that still have their graph would keep it
-on the device, so they are detached where evidence says that nothing is differentiated, and refused elsewhere.
+The statement that collects an output of the model gets a ``.cpu()``, and so does what is compared with it and was
+gathered too, as labels are. What is made of the collection is followed through the cells: joining, comparing, indexing
+and counting give the same bits on every device; anything else may round otherwise in host memory, and is EQUIVALENT.
+Refused is what the copy would not see, as a write in place, and what is combined with a tensor that stays on the
+device. Outputs that still have their graph would keep it on the device, so they are detached where it is certain that
+nothing is differentiated, and refused elsewhere.
 
 There is no live form. Tensors that are in host memory already are not helped: on ``cpu`` and on the virtual accelerator
 it is refused.
@@ -11,48 +13,245 @@ it is refused.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import ast
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _frees_source, _frees_uses, _trainer_source, _trainer_terms
+from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.graph_flow import Flow, Way
+from oomdoctor.program.kept_tensors import gathers_predictions
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.naming import names_bound, names_in, parameters_of, root_of
+from oomdoctor.program.sites import site
+from oomdoctor.program.undifferentiated import ModelCalls
+from oomdoctor.program.words import Result
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
-_NAME: Final = re.compile(r"([^\W\d]\w*)(?:\.(?:append|extend)\(| \+= \[| = \[)")
 _NOTHING: Final = "no loop that the failing cell runs collects outputs of a model on the device"
+_TOLERANCE: Final = 1e-5
+_EXACT: Final = "same bits"
+_ROUNDS: Final = "rounds otherwise"
+_HOST_MODULES: Final = frozenset({"np", "numpy", "plt", "pd", "sns"})
+_SAME_BITS: Final = (
+    words.names_of(Result.MOVED, Result.CAST, Result.SHAPED, Result.JOINED, Result.DISCRETE, Result.TRUNCATED)
+    | words.NO_GRAPH
+    | words.PLAIN_FUNCTIONS
+    | {"max", "min", "amax", "amin", "append", "extend", "clear", "pop", "reverse", "zip", "enumerate", "list", "tuple"}
+)
+"""Calls whose result is the same on every device."""
+_OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
+"""Calls whose result is another one on another device, and not by rounding alone."""
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find what collects outputs of a model on the device, then what has to be moved along.
+
+    The kind of the first says whether what is made of them stays the same, or why they cannot be moved.
+    """
+    found = gathers_predictions(program, objects.kinds)
+    if found is None:
+        return ()
+    scope, node = found
+    text = ast.unparse(node)
+    name = text[: next(at for at, letter in enumerate(text) if not (letter.isalnum() or letter == "_"))]
+    if not _fills(node, name):
+        why = f"`{text}` collects outputs in a way that is not known: append them to a list"
+        return (site(why, scope, node, (name,)),)
+    uses = _Uses(program, ModelCalls(program, objects.kinds), scope)
+    kind = uses.follow(name)
+    gathers = [(node, name), *((one, other) for other in uses.moved for one in uses.fills(other) if one is not node)]
+    return tuple(site(kind, scope, one, (other,)) for one, other in gathers)
+
+
+class _Uses:
+    """What the cells make of collections of one scope.
+
+    Attributes:
+        moved: the names of the collections that have to be moved together.
+    """
+
+    def __init__(self, program: Program, models: ModelCalls, scope: Scope) -> None:
+        self._program, self._models, self._scope = program, models, scope
+        self.moved: list[str] = []
+
+    def fills(self, name: str) -> list[ast.stmt]:
+        """Return the statements that put something into a collection."""
+        return [node for node in own_nodes(self._scope.body) if isinstance(node, ast.stmt) and _fills(node, name)]
+
+    def follow(self, name: str) -> str:
+        """Return whether all that is made of a collection is the same with it in host memory, or why it cannot be."""
+        self.moved.append(name)
+        own = parameters_of(self._scope.function.node) if self._scope.function is not None else set()
+        bound = {bound for node in own_nodes(self._scope.body) for bound in names_bound(node)}
+        if name in own or name not in bound:
+            return f"`{name}` is made elsewhere than it is filled"
+        if any(self._is_written(fill) for fill in self.fills(name)):
+            return f"what is put into `{name}` is written to in place, which a copy would not see"
+        kind = _EXACT
+        for scope, way in list(self._ways()):
+            for met, _ in way.met:
+                for node in own_nodes([met]):
+                    told = self._of_use(scope, way, met, node)
+                    if told not in {_EXACT, _ROUNDS}:
+                        return told
+                    kind = told if told == _ROUNDS else kind
+        return kind
+
+    def _ways(self) -> Iterator[tuple[Scope, Way]]:
+        """Yield the ways of what is in the collections through their scope, and where that goes."""
+        filled = {id(fill): name for name in self.moved for fill in self.fills(name)}
+
+        def spreads(node: ast.AST, names: set[str]) -> set[str]:
+            return names | {filled[id(node)]} if id(node) in filled else names
+
+        way = Flow(stops=_leaves_host, of_graphs=False, spreads=spreads).through(self._scope.body)
+        yield self._scope, way
+        function = self._scope.function
+        given = (node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None)
+        if function is not None and any(way.carries(node, node.value) for node in given if node.value is not None):
+            own = function.name.rpartition(".")[2]
+            flow = Flow(makes=lambda call: words.last_name(call) == own, stops=_leaves_host, of_graphs=False)
+            yield from ((scope, flow.through(scope.body)) for scope in self._program.scopes)
+        elif function is None:
+            flow = Flow(stops=_leaves_host, of_graphs=False)
+            others = [scope for scope in self._program.scopes if scope is not self._scope]
+            for scope in others:
+                own_names = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+                hidden = own_names if scope.function is not None else set[str]()
+                yield scope, flow.through(scope.body, way.now - hidden)
+
+    def _of_use(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> str:
+        """Return what one use makes of what was moved."""
+        parts, is_same = _parts(node)
+        moved = [part for part in parts if way.carries(met, part)]
+        if not moved or (isinstance(met, ast.stmt) and any(_fills(met, name) for name in self.moved)):
+            return _EXACT
+        text = f"`{' '.join(ast.unparse(node).split())[:60]}`"
+        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Call) and words.is_in_place(words.last_name(node))):
+            return f"{text} writes in place, which the tensors on the device would not see"
+        if isinstance(node, ast.Call) and words.last_name(node) in _OTHERWISE:
+            return f"{text} may draw other numbers, or order what is alike otherwise, in host memory"
+        if isinstance(node, ast.Call) and self._models.path(scope, node) is not None:
+            return f"{text} takes what was collected back to a model on the device"
+        beside = {name for part in parts if part not in moved for name in names_in(part)} - {"torch", *self.moved}
+        for name in sorted(beside):
+            if self._is_number(scope, name):
+                continue
+            other = self._container(scope, name)
+            if scope is not self._scope or not self.fills(other):
+                return f"{text} combines what was collected with `{name}`, which stays on the device"
+            if other not in self.moved and (told := self.follow(other)) not in {_EXACT, _ROUNDS}:
+                return told
+        return _EXACT if is_same else _ROUNDS
+
+    def _is_number(self, scope: Scope, name: str) -> bool:
+        values = [value for to, value in _assigned(scope) if to == name]
+        return bool(values) and all(isinstance(value, ast.Constant) for value in values)
+
+    def _container(self, scope: Scope, name: str) -> str:
+        """Return the collection that ``name`` is joined from, else ``name``."""
+        joins = (value for to, value in _assigned(scope) if to == name and isinstance(value, ast.Call) and value.args)
+        return next((root_of(one.args[0]) for one in joins if words.last_name(one) in words.JOINS), name)
+
+    def _is_written(self, fill: ast.stmt) -> bool:
+        """Whether a name that ``fill`` puts into a collection is written to in place anywhere in the scope."""
+        values = fill.value.args if isinstance(fill, ast.Expr) and isinstance(fill.value, ast.Call) else []
+        names = {value.id for value in values if isinstance(value, ast.Name)}
+        for node in own_nodes(self._scope.body):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if words.is_in_place(method):
+                    pass
+                case ast.AugAssign(target=ast.Name(id=name)) | ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                    pass
+                case _:
+                    continue
+            if name in names:
+                return True
+        return False
+
+
+def _leaves_host(call: ast.Call) -> bool:
+    """Whether what a call gives is no tensor in host memory: a number, an array, or moved to a device again."""
+    name = words.last_name(call)
+    plain = isinstance(call.func, ast.Name) and name in words.PLAIN_FUNCTIONS
+    away = name in words.names_of(Result.NUMBER) | {"to", "cuda"}
+    return plain or away or root_of(call.func) in _HOST_MODULES
+
+
+def _parts(node: ast.AST) -> tuple[list[ast.expr], bool]:
+    """Return what a node combines, and whether the result is the same on every device."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            return [left, *others], True
+        case ast.BoolOp(values=values):
+            return values, True
+        case ast.BinOp(left=left, op=op, right=right):
+            exact = ast.Add | ast.Sub | ast.Mult | ast.BitAnd | ast.BitOr | ast.BitXor
+            return [left, right], isinstance(op, exact)
+        case ast.AugAssign(target=target):
+            return [target], False
+        case ast.Call(func=func, args=args, keywords=keywords):
+            receiver = [func.value] if isinstance(func, ast.Attribute) else []
+            name = words.last_name(node)
+            same = name in _SAME_BITS or root_of(func) in _HOST_MODULES
+            values = [one.value for one in keywords if one.arg not in {"dim", "axis", "keepdim"}]
+            return [*receiver, *args, *values] if not _leaves_host(node) else [], same
+    return [], True
+
+
+def _assigned(scope: Scope) -> Iterator[tuple[str, ast.expr]]:
+    for node in own_nodes(scope.body):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value
+
+
+def _fills(node: ast.AST, name: str) -> bool:
+    """Whether ``node`` is a statement that puts something into ``name``."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=found), attr="append" | "extend"))):
+            return found == name
+        case ast.AugAssign(target=ast.Name(id=found), op=ast.Add(), value=ast.List()):
+            return found == name
+        case ast.Assign(targets=[ast.Name(id=found)], value=ast.ListComp()):
+            return found == name
+    return False
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found on the device what the collection holds."""
     if (through := _trainer_terms.proposed("offload_predictions", incident, evidence)) is not None:
         return through
-    found = _collection(evidence)
+    first, device = evidence.code.first("offload_predictions"), evidence.device
+    if first is not None and device.tensor_device.partition(":")[0] == "cpu":
+        return Refused(f"the tensors of `{first.names[0]}` are in host memory already")
+    found = _gathers(evidence)
     if isinstance(found, Refused):
         return found
-    _, _, name = found
-    device = evidence.device
-    if device.tensor_device.partition(":")[0] == "cpu":
-        return Refused(f"the tensors of `{name}` are in host memory already")
+    (name,) = found[0].names
     held = sum(one.bytes for one in evidence.census.holdings if _is_of(one, name) and not one.path.endswith("→ graph"))
     if not held:
         return Refused(f"the census found nothing on {device.name} that `{name}` holds")
     return (
         Proposal(
             dose=Dose(),
-            effect=Effect.EXACT,
+            effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
             saves=held,
             slowdown=1.0,
             basis=f"measured: the census found {format_size(held)} on {device.name} that `{name}` holds",
@@ -61,17 +260,11 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def _collection(evidence: Evidence) -> tuple[int, int, str] | Refused:
-    """Return the cell and the line of the statement that collects, and the name that it fills."""
-    fact = evidence.code.gathers_predictions
-    place = _frees_source.place_of(fact) if fact is not None else None
-    if place is None:
+def _gathers(evidence: Evidence) -> tuple[Site, ...] | Refused:
+    found = evidence.code.sites.get("offload_predictions", ())
+    if not found:
         return Refused(_NOTHING)
-    number, line, text = place
-    name = _NAME.match(text)
-    if name is None:
-        return Refused(f"`{text}` collects outputs in a way that is not known: append them to a list")
-    return number, line, name[1]
+    return found if found[0].kind in {_EXACT, _ROUNDS} else Refused(found[0].kind)
 
 
 def _is_of(holding: Holding, name: str) -> bool:
@@ -83,46 +276,34 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Move what is collected to host memory, and what is compared with it."""
     if (through := _trainer_source.patched("offload_predictions", cells, evidence, dose)) is not None:
         return through
-    found = _collection(evidence)
+    found = _gathers(evidence)
     if isinstance(found, Refused):
         return found
-    number, line, name = found
-    parsed = rewriting.read(cells.get(number).source)
-    if isinstance(parsed, Refused):
-        return parsed
-    functions = [node for node in rewriting.path_to(parsed, line) if isinstance(node, cst.FunctionDef)]
-    owner = functions[-1].name.value if functions else None
-    gathers = _frees_uses.to_move(cells, _frees_uses.Gather(cell=number, line=line, name=name, owner=owner))
-    if isinstance(gathers, Refused):
-        return gathers
     detached = {(cell, at) for cell, at, _ in evidence.code.history_appends}
-    for one in gathers:
-        if (one.cell, one.line) not in detached and _has_graph(evidence, one.name):
-            return Refused(f"`{one.name}` keeps the autograd graph of what it holds, which would stay on the device")
-    numbers = dict.fromkeys(one.cell for one in gathers)
-    return rewriting.join(
-        cells, [_cell(cells, n, [one for one in gathers if one.cell == n], detached) for n in numbers]
-    )
+    for one in found:
+        if (one.cell, one.line) not in detached and _has_graph(evidence, one.names[0]):
+            return Refused(
+                f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device"
+            )
+    return rewriting.join(cells, [_cell(cells, found, detached)])
 
 
 def _has_graph(evidence: Evidence, name: str) -> bool:
     return any(_is_of(one, name) and one.path.endswith("→ graph") for one in evidence.census.holdings)
 
 
-def _cell(
-    cells: Cells, number: int, gathers: Sequence[_frees_uses.Gather], detached: set[tuple[int, int]]
-) -> Edit | Refused:
-    cell = cells.get(number)
+def _cell(cells: Cells, gathers: Sequence[Site], detached: set[tuple[int, int]]) -> Edit | Refused:
+    cell = cells.get(gathers[0].cell)
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
     changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
     for one in gathers:
         old = rewriting.statement_at(parsed, one.line)
-        how = ".detach().cpu()" if (number, one.line) in detached else ".cpu()"
+        how = ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
         new = _moved(parsed, old, how) if isinstance(old, cst.SimpleStatementLine) else None
         if old is None or new is None:
-            return Refused(f"line {one.line} of cell {number} collects more than one tensor: move each of them there")
+            return Refused(f"line {one.line} of cell {one.cell} collects more than one tensor: move each of them there")
         changes[old] = [new]
     return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 
@@ -162,4 +343,6 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect,
+    tolerance=_TOLERANCE,
 )

@@ -237,7 +237,6 @@ class CodeFacts:
             models that they run; ``inputs_with_grad``: names of tensors that require a gradient and are no parameters.
         runs_model: whether the failing cell calls a model, by itself or by functions of the cells; None where it was
             not looked for.
-        gathers_predictions: a statement that collects outputs of a model on the device.
         carries_state: a call that feeds a recurrent state back with its graph; ``state_undifferentiated``: nothing is
             differentiated through that state.
         keeps_gradients: a ``zero_grad(set_to_none=False)``.
@@ -287,7 +286,6 @@ class CodeFacts:
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
     grad_disabled: bool = False
-    gathers_predictions: str | None = None
     carries_state: str | None = None
     state_undifferentiated: bool = False
     keeps_gradients: str | None = None

@@ -223,7 +223,7 @@ def _is_harmless(program: Program, node: ast.AST, parents: Mapping[ast.AST, ast.
     return False
 
 
-def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> str | None:
+def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> tuple[Scope, ast.stmt] | None:
     """Return the statement of a loop that collects what a model put out, without taking it off the device."""
     for scope in program.running:
         way = _outputs(program, scope, kinds).through(scope.body)
@@ -232,7 +232,7 @@ def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> str | Non
             if kept is None or not way.carries(statement.node, kept[1]) or _off_device(kept[1]):
                 continue
             if not statement.loops or not _is_of_one_step(statement, kept[0]):
-                return place(scope, statement.node)
+                return scope, statement.node
     return None
 
 

@@ -175,6 +175,7 @@ _PLAIN: Final[Mapping[str, type]] = {
 SITES: Final[Mapping[str, str]] = {
     "eager_attention": "sdpa_attention",
     "loads_on_device": "load_mmap",
+    "gathers_predictions": "offload_predictions",
     "retain_graph": "drop_retain_graph",
 }
 """Facts that say the first site of what a fix mends, and the id of the fix."""

@@ -107,7 +107,7 @@ def test_gradients_that_are_zeroed_and_not_freed(call: str, counts: bool) -> Non
     ],
 )
 def test_predictions_collected_on_the_device(source: str) -> None:
-    found = read(source, model=nn.Linear(1, 1)).gathers_predictions
+    found = read(source, model=nn.Linear(1, 1)).first("offload_predictions")
     assert found is not None
 
 
@@ -140,12 +140,12 @@ def test_predictions_collected_on_the_device(source: str) -> None:
     ],
 )
 def test_what_is_no_collection_of_predictions(source: str) -> None:
-    assert read(source, model=nn.Linear(1, 1), criterion=nn.CrossEntropyLoss()).gathers_predictions is None
+    assert read(source, model=nn.Linear(1, 1), criterion=nn.CrossEntropyLoss()).first("offload_predictions") is None
 
 
 def test_the_statement_that_collects_is_quoted_with_its_place() -> None:
     found = read("import torch", loop("out = model(x)", "preds.append(out)"), model=nn.Linear(1, 1))
-    assert found.gathers_predictions == "In[2] line 3: preds.append(out)"
+    assert str(found.first("offload_predictions")) == "In[2] line 3: preds.append(out)"
 
 
 TRAINS = ("loss = criterion(out, y)", "loss.backward()")

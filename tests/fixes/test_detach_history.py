@@ -9,7 +9,7 @@ from typing import Any
 import live
 import pytest
 import torch
-from observed import facts
+from observed import facts, site
 from torch import nn
 
 from oomdoctor.fixes.detach_history import FIX, apply, patch, propose
@@ -251,9 +251,12 @@ def test_graphs_that_gathered_outputs_or_a_carried_state_keep_as_well_are_not_fr
         appends = ((2, 4, "total += loss"),)
         return propose(live.INCIDENT, replace(found, code=replace(found.code, history_appends=appends, **facts)))
 
+    def gathering(name: str) -> dict[str, Any]:
+        return {"offload_predictions": (site(f"In[2] line 3: {name}.append(out)", "", name),)}
+
     assert not isinstance(proposed(), Refused)
-    assert not isinstance(proposed(gathers_predictions="In[2] line 3: outs.append(out)"), Refused)
-    gathered = proposed(gathers_predictions="In[2] line 3: preds.append(out)")
+    assert not isinstance(proposed(sites=gathering("outs")), Refused)
+    gathered = proposed(sites=gathering("preds"))
     assert isinstance(gathered, Refused)
     assert gathered.reason == "`preds` keeps the same graphs alive, whether `total` does or not"
     assert not isinstance(proposed(carries_state="In[1] line 3: out, h = rnn(x, h)"), Refused)

@@ -165,7 +165,7 @@ SCENES = (
         Cause.LEAK_OR_PINNED_GRAPH,
         ((Role.USER_TENSOR, 4 * GIB), (Role.PARAMETER, GIB)),
         (held(Role.USER_TENSOR, 4 * GIB, "preds"),),
-        CodeFacts(gathers_predictions="In[5] line 4: preds.append(out)", grad_disabled=True),
+        CodeFacts(sites={"offload_predictions": (site("In[5] line 4: preds.append(out)"),)}, grad_disabled=True),
         silent=("user_tensors_fill", "one_tensor_holds_most"),
     ),
     Scene(
