@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from oomdoctor.evidence._models import parameters
-from oomdoctor.objects.kinds import Kind, kind_of, pairs_of, plain_dict
+from oomdoctor.objects.containers import pairs_of
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.named import is_users
 from oomdoctor.program.definitions import Program
 from oomdoctor.program.names import FirstUse, first_uses, own_nodes, read_names

@@ -23,10 +23,11 @@ from oomdoctor.evidence.ledger import Ledger, Place
 from oomdoctor.evidence.nameless import C_COUNTS, all_tensors, bases_of, held_by_c
 from oomdoctor.evidence.saved_in import Modules, note_modules
 from oomdoctor.model.memory import Census, Role
+from oomdoctor.objects.containers import items_of, pairs_of
 from oomdoctor.objects.frames import Frame, in_backward_elsewhere
 from oomdoctor.objects.graph import DEEPEST, Graphs, Saved
 from oomdoctor.objects.held import bounds_of, is_empty, sort_of
-from oomdoctor.objects.kinds import Kind, is_plain_key, items_of, kind_of, pairs_of, parts_of, plain_dict, registered
+from oomdoctor.objects.kinds import Kind, is_plain_key, kind_of, parts_of, plain_dict, registered
 from oomdoctor.objects.lines import Holder, Ways, are_all_known
 from oomdoctor.objects.paths import Found, Origin, Path, Root, member
 from oomdoctor.objects.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved

@@ -24,7 +24,8 @@ from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells
-from oomdoctor.objects.kinds import Kind, items_of, kind_of, members_of, mro_of, name_of
+from oomdoctor.objects.containers import items_of
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
 from oomdoctor.program import kept_tensors

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
-from oomdoctor.objects.kinds import Kind, items_of, kind_of, module_of, plain_dict
-from oomdoctor.objects.light import LIGHT_TYPES, is_light
-from oomdoctor.objects.recipes import GONE, Weak, length_of, living
+from oomdoctor.objects.containers import CONTAINERS, LIGHT_TYPES, is_light, items_of, length_of
+from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
+from oomdoctor.objects.mementos import Code, Memento
+from oomdoctor.objects.recipes import GONE, Weak, living
 
 __all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 
-_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
 _COPIED: Final = (list, dict, set)
 _FEW: Final = 20_000
 _SHORT: Final = 256
@@ -41,15 +41,14 @@ class _Standing:
 
 
 def _length(container: Any) -> int:
-    kind = kind_of(type(container))
-    return -1 if kind is Kind.TUPLE else length_of(container, kind)
+    return -1 if kind_of(type(container)) is Kind.TUPLE else length_of(container)
 
 
 def _idents(container: Any) -> tuple[int, ...]:
     return tuple(map(id, items_of(container, kind_of(type(container)))))
 
 
-class Foreign:
+class Foreign(Memento):
     """The attributes of one object.
 
     Args:
@@ -57,7 +56,7 @@ class Foreign:
         path: what the user calls it.
     """
 
-    __slots__ = ("_held", "_values", "path")
+    __slots__ = ("_held", "_values")
 
     def __init__(self, value: Any, attributes: dict[str, Any], path: str) -> None:
         self.path = path
@@ -78,13 +77,13 @@ class Foreign:
             elif item is not (old := living(held)):
                 yield now, name, old
 
-    def lost(self) -> Iterator[str]:
+    def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence for each attribute that cannot be put back."""
         for _, name, old in self._changes():
             if old is GONE:
                 yield f"`{self.path}.{name}` was changed by the cell, and cannot be put back"
 
-    def restore(self) -> None:
+    def restore(self, memo: dict[int, Any]) -> None:
         """Put the attributes back that can be, and take away those that are new."""
         for now, name, old in list(self._changes()):
             if old is not GONE:
@@ -98,7 +97,7 @@ class Foreign:
 def _held(value: Any) -> Any:
     if type(value) in LIGHT_TYPES:
         return value
-    if kind_of(type(value)) in _CONTAINERS:
+    if kind_of(type(value)) in CONTAINERS:
         is_copied = type(value) in _COPIED and len(value) <= _FEW and is_light(value)
         return value if is_copied else _Standing(value)
     try:
@@ -107,13 +106,13 @@ def _held(value: Any) -> Any:
         return value
 
 
-class Frame:
+class Frame(Memento):
     """A pandas frame or series: one that shares its columns until either is written to (copy on write)."""
 
     __slots__ = ("_attrs", "_copy", "_held")
 
-    def __init__(self, value: Any) -> None:
-        self._held = Weak(value)
+    def __init__(self, value: Any, path: str) -> None:
+        self._held, self.path = Weak(value), path
         self._copy = value.copy(deep=False)
         self._attrs = dict(value.attrs)
 
@@ -124,7 +123,7 @@ class Frame:
             if getattr(values.dtype, "kind", "") == "O" and hasattr(values, "flat"):
                 yield from (item for item in values.flat if type(item) not in LIGHT_TYPES)
 
-    def restore(self) -> None:
+    def restore(self, memo: dict[int, Any]) -> None:
         """Let the frame have the columns that it had."""
         value = self._held.get()
         if value is not GONE:
@@ -133,23 +132,23 @@ class Frame:
             value.attrs.update(self._attrs)
 
 
-class Cached:
+class Cached(Memento):
     """A function of the user's that remembers results by ``lru_cache``: what it remembers is not seen."""
 
-    __slots__ = ("_function", "_info", "path")
+    __slots__ = ("_function", "_info")
 
     def __init__(self, function: Any, path: str) -> None:
         self._function, self.path = function, path
         self._info = _LRU.cache_info(function)
 
-    def lost(self) -> Iterator[str]:
+    def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if results were added or dropped that it cannot be rid of."""
         now = _LRU.cache_info(self._function)
         moved = (now.misses, now.currsize) != (self._info.misses, self._info.currsize)
         if self._info.currsize and (moved or (now.hits != self._info.hits and now.currsize == now.maxsize)):
             yield f"`{self.path}` remembers other results than before, and cannot be wound back"
 
-    def restore(self) -> None:
+    def restore(self, memo: dict[int, Any]) -> None:
         """Let it remember nothing again, if it remembered nothing."""
         if not self._info.currsize and _LRU.cache_info(self._function) != self._info:
             _LRU.cache_clear(self._function)

@@ -28,14 +28,15 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.chain import traceback_of
+from oomdoctor.objects.containers import CONTAINERS, items_of
 from oomdoctor.objects.frames import holds_the_users, leads_nowhere, locals_of
 from oomdoctor.objects.kinds import (
     Kind,
     PerType,
+    has_slots,
     held_by,
     is_made_in_c,
     is_plain_key,
-    items_of,
     kind_of,
     kinds_of,
     members_of,
@@ -44,12 +45,12 @@ from oomdoctor.objects.kinds import (
     name_of,
     plain_dict,
     registered,
+    slots_of,
 )
 from oomdoctor.objects.named import is_home_of_users, of_class
 from oomdoctor.objects.paths import ARROW, is_attribute, member
 
 __all__ = [
-    "CONTAINERS",
     "Apart",
     "Sort",
     "attributes",
@@ -61,13 +62,11 @@ __all__ = [
     "held_in",
     "is_empty",
     "is_users_class",
-    "items_in",
     "keys_in",
     "objects_of",
     "sort_of",
 ]
 
-CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
 _SIMPLE: Final = frozenset(map(id, (bool, int, float, str, type(None))))
 _REGISTERS: Final = frozenset(map(id, (dict, OrderedDict, list, set, tuple)))
 """A module has a dozen of them, and most are empty."""
@@ -174,7 +173,7 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
     """Yield what ``value`` holds with the part of a path for each.
 
     Args:
-        which: of the items of a container, as ``items_in`` and then ``keys_in`` have them; None for all, () for none.
+        which: of the items of a container, as ``items_of`` and then ``keys_in`` have them; None for all, () for none.
     """
     kind, cls = sort.kind, type(value)
     if kind in CONTAINERS:
@@ -221,13 +220,6 @@ def _has_gaps(value: Any) -> bool:
     return type(value) in (list, tuple) and len(gc.get_referents(value)) < len(value)
 
 
-def items_in(value: Any, kind: Kind) -> Sequence[Any]:
-    """Return the items of a container, of a mapping its values."""
-    if kind is Kind.SET and issubclass(type(value), frozenset):
-        return list(frozenset.__iter__(value))
-    return items_of(value, kind)
-
-
 def keys_in(mapping: Any) -> list[Any]:
     """Return the keys of a mapping that may hold something."""
     if _SIMPLE.issuperset(map(id, map(type, dict.keys(mapping)))):
@@ -247,9 +239,9 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
             yield f"[{key!r}]" if is_plain_key(key) else f"{ARROW}value", item
         yield from ((f"{ARROW}key", key) for key in keys_in(value))
     elif kind is Kind.SET:
-        yield from ((f"{ARROW}element", item) for item in items_in(value, kind))
+        yield from ((f"{ARROW}element", item) for item in items_of(value, kind))
     else:
-        yield from ((f"[{index}]", item) for index, item in enumerate(items_in(value, kind)))
+        yield from ((f"[{index}]", item) for index, item in enumerate(items_of(value, kind)))
 
 
 def is_empty(own: dict[str, Any] | None, register: str) -> bool:
@@ -267,36 +259,12 @@ def attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple[
             continue
         if name not in apart:
             yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item
-    slots = _slots_of(type(value))
-    mro = mro_of(type(value)) if slots else ()
-    for name, at in slots:
-        try:
-            yield f".{name}", members_of(mro[at])[name].__get__(value)
-        except AttributeError:  # never set
-            continue
-
-
-def _slots(cls: type) -> tuple[tuple[str, int], ...]:
-    """Return the ``__slots__`` of a class and its bases, each with its place in the MRO: the slot would keep the class.
-
-    They are descriptors made in C, which run nothing of the user's. Where names of a class are no plain ``str``, a
-    lookup would ask them, and they are left out.
-    """
-    return tuple(
-        (name, at)
-        for at, base in enumerate(mro_of(cls))
-        if all(type(name) is str for name in members_of(base))
-        for name, slot in members_of(base).items()
-        if type(slot) is MemberDescriptorType and name[:2] + name[-2:] != "____"
-    )
-
-
-_slots_of: Final = PerType(_slots)
+    yield from ((f".{name}", item) for name, item in slots_of(value))
 
 
 def _holds_in_c(cls: type) -> bool:
     """Return whether only the collector knows what objects of a class hold: it was made in C, or one of its bases."""
-    return any(map(is_made_in_c, mro_of(cls)[:-1])) or not (_dict_at(cls) or _slots_of(cls))
+    return any(map(is_made_in_c, mro_of(cls)[:-1])) or not (_dict_at(cls) or has_slots(cls))
 
 
 _is_of_c: Final = PerType(_holds_in_c)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from math import isfinite
 from struct import calcsize
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
@@ -24,21 +23,21 @@ __all__ = [
     "Kind",
     "PerType",
     "child_path",
+    "has_slots",
     "held_by",
     "is_made_in_c",
     "is_plain_key",
-    "items_of",
     "kind_of",
     "kinds_of",
     "members_of",
     "module_of",
     "mro_of",
     "name_of",
-    "pairs_of",
     "parts_of",
     "plain_dict",
     "qualname_of",
     "registered",
+    "slots_of",
     "spelled",
     "submodules",
 ]
@@ -240,27 +239,36 @@ def spelled(namespace: Mapping[Any, Any]) -> dict[str, Any]:
     return copied | {name: value for name, value in pairs if type(name) is str}
 
 
-def pairs_of(container: Any, kind: Kind, most: int | None = None) -> list[tuple[Any, Any]]:
-    """Return ``(key, value)`` of a mapping, ``(index, item)`` of a sequence or a set; the first ``most`` of them.
+def _slots(cls: type) -> tuple[tuple[str, int], ...]:
+    """Return the ``__slots__`` of a class and its bases, each with its place in the MRO: the slot would keep the class.
 
-    Read by the methods of the builtin base: a subclass may answer itself.
+    They are descriptors made in C, which run nothing of the user's. Where names of a class are no plain ``str``, a
+    lookup would ask them, and they are left out.
     """
-    if kind is Kind.MAPPING:
-        return list(islice(dict.items(container), most))
-    return list(enumerate(items_of(container, kind, most)))
+    return tuple(
+        (name, at)
+        for at, base in enumerate(mro_of(cls))
+        if all(type(name) is str for name in members_of(base))
+        for name, slot in members_of(base).items()
+        if type(slot) is MemberDescriptorType and name[:2] + name[-2:] != "____"
+    )
 
 
-def items_of(container: Any, kind: Kind, most: int | None = None) -> Sequence[Any]:
-    """Return what a container holds, of a mapping its values, read by the methods of its builtin base."""
-    if kind is Kind.TUPLE:
-        return tuple.__getitem__(container, slice(most))
-    if kind is Kind.MAPPING:
-        return list(islice(dict.values(container), most))
-    if kind is Kind.SET:
-        return list(islice(set.__iter__(container), most))
-    if issubclass(type(container), list):
-        return list.__getitem__(container, slice(most))
-    return list(islice(deque.__iter__(container), most))
+_slots_of: Final = PerType(_slots)
+
+
+def has_slots(cls: type) -> bool:
+    """Return whether a class or one of its bases has ``__slots__``."""
+    return bool(_slots_of(cls))
+
+
+def slots_of(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the slots of an object that are set."""
+    slots = _slots_of(type(value))
+    mro = mro_of(type(value)) if slots else ()
+    for name, at in slots:
+        with suppress(AttributeError):  # never set
+            yield name, members_of(mro[at])[name].__get__(value)
 
 
 def held_by(function: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
+from oomdoctor.objects.containers import pairs_of
 from oomdoctor.objects.homes import is_users_file
 from oomdoctor.objects.kinds import (
     Kind,
@@ -17,7 +18,6 @@ from oomdoctor.objects.kinds import (
     members_of,
     module_of,
     mro_of,
-    pairs_of,
     parts_of,
     plain_dict,
     spelled,

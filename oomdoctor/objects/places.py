@@ -1,4 +1,7 @@
-"""Where objects keep what is neither in their ``__dict__`` nor in slots: a table of readers and writers by class."""
+"""Where objects keep what can be put back, beside their ``__dict__``: one table of readers and writers by class.
+
+Each place is read by the names of its parts, and written past any ``__setattr__`` of the user's.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,124 @@ import copy
 import ctypes
 import threading
 from collections.abc import Callable, MappingView
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MemberDescriptorType, MethodDescriptorType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
 from typing import Any, Final
 
-from oomdoctor.objects.kinds import PerType, is_made_in_c, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.objects.light import LIGHT_TYPES
+from oomdoctor.objects.containers import LIGHT_TYPES
+from oomdoctor.objects.homes import is_installed
+from oomdoctor.objects.kinds import (
+    PerType,
+    has_slots,
+    is_made_in_c,
+    members_of,
+    module_of,
+    mro_of,
+    name_of,
+    plain_dict,
+    slots_of,
+)
+from oomdoctor.objects.recipes import attribute_path
 
-__all__ = ["REGISTRY", "STATE", "Place", "has_state", "is_closed", "is_memory", "places_of"]
+__all__ = [
+    "ATTRIBUTES",
+    "ITEMS",
+    "MEMORY",
+    "REGISTRY",
+    "STATE",
+    "Place",
+    "functions_in",
+    "has_state",
+    "is_bare",
+    "is_closed",
+    "is_memory",
+    "places_of",
+]
+
+_DESCRIPTORS: Final = frozenset({GetSetDescriptorType, MemberDescriptorType})
+_WRAPPED: Final = frozenset({FunctionType, staticmethod, classmethod, property})
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place: how to tell what is there, by name, and how to put it there."""
+    """One place: how to tell what is there, by name, how to put it there, and the path of a part.
+
+    Attributes:
+        leads: whether what is there is looked into; ``grows``: whether there may be more than is there now.
+    """
 
     read: Callable[[Any], dict[Any, Any]]
     write: Callable[[Any, Any, Any], None] = object.__setattr__
     delete: Callable[[Any, Any], None] = object.__delattr__
+    path: Callable[[str, Any], str] = attribute_path
+    leads: bool = True
+    grows: bool = True
+
+
+def is_bare(function: FunctionType, namespace: dict[str, Any]) -> bool:
+    """Return whether a function is of the namespace and holds nothing else."""
+    has_defaults = function.__defaults__ is not None or function.__kwdefaults__ is not None
+    is_empty = function.__closure__ is None and not has_defaults and not function.__dict__
+    return is_empty and function.__globals__ is namespace
+
+
+def _of_function(function: FunctionType) -> dict[str, Any]:
+    return {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+
+
+def _of_closure(function: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # an empty cell
+            found[name] = cell.cell_contents
+    return found
+
+
+def _cell(function: FunctionType, name: str) -> Any:
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+
+
+def _set_in_closure(function: FunctionType, name: str, value: Any) -> None:
+    _cell(function, name).cell_contents = value
+
+
+def _delete_in_closure(function: FunctionType, name: str) -> None:
+    del _cell(function, name).cell_contents
+
+
+def _class_attributes(cls: type) -> dict[str, Any]:
+    """Read what a program may change in a class: its functions and its attributes, but not what Python keeps."""
+    return {
+        name: item
+        for name, item in members_of(cls).items()
+        if type(item) not in _DESCRIPTORS and name != "_abc_impl" and (name[:2] != "__" or type(item) in _WRAPPED)
+    }
+
+
+def functions_in(item: Any) -> list[Any]:
+    """Return the functions behind an attribute of a class: of a property, of a static method and the like."""
+    if type(item) is staticmethod or type(item) is classmethod:
+        return [item.__func__]
+    if type(item) is property:
+        return [one for one in (item.fget, item.fset, item.fdel) if one is not None]
+    return []
+
+
+def _of_array(array: Any) -> dict[int, Any]:
+    return dict(enumerate(array.flat))
+
+
+def _set_item(array: Any, at: int, value: Any) -> None:
+    array.flat[at] = value
+
+
+ATTRIBUTES: Final = Place(_class_attributes, type.__setattr__, type.__delattr__)
+ITEMS: Final = Place(_of_array, _set_item, path="{}[{}]".format)
+_SLOTS: Final = Place(lambda value: dict(slots_of(value)))
+_FUNCTION: Final = Place(_of_function)
+_CLOSURE: Final = Place(_of_closure, _set_in_closure, _delete_in_closure, "{} → {}".format, grows=False)
 
 
 def _of_exception(exc: BaseException) -> dict[str, Any]:
@@ -136,7 +239,8 @@ def _is_own_copy(value: Any) -> bool:
         return False
 
 
-REGISTRY: Final = Place(_registered, _set_registered)
+REGISTRY: Final = Place(_registered, _set_registered, leads=False)
+MEMORY: Final = Place(_of_memory, _set_memory, leads=False)
 _NUMBERS: Final = frozenset("cbBhHiIlLqQfdg?u")
 """What ctypes calls numbers and characters. Pointers are none: what they point to may be gone."""
 
@@ -177,13 +281,16 @@ def _is_flat(cls: Any) -> bool:
 
 
 def _places(cls: type) -> tuple[Place, ...]:
+    if cls is FunctionType:
+        return _FUNCTION, _CLOSURE
     names = {(module_of(base), name_of(base)) for base in mro_of(cls)}
     table = (
+        (is_memory(cls) and _is_flat(cls), MEMORY),
+        (not is_installed(module_of(cls)) and has_slots(cls), _SLOTS),
         (issubclass(cls, BaseException), Place(_of_exception)),
         (issubclass(cls, threading.local), Place(_of_local, _LOCAL.__setattr__, _LOCAL.__delattr__)),
         (("torch.jit._script", "RecursiveScriptModule") in names, Place(_of_script, _set_in_script)),
         (issubclass(cls, partial), Place(_of_partial, _set_keyword, _delete_keyword)),
-        (is_memory(cls) and _is_flat(cls), Place(_of_memory, _set_memory)),
     )
     return tuple(place for applies, place in table if applies)
 

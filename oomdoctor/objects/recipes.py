@@ -9,37 +9,26 @@ where it does not.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 from weakref import ref
 
-from oomdoctor.objects.kinds import Kind, items_of, kind_of, module_of
+from oomdoctor.objects.containers import builtin_of, items_of, refill
+from oomdoctor.objects.kinds import Kind, kind_of, module_of
 
-__all__ = [
-    "GONE",
-    "Gone",
-    "Recipe",
-    "Weak",
-    "fill",
-    "length_of",
-    "living",
-    "mapped_by",
-    "revive",
-    "still_holds",
-    "weak",
-]
+__all__ = ["GONE", "Recipe", "Weak", "attribute_path", "fill", "living", "revive", "still_holds", "weak"]
 
 
-class Gone:
+class _Gone:
     """Stands for a value that was held weakly and died."""
 
     def __repr__(self) -> str:
         return "<released>"
 
 
-GONE: Final = Gone()
+GONE: Final = _Gone()
 
 
 class Weak:
@@ -69,24 +58,6 @@ def living(held: Any) -> Any:
     return held.get() if type(held) is Weak else held
 
 
-def mapped_by(container: Any) -> type[dict[Any, Any]]:
-    """Return the builtin base of a mapping, whose methods are asked in place of its own."""
-    return OrderedDict if isinstance(container, OrderedDict) else dict
-
-
-def length_of(container: Any, kind: Kind) -> int:
-    """Return how many items a container has; a class of the user's may answer itself, and is not asked."""
-    if kind is Kind.MAPPING:
-        return dict.__len__(container)
-    if kind is Kind.SET:
-        return set.__len__(container)
-    return (_sequence_base(container) if kind is Kind.SEQUENCE else tuple).__len__(container)
-
-
-def _sequence_base(container: Any) -> Any:
-    return list if issubclass(type(container), list) else deque
-
-
 class Recipe:
     """What a container held.
 
@@ -95,7 +66,7 @@ class Recipe:
             known by ``ident`` alone.
         keys, values: those of a mapping, indices and items of the others, held in their turn. Two lists: the garbage
             collector would go through a tuple for each.
-        is_long: whether it is too long for them; see ``bulk``.
+        is_long: whether it is too long for them; see ``Long``.
         item_path: makes the path of an item from ``path`` and its key.
         factory: of a ``defaultdict``.
     """
@@ -128,9 +99,7 @@ class Recipe:
 
     def standing(self) -> Any:
         """Return the container itself if it is held and alive, else None."""
-        if type(self.original) is not Weak:
-            return self.original
-        value = self.original.get()
+        value = living(self.original)
         return None if value is GONE else value
 
     def gone(self) -> Iterator[str]:
@@ -160,7 +129,7 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
         if target is None and id(current) == held.ident and type(current) is held.cls:
             target = current
         if issubclass(held.cls, tuple):
-            items = (revive(item, None, memo) for _, item in held.pairs)
+            items = (revive(item, None, memo) for item in held.values)
             memo[held.ident] = tuple.__new__(held.cls, items) if target is None else target
         else:
             memo[held.ident] = target = _empty(held) if target is None else target
@@ -172,10 +141,7 @@ def still_holds(container: Any, recipe: Recipe) -> bool:
     """Return whether a container holds the very items that ``recipe`` says; of long ones it is not asked."""
     if recipe.is_long:
         return True
-    if kind_of(type(container)) is Kind.MAPPING:
-        now = list(mapped_by(container).items(container))
-    else:
-        now = list(enumerate(items_of(container, kind_of(type(container)))))
+    now = _pairs(container)
     return len(now) == len(recipe.values) and all(
         _is_what(held, item) and (type(key) is str or _is_what(key, own) or type(own) is int)
         for (own, item), (key, held) in zip(now, recipe.pairs, strict=True)
@@ -188,37 +154,38 @@ def _is_what(held: Any, item: Any) -> bool:
     return living(held) is item
 
 
+def _pairs(container: Any) -> list[tuple[Any, Any]]:
+    """Return key or index and item of each, of an ordered mapping in its own order."""
+    kind = kind_of(type(container))
+    if kind is Kind.MAPPING:
+        return list(builtin_of(container).items(container))
+    return list(enumerate(items_of(container, kind)))
+
+
 def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
     """Bring ``target`` back, in place, to what ``recipe`` says; a container that has it already is not touched."""
     if recipe.is_long:
         return
-    if kind_of(type(target)) is Kind.MAPPING:
-        _fill_mapping(target, recipe, memo)
-    elif kind_of(type(target)) is Kind.SET:
-        items = [item for _, held in recipe.pairs if (item := revive(held, None, memo)) is not GONE]
-        if set.__len__(target) != len(items) or not all(map(operator.is_, set.__iter__(target), items)):
-            set.clear(target)
-            set.update(target, items)
-    else:
-        base, now = _sequence_base(target), items_of(target, Kind.SEQUENCE)
-        items = [revive(held, now[at] if at < len(now) else None, memo) for at, held in recipe.pairs]
-        if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
-            base.clear(target)
-            base.extend(target, items)
-
-
-def _fill_mapping(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
-    base = mapped_by(target)
-    now = dict(base.items(target))
-    values = [
-        (key, revive(held, now.get(key), memo)) for key, held in ((revive(k, None, memo), v) for k, v in recipe.pairs)
+    kind = kind_of(type(target))
+    is_mapping, now = kind is Kind.MAPPING, _pairs(target)
+    stood = {} if kind is Kind.SET else dict(now)
+    pairs = [
+        (key, revive(held, stood.get(key), memo))
+        for key, held in ((revive(own, None, memo) if is_mapping else own, held) for own, held in recipe.pairs)
     ]
-    values = [(key, value) for key, value in values if key is not GONE]
-    if len(now) == len(values) and all(a is c and b is d for (a, b), (c, d) in zip(now.items(), values, strict=True)):
-        return
-    base.clear(target)
-    for key, value in values:
-        base.__setitem__(target, key, value)
+    if is_mapping:
+        pairs = [(key, value) for key, value in pairs if key is not GONE]
+    elif kind is Kind.SET:
+        pairs = [(at, value) for at, value in pairs if value is not GONE]
+    are_keys_same = not is_mapping or all(map(operator.is_, (key for key, _ in now), (key for key, _ in pairs)))
+    items = [value for _, value in pairs]
+    if len(now) != len(items) or not are_keys_same or not all(map(operator.is_, (item for _, item in now), items)):
+        refill(target, dict(pairs) if is_mapping else items)
+
+
+def attribute_path(path: str, name: object) -> str:
+    """Return the path of an attribute."""
+    return f"{path}.{name}"
 
 
 def _item_path(path: str, key: Any) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from oomdoctor.objects.aside import keep_apart
 from oomdoctor.objects.kinds import module_of, mro_of, name_of
+from oomdoctor.objects.mementos import Code, Memento
 
-__all__ = ["RandomState", "generator_state", "is_random", "set_generator_state", "spawned"]
+__all__ = ["RandomState", "Stream", "generator_state", "is_random"]
 
 _SOURCES: Final = frozenset(
     {("numpy.random.bit_generator", "BitGenerator"), ("numpy.random.bit_generator", "SeedSequence")}
@@ -86,7 +88,7 @@ def is_random(cls: type) -> bool:
     return any((module_of(base), name_of(base)) in _SOURCES for base in mro_of(cls))
 
 
-def spawned(generator: Any) -> int:
+def _spawned(generator: Any) -> int:
     """Return how many seeds were taken from that of a generator of numpy's; nothing sets that back."""
     seed = generator if _is_seed(generator) else None
     if seed is None:
@@ -99,7 +101,7 @@ def _is_seed(generator: Any) -> bool:
     return hasattr(generator, "n_children_spawned")
 
 
-def set_generator_state(generator: Any, state: Any) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     """Set one generator object back to what ``generator_state`` returned."""
     if isinstance(generator, random.SystemRandom):
         return
@@ -109,3 +111,29 @@ def set_generator_state(generator: Any, state: Any) -> None:
             return
     if not _is_seed(generator):
         getattr(generator, "bit_generator", generator).state = state
+
+
+class Stream(Memento):
+    """The state of one generator object, and how many seeds were taken from its own."""
+
+    __slots__ = ("_generator", "_spawned", "_state")
+
+    def __init__(self, generator: Any, path: str) -> None:
+        self._generator, self._state, self.path = generator, generator_state(generator), path
+        self._spawned = _spawned(generator)
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Set it back."""
+        _set_state(self._generator, self._state)
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence if seeds were taken meanwhile."""
+        if _spawned(self._generator) != self._spawned:
+            yield "seeds were taken from the seed of a generator of numpy's, which cannot be taken back"
+
+    def changed(self) -> str | None:
+        """Return whether it was drawn from, or set."""
+        now, before = generator_state(self._generator), self._state
+        if hasattr(now, "numpy"):
+            now, before = now.numpy().tobytes(), before.numpy().tobytes()
+        return None if repr(now) == repr(before) else "drawn random numbers"

@@ -14,8 +14,8 @@ from itertools import chain, compress, islice, repeat
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.memory import Role
+from oomdoctor.objects.containers import CONTAINERS, items_of
 from oomdoctor.objects.held import (
-    CONTAINERS,
     Apart,
     Sort,
     base_of,
@@ -23,7 +23,6 @@ from oomdoctor.objects.held import (
     hangs_on,
     held_in,
     is_users_class,
-    items_in,
     keys_in,
     objects_of,
     sort_of,
@@ -199,7 +198,7 @@ class Walk:
             self.opaque.append((path, value))
         which: Iterable[bool] | None = None
         if kind in CONTAINERS:
-            items = items_in(value, kind)
+            items = items_of(value, kind)
             if self._are_done(items, todo, kind, found):
                 has_keys = kind is Kind.MAPPING and keys_in(value)
                 which = chain(repeat(False, len(items)), repeat(True)) if has_keys else ()
@@ -259,7 +258,7 @@ class Walk:
     def _large(self, todo: _Todo, found: list[Found]) -> Iterator[_Todo]:
         """Return what of a large container is to be looked into one by one; add what is told in bulk to ``found``."""
         sort = sort_of(type(todo.value))
-        items = items_in(todo.value, sort.kind)
+        items = items_of(todo.value, sort.kind)
         if sort.kind is Kind.MAPPING and (keys := keys_in(todo.value)):
             items = [*items, *keys]
         chunks = [items[first : first + _BULK] for first in range(0, len(items), _BULK)]

@@ -17,9 +17,9 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any, Final
 from weakref import ReferenceType
 
+from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import module_of
-from oomdoctor.objects.light import LIGHT_TYPES
 from oomdoctor.objects.named import is_users
 from oomdoctor.program.names import read_names
 

@@ -11,10 +11,10 @@ from dis import get_instructions, opmap
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.light import LIGHT_TYPES
-from oomdoctor.objects.parts import functions_in
+from oomdoctor.objects.places import functions_in
 
 __all__ = ["Assigned", "assigned_by"]
 

@@ -14,9 +14,9 @@ from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
+from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.light import LIGHT_TYPES
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 from oomdoctor.program.writes import last_name, names_written_by, written_names
 

@@ -12,25 +12,32 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
-from oomdoctor.objects.foreign import Cached, Foreign, Frame
-from oomdoctor.objects.functions import Written, is_bare
-from oomdoctor.objects.kinds import Kind, items_of, kind_of
-from oomdoctor.objects.light import LIGHT_TYPES, REFILLED, Light, is_light
+from oomdoctor.objects.containers import (
+    LIGHT_TYPES,
+    PLAIN_CONTAINERS,
+    REFILLED,
+    Light,
+    builtin_of,
+    is_light,
+    items_of,
+    length_of,
+)
+from oomdoctor.objects.copies import LONG, Allowance, Long
+from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.objects.mementos import DEEP, Memento, Names, Numbers, Reached
 from oomdoctor.objects.named import is_users
-from oomdoctor.objects.parts import Parts
-from oomdoctor.objects.recipes import Recipe, Weak, length_of, mapped_by, weak
-from oomdoctor.objects.tensor_hooks import has_hooks
-from oomdoctor.retry.bulk import LONG, Allowance, Large, Long, Small
+from oomdoctor.objects.places import is_bare
+from oomdoctor.objects.recipes import Recipe, attribute_path, weak
+from oomdoctor.program.writes import given_names, last_name, written_names
 from oomdoctor.retry.mentions import EVERYTHING, mentioned, mentioned_by
-from oomdoctor.retry.objects import (
+from oomdoctor.retry.notes import (
     BOUND,
     DEPTH,
     LIGHT_BYTES,
     MOST_OBJECTS,
     OBJECTS,
-    PLAIN_CONTAINERS,
     is_open,
     note,
     note_atom,
@@ -39,7 +46,7 @@ from oomdoctor.retry.objects import (
 )
 
 if TYPE_CHECKING:
-    from oomdoctor.retry.vault import TensorVault, Watched
+    from oomdoctor.retry.vault import TensorVault
 
 __all__ = ["Shape"]
 
@@ -67,20 +74,10 @@ class Shape:
     Attributes:
         names: all that there were. bindings: how each name of the user's is held that the cell may get at.
         is_everything: whether those are all.
-        objects: ``(owner, recipe)`` for the ``__dict__`` of objects; ``globals`` of the user's
-            own modules with theirs, ``counters`` those of them that no name leads to;
-            ``foreign``: objects of other libraries, ``frames`` of pandas.
-        light: containers of numbers and text; ``arrays``: small ones; ``large``: the others;
-            ``closures``: ``(function, index, held)``.
-        functions: their code and defaults; ``bare``: those that hold nothing, ``codes`` of them in the same order.
-        parts: what objects hold elsewhere than in their ``__dict__``. ``classes``: ``(owner, class)`` of objects.
-        caches: of functions. ``context``: variables of contexts. ``long``: long containers.
-        iterators: path and value of what advances; ``closed`` of what is made in C and tells nothing; ``deep`` of what
-            lies too deep to be looked at; ``locks`` with how many times each was held. ``unknown``: sentences on what
-            could not be looked at.
-        random: generators with their states. ``modules``: of Python's and of libraries.
-        buffers, pinned_gradients: what the first forward may change; ``gradients``: of each parameter, if it had one.
-        is_whole: whether all was looked at.
+        mementos: of objects, in the order in which they were met. light: containers of numbers and text.
+        bare: functions that hold nothing, ``codes`` of them in the same order.
+        context: variables of contexts. modules: of Python's and of libraries.
+        unknown: sentences on what could not be looked at. is_whole: whether all was looked at.
     """
 
     def __init__(
@@ -95,34 +92,14 @@ class Shape:
         self.vault = vault
         self.known: dict[int, Any] = {id(namespace): namespace}
         self.modules: list[ModuleType] = []
-        self.objects: list[tuple[Any, Recipe]] = []
-        self.globals: list[tuple[dict[str, Any], Recipe]] = []
-        self.counters: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.foreign: list[Foreign] = []
-        self.frames: list[Frame] = []
+        self.mementos: list[Memento] = []
+        self.add = self.mementos.append
         self.light = Light()
-        self.random: list[tuple[Any, Any]] = []
-        self.spawned: list[tuple[Any, int]] = []
-        self.arrays: list[Small] = []
-        self.large: list[Large] = []
-        self.functions: list[Written] = []
         self.bare: list[FunctionType] = []
         self.codes: list[CodeType] = []
-        self.closures: list[tuple[Any, int, Any]] = []
-        self.parts: list[Parts] = []
-        self.classes: list[tuple[Any, type]] = []
-        self.caches: list[Cached] = []
         self.context: list[tuple[str, ContextVar[Any]]] = []
-        self.deep: list[tuple[str, Any]] = []
-        self.long: list[Long] = []
-        self.iterators: list[tuple[str, Any]] = []
-        self.closed: list[tuple[str, Any]] = []
-        self.locks: list[tuple[str, Any, int]] = []
         self.unknown: list[str] = []
-        self.buffers: list[Weak] = []
-        self.gradients: list[tuple[Callable[[], Any], Watched | None]] = []
-        self.pinned_gradients: list[Any] = []
-        self.allowance = Allowance(source)
+        self.allowance = Allowance(lambda path: _may_write(source, path))
         self.bindings: dict[str, Any] = {}
         self.names = list(namespace)
         self._namespace, self._mentioned = namespace, set[str]()
@@ -133,7 +110,7 @@ class Shape:
         self._note_mentioned()
         self.is_whole = len(self.known) <= MOST_OBJECTS
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
-        del self.known, self.vault, self.allowance, self._namespace, self._mentioned
+        del self.known, self.vault, self.allowance, self.add, self._namespace, self._mentioned
         _alive.add(self)
 
     @staticmethod
@@ -222,6 +199,8 @@ class Shape:
         if type(value) in REFILLED and not value:
             self.light.add_empty(value)
             return value
+        if type(value) is tuple and LIGHT_TYPES.issuperset(map(type, value)):
+            return value
         kind = kind_of(type(value))
         if kind is Kind.ATOM or type(value) in BOUND:
             note_atom(self, value, path, depth)
@@ -230,7 +209,7 @@ class Shape:
             return self.known[id(value)]
         if depth <= 0 or len(self.known) > MOST_OBJECTS:
             if kind in _CONTAINERS or kind in OBJECTS or (kind is Kind.OBJECT and is_open(type(value))):
-                self.deep.append((path, weak(value)))
+                self.add(Reached(weak(value), path, DEEP))
             return value
         if type(value) in PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
             self.light.add(value)
@@ -245,9 +224,8 @@ class Shape:
             # A plain function costs nothing to keep, and a retry may put another one in its place.
             held = value if type(value) is FunctionType and value.__closure__ is None else weak(value)
             self.known[id(value)] = held
-            recipes = len(self.objects)
-            note(self, value, path, kind, held, depth)
-            if kind is Kind.OBJECT and len(self.objects) > recipes and not self.objects[recipes][1].is_heavy:
+            recipe = note(self, value, path, kind, held, depth)
+            if kind is Kind.OBJECT and recipe is not None and not recipe.is_heavy:
                 held = value  # plain data: a cell that replaces it may have it back
         self.known[id(value)] = held
         return held
@@ -264,13 +242,12 @@ class Shape:
             if module.__name__.rpartition(".")[2] in source:
                 self.note_globals(names, module.__name__, DEPTH)
                 return
-            found = [(name, item) for name, item in names.items() if name[:2] != "__"]
-            self.counters.append((names, {name: item for name, item in found if type(item) in LIGHT_TYPES}))
-            for _, item in found:
-                if type(item) in PLAIN_CONTAINERS and id(item) not in self.known:
+            self.add(Numbers(names, module.__name__))
+            for name, item in list(names.items()):
+                if name[:2] != "__" and type(item) in PLAIN_CONTAINERS and id(item) not in self.known:
                     self.known[id(item)] = item
                     if len(item) > LONG:
-                        self.long.append(Long(item, module.__name__, self.allowance))
+                        self.add(Long(item, module.__name__, self.allowance))
                     elif is_light(item):
                         self.light.add(item)
         except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
@@ -279,8 +256,8 @@ class Shape:
     def note_globals(self, names: dict[str, Any], path: str, depth: int) -> None:
         """Note the globals of a module of the user's own."""
         if id(names) not in self.known:
-            recipe = self.known[id(names)] = Recipe(names, path, "{}.{}".format)
-            self.globals.append((names, recipe))
+            recipe = self.known[id(names)] = Recipe(names, path, attribute_path)
+            self.add(Names(names, recipe, path))
             items = list(names.items())
             recipe.keys = [name for name, _ in items]
             recipe.values = [
@@ -288,33 +265,24 @@ class Shape:
             ]
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
-        self.vault().watch(tensor, path)
-        if tensor.grad_fn is not None or has_hooks(tensor):  # a backward gets at what no name leads to
+        watched = self.vault().watch(tensor, path)
+        if tensor.grad_fn is not None or watched.hooks:  # a backward gets at what no name leads to
             self.mention(EVERYTHING)
         light = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= LIGHT_BYTES
         if tensor.is_leaf and tensor.requires_grad:
-            self._note_gradient(tensor, path)
+            self.vault().watch_gradient(tensor, path)
         return tensor if light else weak(tensor)
-
-    def _note_gradient(self, tensor: Any, path: str) -> None:
-        """Hold the gradient until the first forward: by then a cell that clears gradients has let go of it."""
-        gradient = tensor.grad
-        watched = None
-        if gradient is not None:
-            watched = self.vault().watch(gradient, f"{path}.grad")
-            self.pinned_gradients.append(gradient)
-        self.gradients.append((ref(tensor), watched))
 
     def _hold_container(self, value: Any, path: str, kind: Kind, depth: int) -> Any:
         recipe = self.known[id(value)] = Recipe(value, path)
         if kind is Kind.TUPLE and type(value) is not tuple:
             note_class(self, type(value), path, depth)
-        if length_of(value, kind) > LONG:
+        if length_of(value) > LONG:
             recipe.original, recipe.is_long = value, True
             if kind is not Kind.TUPLE:
-                self.long.append(Long(value, path, self.allowance))
+                self.add(Long(value, path, self.allowance))
         elif kind is Kind.MAPPING:
-            items = list(mapped_by(value).items(value))
+            items = list(builtin_of(value).items(value))
             recipe.keys = [self.hold(key, path, depth - 1) for key, _ in items]
             recipe.values = [self.hold(item, recipe.item_path(path, key), depth - 1) for key, item in items]
         else:
@@ -330,6 +298,12 @@ class Shape:
         elif not recipe.is_long and type(value) not in _REMADE and not _is_named_tuple(type(value)):
             recipe.original = weak(value)
         return recipe
+
+
+def _may_write(source: str, path: str) -> bool:
+    """Return whether a cell's text writes into what a path leads to, told by its last name."""
+    name = last_name(path)
+    return name in written_names(source) or name in given_names(source)
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:

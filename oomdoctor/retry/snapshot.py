@@ -18,28 +18,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.functions import Written, restore_function
 from oomdoctor.objects.homes import own_modules
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
-from oomdoctor.objects.locks import times_held
 from oomdoctor.objects.named import is_users
-from oomdoctor.objects.recipes import GONE, Recipe, fill, living, revive, still_holds
-from oomdoctor.objects.rng import RandomState, generator_state, set_generator_state, spawned
+from oomdoctor.objects.recipes import GONE, Recipe, living, revive, still_holds
+from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.mentions import held_elsewhere, is_fixed
-from oomdoctor.retry.objects import MOST_OBJECTS
+from oomdoctor.retry.notes import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach
 from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.surroundings import Surroundings
 
 if TYPE_CHECKING:
-    from oomdoctor.retry.vault import TensorVault, Watched
+    from oomdoctor.retry.vault import TensorVault
 
 __all__ = ["Snapshot"]
 
@@ -48,12 +46,6 @@ _LONGEST: Final = 120
 """Of an error's own words."""
 _STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
 """Functions of torch (2.13) that write into running statistics without counting it as a version."""
-
-
-class _Named(Protocol):
-    path: str
-
-    def restore(self) -> None: ...
 
 
 class Snapshot:
@@ -98,7 +90,7 @@ class Snapshot:
     @property
     def waits_for_forward(self) -> bool:
         """Whether a forward may change something that is not copied yet."""
-        return bool(self._shape.buffers or self._shape.pinned_gradients)
+        return self._vault is not None and self._vault.waits_for_forward
 
     def before_forward(self, module: Any) -> None:
         """Copy buffers and gradients, before the first forward of the cell, and let go of the gradients.
@@ -106,12 +98,8 @@ class Snapshot:
         Args:
             module: the one that is called. Tensors of the user's may have become its buffers since the cell began.
         """
-        buffers = [buffer for held in self._shape.buffers if (buffer := held.get()) is not GONE]
-        found = [one for _, part in submodules(module) for _, one in registered(part, "_buffers") if one is not None]
-        self.vault.keep([*self._shape.pinned_gradients, *buffers, *found])
-        if not self.vault.full:
-            self._shape.buffers.clear()
-            self._shape.pinned_gradients.clear()
+        parts = (part for _, part in submodules(module))
+        self.vault.before_forward([one for part in parts for _, one in registered(part, "_buffers") if one is not None])
 
     def before_step(self, optimizer: Any) -> None:
         """Copy every watched tensor, before the first step that an optimizer takes in the cell."""
@@ -221,47 +209,15 @@ class Snapshot:
             if _root(path) not in rebound:
                 yield f"`{path}` was replaced by the cell, and the old one is gone"
         if self._vault is not None:
-            for label in self._vault.lost():
-                why = f" ({self._vault.full})" if self._vault.full else ""
-                yield f"`{label}` was written in place and no copy was kept{why}"
-            if reach.mentions(_STATISTICS):
-                waiting = {id(held.get()) for held in self._shape.buffers}  # for the first forward, which is to come
-                for tensor, label in self._vault.unsure():
-                    if id(tensor) not in waiting and reach.reaches(tensor):
-                        yield f"`{label}` may have been written to by a batch_norm, which leaves no trace"
-            for label in self._vault.unhooked():
-                yield f"a hook of `{label}` was removed by the cell, and cannot be put back"
+            yield from self._vault.lost()
+            for tensor, label in self._vault.unsure() if reach.mentions(_STATISTICS) else ():
+                if reach.reaches(tensor):
+                    yield f"`{label}` may have been written to by a batch_norm, which leaves no trace"
         yield from self._shape.light.lost()
-        for path, held in self._shape.deep:
-            if (value := living(held)) is not GONE and reach.reaches(value):
-                yield f"`{path}` lies too deep to be looked at, and the cell may have changed it"
-        for cache in self._shape.caches:
-            yield from cache.lost()
-        if any(spawned(generator) != count for generator, count in self._shape.spawned):
-            yield "seeds were taken from the seed of a generator of numpy's, which cannot be taken back"
         yield from self._shape.unknown
-        for _, watched in self._shape.gradients:
-            if watched is not None and watched.ref() is None and watched.copy is None:
-                yield f"`{watched.label}` was cleared by the cell, and no copy was kept"
-        for path, held in self._shape.iterators:
-            if (value := living(held)) is not GONE and reach.reaches(value):
-                yield f"`{path}` is an iterator, an open file or a connection that the cell may have advanced"
-        for path, held in self._shape.closed:
-            if (value := living(held)) is not GONE and reach.reaches(value):
-                what = f"an object of {type(value).__qualname__}"
-                yield f"`{path}` is {what}, made in C, which the cell may have changed without a trace"
+        for memento in self._shape.mementos:
+            yield from memento.lost(reach)
         yield from self._context.lost(self._shape.context)
-        for path, held, count in self._shape.locks:
-            if (lock := living(held)) is not GONE and times_held(lock) != count and reach.reaches(lock):
-                yield f"`{path}` is a lock that was taken or let go of, and others may wait for it"
-        for long in self._shape.long:
-            yield from long.lost(reach.writes)
-        for large in self._shape.large:
-            yield from large.lost(reach.writes)
-        for array in self._shape.arrays:
-            yield from array.lost()
-        for foreign in self._shape.foreign:
-            yield from foreign.lost()
         yield from self._patches.lost()
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
@@ -286,19 +242,15 @@ class Snapshot:
         yield self._namespace.get(name)
 
     def _gone_items(self) -> Iterator[str]:
-        todo: list[Any] = [held for held in self._shape.bindings.values() if type(held) is Recipe]
-        todo += [recipe for owner, recipe in self._shape.objects if living(owner) is not GONE]
-        todo += [recipe for _, recipe in self._shape.globals]
-        todo += [parts.recipe for parts in self._shape.parts if parts.is_there]
-        functions = [one for one in self._shape.functions if living(one.held) is not GONE]
-        todo += [held for one in functions for held in (one.defaults, one.by_name) if type(held) is Recipe]
+        todo = [held for held in self._shape.bindings.values() if type(held) is Recipe]
+        todo += chain.from_iterable(memento.recipes() for memento in self._shape.mementos)
         seen: set[int] = set()
         while todo:
             recipe = todo.pop()
             if id(recipe) not in seen:
                 seen.add(id(recipe))
                 yield from recipe.gone()
-                todo += [held for _, held in recipe.pairs if type(held) is Recipe]
+                todo += [held for held in recipe.values if type(held) is Recipe]
 
     def restore(self) -> None:
         """Bring everything back, in place. May be called again after a further attempt.
@@ -327,37 +279,13 @@ class Snapshot:
             del self._namespace[name]
         for name in filter(is_users, shape.bindings):
             yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
-        for owner, cls in shape.classes:
-            yield f"the class of a {cls.__name__}", partial(_set_class, owner, cls)
-        for owner, recipe in shape.objects:
-            yield f"`{recipe.path}`", partial(_fill_object, owner, recipe, memo)
-        for names, recipe in shape.globals:
-            yield f"`{recipe.path}`", partial(fill, names, recipe, memo)
-        for names, values in shape.counters:
-            yield "a module of the user's", partial(_set_names, names, values)
-        for parts in shape.parts:
-            yield f"`{parts.recipe.path}`", partial(parts.restore, memo)
-        named: tuple[_Named, ...] = (*shape.foreign, *shape.caches)
-        yield from ((f"`{one.path}`", one.restore) for one in named)
+        yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in shape.mementos)
         yield "a variable of a context", partial(self._context.restore, shape.context)
-        yield from (("a frame of pandas", frame.restore) for frame in shape.frames)
         yield from ((f"a {type(one).__name__}", put) for one, put in shape.light.pieces())
-        named = (*shape.long, *shape.arrays)
-        yield from ((f"`{one.path}`", one.restore) for one in named)
-        bare = (Written(one, code, None, None) for one, code in zip(shape.bare, shape.codes, strict=True))
-        for written in chain(bare, shape.functions):
-            yield f"the function `{written.code.co_name}`", partial(restore_function, written, memo)
-        for function in shape.bare:
-            yield f"the function `{function.__name__}`", function.__dict__.clear
-        for function, at, held in shape.closures:
-            yield "a variable of a function", partial(_set_cell, function, at, held, memo)
+        for function, code in zip(shape.bare, shape.codes, strict=True):
+            yield f"the function `{function.__name__}`", partial(_make_bare, function, code)
         if self._vault is not None:
             yield from self._vault.pieces()
-        for parameter, watched in shape.gradients:
-            path = "a gradient" if watched is None else f"`{watched.label}`"
-            yield path, partial(_restore_gradient, parameter, watched)
-        for generator, state in shape.random:
-            yield f"a {type(generator).__name__}", partial(set_generator_state, generator, state)
         yield "the random number generators", self._rng.restore
 
     def _bind(self, name: str, use: FirstUse | None, memo: dict[int, Any]) -> None:
@@ -403,20 +331,9 @@ class Snapshot:
         """Yield what else is not as it was at the start of the cell, each as what was done: ``written `x```."""
         with _outside_modes():
             if self._vault is not None:
-                yield from (f"written `{label}`" for label in self._vault.changed())
-            for parameter, watched in self._shape.gradients:
-                tensor = parameter()
-                if tensor is not None and (watched.ref() if watched is not None else None) is not tensor.grad:
-                    yield "written gradients"
+                yield from self._vault.changed()
             yield from (f"changed {self._named(container)}" for container in self._shape.light.changed())
-            yield from (f"changed `{long.path}`" for long in self._shape.long if not long.is_same())
-            for owner, recipe in self._shape.objects:
-                alive = living(owner)
-                if alive is not GONE and not still_holds(object.__getattribute__(alive, "__dict__"), recipe):
-                    yield f"changed `{recipe.path}`"
-            yield from (
-                f"changed `{recipe.path}`" for names, recipe in self._shape.globals if not still_holds(names, recipe)
-            )
+            yield from filter(None, (memento.changed() for memento in self._shape.mementos))
             for name, held in self._shape.bindings.items():
                 if (
                     type(held) is Recipe
@@ -424,9 +341,6 @@ class Snapshot:
                     and not still_holds(self._namespace[name], held)
                 ):
                     yield f"changed `{name}`"
-            for generator, state in self._shape.random:
-                if not _is_equal(generator_state(generator), state):
-                    yield "drawn random numbers"
             if self._rng.has_moved():
                 yield "drawn random numbers"
 
@@ -443,47 +357,18 @@ class Snapshot:
         return id(value) == held.ident if type(held) is Recipe else revive(held) is value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if hasattr(one, "numpy"):
-        one, other = one.numpy().tobytes(), other.numpy().tobytes()
-    return repr(one) == repr(other)
-
-
 def _root(path: str) -> str:
     return re.split(r"[.\[ ]", path, maxsplit=1)[0]
 
 
-def _set_class(owner: Any, cls: type) -> None:
-    if (alive := living(owner)) is not GONE and type(alive) is not cls:
-        object.__setattr__(alive, "__class__", cls)
-
-
-def _fill_object(owner: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
-    if (alive := living(owner)) is not GONE:
-        fill(object.__getattribute__(alive, "__dict__"), recipe, memo)
-
-
-def _set_names(names: dict[str, Any], values: dict[str, Any]) -> None:
-    names.update({name: value for name, value in values.items() if names.get(name, GONE) is not value})
-
-
-def _set_cell(function: Any, at: int, held: Any, memo: dict[int, Any]) -> None:
-    if (alive := living(function)) is not GONE and (value := revive(held, None, memo)) is not GONE:
-        alive.__closure__[at].cell_contents = value
-
-
-def _restore_gradient(held: Callable[[], Any], watched: Watched | None) -> None:
-    parameter = held()
-    if parameter is None:
-        return
-    if watched is None:
-        parameter.grad = None
-        return
-    gradient = watched.ref()
-    if gradient is None and watched.copy is not None:
-        gradient = watched.copy.to(parameter.device, copy=True)
-    if gradient is not None and parameter.grad is not gradient:
-        parameter.grad = gradient
+def _make_bare(function: Any, code: Any) -> None:
+    """Give a function its code again, and take away what was set on it."""
+    if function.__code__ is not code:
+        function.__code__ = code
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name) is not None:
+            setattr(function, name, None)
+    function.__dict__.clear()
 
 
 def _outside_modes() -> AbstractContextManager[None]:

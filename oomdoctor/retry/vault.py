@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.objects.aside import keep_apart
 from oomdoctor.objects.kinds import plain_dict
-from oomdoctor.objects.tensor_hooks import hooks_of, take_new_hooks_away
+from oomdoctor.objects.recipes import GONE, living, weak
 
 __all__ = ["TensorVault", "Watched", "outside_modes"]
+
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
@@ -55,7 +57,8 @@ class Watched:
         self.version, self.pointer = _stamp(tensor)
         self.device, self.dtype = tensor.device, tensor.dtype
         self.requires_grad = tensor.requires_grad
-        self.hooks = hooks_of(tensor)
+        # By the numbers of their handles: held themselves, they would keep alive what they close over.
+        self.hooks = frozenset(number for hooks in _hooks(tensor) for number in hooks)
         self.bare = not plain_dict(tensor)
         self.copy: torch.Tensor | None = None
         self.uncopied = self.aside = False
@@ -68,6 +71,12 @@ class Watched:
     def has_moved(self, tensor: torch.Tensor) -> bool:
         """Return whether the contents are on another device, as ``Module.to`` takes them there."""
         return tensor.device != self.device and tensor.dtype == self.dtype and not tensor.is_meta
+
+
+def _hooks(tensor: Any) -> Iterator[dict[int, Any]]:
+    """Yield the dicts that ``register_hook`` and the like put hooks into; a tensor without gradients has none."""
+    if tensor.requires_grad:
+        yield from (hooks for kind in _HOOKS if (hooks := getattr(tensor, kind)))
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
@@ -95,6 +104,9 @@ class TensorVault:
 
     def __init__(self, room: Callable[[], int]) -> None:
         self._watched: dict[int, Watched] = {}
+        self._gradients: list[tuple[Callable[[], Any], Watched | None]] = []
+        self._pinned: list[torch.Tensor] = []
+        self._buffers: list[Any] = []
         self._ask_room, self._room = room, -1
         self.kept_bytes = 0
         self.full = ""
@@ -108,6 +120,31 @@ class TensorVault:
         if watched.copy is None and tensor.is_inference():
             self.keep([tensor])
         return watched
+
+    def watch_gradient(self, tensor: torch.Tensor, label: str) -> None:
+        """Hold the gradient until the first forward: by then a cell that clears gradients has let go of it."""
+        watched = None
+        if (gradient := tensor.grad) is not None:
+            watched = self.watch(gradient, f"{label}.grad")
+            self._pinned.append(gradient)
+        self._gradients.append((ref(tensor), watched))
+
+    def await_buffers(self, buffers: Iterable[Any]) -> None:
+        """Have the buffers of a module copied before the first forward, which may write to them."""
+        self._buffers += map(weak, buffers)
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether a forward may change something that is not copied yet."""
+        return bool(self._buffers or self._pinned)
+
+    def before_forward(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Copy gradients, the buffers that were awaited and ``buffers``, and let go of the gradients."""
+        awaited = [buffer for held in self._buffers if (buffer := living(held)) is not GONE]
+        self.keep([*self._pinned, *awaited, *buffers])
+        if not self.full:
+            self._buffers.clear()
+            self._pinned.clear()
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` was seen at the start of the cell."""
@@ -177,31 +214,31 @@ class TensorVault:
             watched.uncopied = False
         return f"`{failed[0].label}` could not be kept: {self.full}" if failed else ""
 
-    def lost(self) -> list[str]:
-        """Return the labels of living tensors whose contents changed, or were about to, and were not kept."""
-        return [
-            watched.label
-            for watched in self._watched.values()
-            if watched.copy is None
-            and (tensor := watched.ref()) is not None
-            and (watched.uncopied or not watched.unchanged(tensor))
-        ]
+    def lost(self) -> Iterator[str]:
+        """Yield a sentence for each living tensor that was written to, or about to be, and not kept; and for hooks."""
+        why = f" ({self.full})" if self.full else ""
+        for watched in self._watched.values():
+            if (tensor := watched.ref()) is None:
+                continue
+            if watched.copy is None and (watched.uncopied or not watched.unchanged(tensor)):
+                yield f"`{watched.label}` was written in place and no copy was kept{why}"
+            if watched.hooks and watched.hooks - {number for hooks in _hooks(tensor) for number in hooks}:
+                yield f"a hook of `{watched.label}` was removed by the cell, and cannot be put back"
+        for _, gradient in self._gradients:
+            if gradient is not None and gradient.ref() is None and gradient.copy is None:
+                yield f"`{gradient.label}` was cleared by the cell, and no copy was kept"
 
     def unsure(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yield living tensors that may be running statistics and have no copy, each with its label."""
+        """Yield living tensors that may be running statistics and have no copy, each with its label.
+
+        Those that wait for the first forward, which is to come, are none.
+        """
+        waiting = {id(living(held)) for held in self._buffers}
         for watched in self._watched.values():
             if watched.copy is not None or (tensor := watched.ref()) is None or tensor.requires_grad:
                 continue
-            if tensor.dim() == 1 and tensor.is_floating_point():
+            if tensor.dim() == 1 and tensor.is_floating_point() and id(tensor) not in waiting:
                 yield tensor, watched.label
-
-    def unhooked(self) -> list[str]:
-        """Return the labels of living tensors that lack a hook which they had."""
-        return [
-            watched.label
-            for watched in self._watched.values()
-            if watched.hooks and (tensor := watched.ref()) is not None and watched.hooks - hooks_of(tensor)
-        ]
 
     @property
     def bytes_to_copy(self) -> int:
@@ -214,14 +251,18 @@ class TensorVault:
         return sum(tensor.numel() * tensor.element_size() for tensor in alive)
 
     def changed(self) -> Iterator[str]:
-        """Yield the labels of living tensors that were written in place, or were about to be."""
+        """Yield what was done to living tensors, or was about to be: ``written `x```."""
         for watched in self._watched.values():
             tensor = watched.ref()
             if tensor is None:
                 continue
             is_copied = watched.copy is not None and not tensor.is_inference()
             if is_copied or watched.has_moved(tensor) or not watched.unchanged(tensor):
-                yield watched.label
+                yield f"written `{watched.label}`"
+        for parameter, gradient in self._gradients:
+            tensor = parameter()
+            if tensor is not None and (gradient.ref() if gradient is not None else None) is not tensor.grad:
+                yield "written gradients"
 
     def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what puts the kept contents of each tensor back in place, from host memory, with what it is called.
@@ -231,13 +272,18 @@ class TensorVault:
         """
         for watched in self._watched.values():
             yield f"`{watched.label}`", partial(_restore, watched)
+        for parameter, gradient in self._gradients:
+            path = "a gradient" if gradient is None else f"`{gradient.label}`"
+            yield path, partial(_restore_gradient, parameter, gradient)
 
 
 def _restore(watched: Watched) -> None:
     tensor = watched.ref()
     if tensor is None:
         return
-    take_new_hooks_away(tensor, watched.hooks)
+    for hooks in _hooks(tensor):
+        for number in [number for number in hooks if number not in watched.hooks]:
+            del hooks[number]
     if watched.aside and watched.copy is not None:
         tensor.data = watched.copy.to(watched.device, copy=True)
         _set_version(tensor, watched.version)
@@ -257,6 +303,20 @@ def _restore(watched: Watched) -> None:
         if not tensor.is_inference():
             _set_version(tensor, watched.version)
         watched.pointer = _stamp(tensor)[1]
+
+
+def _restore_gradient(held: Callable[[], Any], watched: Watched | None) -> None:
+    parameter = held()
+    if parameter is None:
+        return
+    if watched is None:
+        parameter.grad = None
+        return
+    gradient = watched.ref()
+    if gradient is None and watched.copy is not None:
+        gradient = watched.copy.to(parameter.device, copy=True)
+    if gradient is not None and parameter.grad is not gradient:
+        parameter.grad = gradient
 
 
 def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

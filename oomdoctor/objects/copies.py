@@ -1,4 +1,4 @@
-"""What is too large to be looked into before every cell: long containers and large arrays.
+"""Copies of what is too large to be looked into before every cell, long containers and large arrays, and of buffers.
 
 A long container is copied, not what lies in its items, while there are not too many of them together, or where the
 cell's text writes into it. Of its items a trace is kept: attributes, lengths and versions. Of a large array there is a
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.kinds import Kind, items_of, kind_of, plain_dict
-from oomdoctor.objects.light import LIGHT_TYPES, REFILLED, SetCopy
-from oomdoctor.objects.recipes import GONE, length_of, living, mapped_by
-from oomdoctor.program.writes import given_names, last_name, written_names
+from oomdoctor.objects.containers import LIGHT_TYPES, REFILLED, SetCopy, copied, holds, items_of, length_of, refill
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
+from oomdoctor.objects.mementos import Code, Memento
+from oomdoctor.objects.recipes import GONE, living
 
-__all__ = ["LONG", "Allowance", "Large", "Long", "Small", "Writes"]
+__all__ = ["LONG", "Allowance", "Buffer", "Large", "Long", "Small"]
 
 LONG: Final = 20_000
 _MOST_COPIED: Final = 1 << 18
@@ -32,21 +30,18 @@ _SAMPLES: Final = 4096
 _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
 
-Writes: TypeAlias = Callable[[str], bool]
-"""Whether code that the cell reaches writes into what a path leads to."""
-
 
 class Allowance:
     """How much of what is large may be copied before a cell.
 
     Args:
-        source: the cell's text. It writes into what it names.
+        may_write: tells of a path whether the cell's text writes into what it leads to.
     """
 
-    __slots__ = ("_left", "_source")
+    __slots__ = ("_left", "_may_write")
 
-    def __init__(self, source: str) -> None:
-        self._source, self._left = source, _MOST_COPIED
+    def __init__(self, may_write: Callable[[str], bool]) -> None:
+        self._may_write, self._left = may_write, _MOST_COPIED
 
     def copies(self, path: str, length: int) -> bool:
         """Return whether a container of this length is copied, and count it."""
@@ -59,90 +54,81 @@ class Allowance:
         """Return whether the whole of an array of this many bytes is looked at."""
         return size <= _SUMMED_BYTES or (size <= _MOST_SUMMED_BYTES and self._may_write(path))
 
-    def _may_write(self, path: str) -> bool:
-        name = last_name(path)
-        return name in written_names(self._source) or name in given_names(self._source)
 
-
-class Long:
+class Long(Memento):
     """A container, or an array of objects, of more than ``LONG`` items."""
 
-    __slots__ = ("_container", "_copy", "_kind", "_length", "_trace", "path")
+    __slots__ = ("_container", "_copy", "_kind", "_length", "_trace")
 
     def __init__(self, container: Any, path: str, allowance: Allowance) -> None:
         self._container, self.path = container, path
         self._kind = kind_of(type(container))
-        self._length = container.size if self._kind is Kind.ARRAY else length_of(container, self._kind)
-        first = list(container.flat[:_LOOKED_AT]) if self._kind is Kind.ARRAY else _first(container, self._kind)
+        self._length = self._size()
+        first = items_of(container, self._kind, _LOOKED_AT) if not self._is_array else container.flat[:_LOOKED_AT]
         # A copy of those would keep alive what the cell replaces to make room.
         is_heavy = any(kind_of(type(item)) in _HEAVY for item in first)
         is_copied = not is_heavy and allowance.copies(path, self._length)
-        self._copy: Any = _copied(container, self._kind) if is_copied else None
+        self._copy: Any = None if not is_copied else container.copy() if self._is_array else copied(container)
         self._trace = _trace(self._items()) if self._length <= _MOST_COPIED else None
 
-    def lost(self, writes: Writes) -> Iterator[str]:
+    @property
+    def _is_array(self) -> bool:
+        return self._kind is Kind.ARRAY
+
+    def _size(self) -> int:
+        return int(self._container.size) if self._is_array else length_of(self._container)
+
+    def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if it was changed and cannot be put back, or if what lies in its items may have been."""
         if self._copy is None:
-            length = self._length if self._kind is Kind.ARRAY else length_of(self._container, self._kind)
+            length = self._size()
             if length < self._length or (self._kind is not Kind.SEQUENCE and length != self._length):
                 yield f"`{self.path}` has more than {LONG} items and was changed"
-            elif writes(self.path):
+            elif code.writes(self.path):
                 yield f"`{self.path}` has more than {LONG} items, and the cell may have changed them"
-        if self.is_same() and self._trace is not None and _trace(self._items()) != self._trace:
+        if self._is_same() and self._trace is not None and _trace(self._items()) != self._trace:
             yield f"`{self.path}` has more than {LONG} items, and the cell has changed what lies in them"
         elif self._copy is None:
             return
-        elif writes(self.path) and not all(map(_is_fixed, self._items_before())):
+        elif code.writes(self.path) and not all(map(_is_fixed, self._items_before())):
             yield f"`{self.path}` has more than {LONG} items, and the cell may have changed what lies in them"
-        elif type(self._copy) is SetCopy and not self.is_same() and not self._copy.is_rebuilt_alike():
-            yield f"a set of {self._length} items was changed, and its order cannot be brought back"
+        elif type(self._copy) is SetCopy and not self._is_same():
+            yield from self._copy.lost()
 
     def _items(self) -> Iterable[Any]:
-        now = self._container
-        if self._kind is Kind.ARRAY:
-            return now.flat  # type: ignore[no-any-return]
-        return () if self._kind is Kind.SET else items_of(now, self._kind)
+        if self._is_array:
+            return self._container.flat  # type: ignore[no-any-return]
+        return () if self._kind is Kind.SET else items_of(self._container, self._kind)
 
     def _items_before(self) -> Iterable[Any]:
-        if self._kind is Kind.ARRAY:
+        if self._is_array:
             return self._copy.flat  # type: ignore[no-any-return]
         if self._kind is Kind.MAPPING:
             return self._copy.values()  # type: ignore[no-any-return]
         return () if type(self._copy) is SetCopy else self._copy
 
-    def is_same(self) -> bool:
+    def _is_same(self) -> bool:
         """Return whether it holds what it held, as far as was kept."""
-        now, before = self._container, self._copy
-        if before is None:
-            return self._kind is Kind.ARRAY or length_of(now, self._kind) == self._length
-        if self._kind is Kind.MAPPING:
-            keys_are = all(map(operator.is_, mapped_by(now).__iter__(now), before))
-            return keys_are and _are_same(items_of(now, self._kind), list(before.values()))
-        if self._kind is Kind.ARRAY:
-            return all(map(operator.is_, now.flat, before.flat))
-        return _are_same(items_of(now, self._kind), before.items if type(before) is SetCopy else before)
+        if self._copy is None:
+            return self._is_array or self._size() == self._length
+        if self._is_array:
+            return all(map(operator.is_, self._container.flat, self._copy.flat))
+        return holds(self._container, self._copy)
 
-    def restore(self) -> None:
+    def changed(self) -> str | None:
+        """Return whether it holds other things."""
+        return None if self._is_same() else f"changed `{self.path}`"
+
+    def restore(self, memo: dict[int, Any]) -> None:
         """Put back what was kept; what was added to a list that was not copied is taken away."""
-        now, before = self._container, self._copy
-        if self.is_same():
+        if self._is_same():
             return
-        if before is None:
-            _shorten(now, self._kind, self._length)
-        elif self._kind is Kind.ARRAY:
-            now[...] = before
-        elif self._kind is Kind.MAPPING:
-            base = mapped_by(now)
-            base.clear(now)
-            for key, value in before.items():
-                base.__setitem__(now, key, value)
-        elif self._kind is Kind.SET:
-            set.clear(now)
-            set.update(now, before.items)
-        else:
-            sequence = _sequence(now)
-            sequence.clear(now)
-            sequence.extend(now, before)
+        if self._is_array:
+            self._container[...] = self._copy
+        elif self._copy is not None:
+            refill(self._container, self._copy)
+        elif self._kind is Kind.SEQUENCE:
+            refill(self._container, items_of(self._container, self._kind, self._length))
 
 
 def _is_fixed(item: Any) -> bool:
@@ -169,57 +155,24 @@ def _trace(items: Iterable[Any]) -> int:
     return trace
 
 
-def _first(container: Any, kind: Kind) -> list[Any]:
-    if kind is Kind.MAPPING:
-        return list(islice(mapped_by(container).values(container), _LOOKED_AT))
-    return list(items_of(container, kind, _LOOKED_AT))
-
-
-def _copied(container: Any, kind: Kind) -> Any:
-    if kind is Kind.SET:
-        return SetCopy(container)
-    if kind is Kind.ARRAY:
-        return container.copy()
-    if kind is Kind.MAPPING:
-        # The copy of a class of the user's would be theirs; a plain one of an ordered dict would forget the order.
-        is_ordered = isinstance(container, OrderedDict)
-        return dict(OrderedDict.items(container)) if is_ordered else dict.copy(container)
-    return list(_sequence(container).__iter__(container))
-
-
-def _sequence(container: Any) -> Any:
-    return list if issubclass(type(container), list) else deque
-
-
-def _are_same(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _shorten(container: Any, kind: Kind, length: int) -> None:
-    if kind is Kind.SEQUENCE:
-        base = _sequence(container)
-        while base.__len__(container) > length:
-            base.pop(container)
-
-
-class Small:
+class Small(Memento):
     """An array of a few bytes: copied before every cell.
 
     Args:
         array: of numpy's. held: how it is held.
     """
 
-    __slots__ = ("_copy", "_form", "_held", "_is_writeable", "path")
+    __slots__ = ("_copy", "_form", "_held", "_is_writeable")
 
     def __init__(self, array: Any, held: Any, path: str) -> None:
         self._held, self.path = held, path
         self._copy, self._form, self._is_writeable = array.copy(), _form(array), array.flags.writeable
 
-    def lost(self) -> Iterator[str]:
+    def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if its items are laid out in another way, which cannot be put back in place."""
         yield from _formed_anew(living(self._held), self._form, self.path)
 
-    def restore(self) -> None:
+    def restore(self, memo: dict[int, Any]) -> None:
         """Put its items back."""
         array = living(self._held)
         if array is GONE or _form(array) != self._form:
@@ -256,34 +209,52 @@ def _formed_anew(array: Any, form: tuple[Any, ...], path: str) -> Iterator[str]:
         yield f"`{path}` is an array that was given another shape or type in place"
 
 
-class Large:
+class Buffer(Memento):
+    """A ``bytearray`` or an ``array.array`` of a few bytes."""
+
+    __slots__ = ("_buffer", "_copy")
+
+    def __init__(self, buffer: Any, path: str) -> None:
+        self._buffer, self._copy, self.path = buffer, buffer[:], path
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Put its items back."""
+        if bytes(self._buffer) != bytes(self._copy):
+            self._buffer[:] = self._copy
+
+    def changed(self) -> str | None:
+        """Return whether it was written to."""
+        return None if bytes(self._buffer) == bytes(self._copy) else f"changed a {type(self._buffer).__name__}"
+
+
+class Large(Memento):
     """An array or bytes of more than a few: written to or not, by a checksum, or by some of the contents.
 
     Args:
         array: of numpy's, a ``bytearray`` or an ``array.array``. held: how it is held.
     """
 
-    __slots__ = ("_form", "_held", "_is_summed", "_path", "_sample")
+    __slots__ = ("_form", "_held", "_is_summed", "_sample")
 
     def __init__(self, array: Any, held: Any, path: str, allowance: Allowance) -> None:
-        self._held, self._path = held, path
+        self._held, self.path = held, path
         self._is_summed = not hasattr(array, "flags") or (
             allowance.sums(path, array.nbytes) and (array.nbytes <= _SUMMED_BYTES or array.flags.c_contiguous)
         )
         self._sample = _sample(array, is_whole=self._is_summed)
         self._form = _form(array) if hasattr(array, "flags") else None
 
-    def lost(self, writes: Writes) -> Iterator[str]:
+    def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if it was written to, or may have been."""
         array = living(self._held)
         if array is GONE:
             return
         if self._form is not None and _form(array) != self._form:
-            yield from _formed_anew(array, self._form, self._path)
+            yield from _formed_anew(array, self._form, self.path)
         elif _sample(array, is_whole=self._is_summed) != self._sample:
-            yield f"`{self._path}` is a large array that was written to, and no copy was kept"
-        elif not self._is_summed and writes(self._path):
-            yield f"`{self._path}` is a large array that the cell may have written to, and no copy was kept"
+            yield f"`{self.path}` is a large array that was written to, and no copy was kept"
+        elif not self._is_summed and code.writes(self.path):
+            yield f"`{self.path}` is a large array that the cell may have written to, and no copy was kept"
 
 
 def _sample(array: Any, *, is_whole: bool) -> bytes:

@@ -1,21 +1,20 @@
-"""What objects of each kind hold beside their name: noted in a shape, and looked into in their turn."""
+"""What is noted of objects of each kind beside their name: notes for the way back, and what is looked into in turn."""
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from gc import get_referents
 from logging import Logger
 from threading import Condition
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
+from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, is_light
+from oomdoctor.objects.copies import LONG, Buffer, Large, Long, Small
 from oomdoctor.objects.foreign import Cached, Foreign, Frame, is_cached, is_frame
-from oomdoctor.objects.functions import Written
 from oomdoctor.objects.homes import is_installed, is_ours
 from oomdoctor.objects.kinds import (
     Kind,
@@ -29,13 +28,22 @@ from oomdoctor.objects.kinds import (
     plain_dict,
     registered,
 )
-from oomdoctor.objects.light import LIGHT_TYPES, is_light
-from oomdoctor.objects.locks import is_lock, times_held
-from oomdoctor.objects.parts import ATTRIBUTES, ITEMS, SLOTS, Parts, class_attributes, functions_in
-from oomdoctor.objects.places import REGISTRY, STATE, Place, has_state, is_closed, is_memory, places_of
-from oomdoctor.objects.recipes import Recipe, weak
-from oomdoctor.objects.rng import generator_state, is_random, spawned
-from oomdoctor.retry.bulk import LONG, Large, Long, Small
+from oomdoctor.objects.mementos import ADVANCES, CLOSED, Attributes, Lock, Parts, Reached, is_lock
+from oomdoctor.objects.places import (
+    ATTRIBUTES,
+    ITEMS,
+    MEMORY,
+    REGISTRY,
+    STATE,
+    Place,
+    functions_in,
+    has_state,
+    is_closed,
+    is_memory,
+    places_of,
+)
+from oomdoctor.objects.recipes import Recipe, attribute_path
+from oomdoctor.objects.rng import Stream, is_random
 from oomdoctor.retry.mentions import EVERYTHING, shares
 
 if TYPE_CHECKING:
@@ -47,7 +55,6 @@ __all__ = [
     "LIGHT_BYTES",
     "MOST_OBJECTS",
     "OBJECTS",
-    "PLAIN_CONTAINERS",
     "is_open",
     "note",
     "note_atom",
@@ -79,63 +86,90 @@ _OUTWARD: Final = frozenset(
     }
 )
 """Objects of other libraries with which a cell reaches beyond the process, or that advance."""
-PLAIN_CONTAINERS: Final = frozenset({dict, list, set, OrderedDict})
+_STILL: Final = LIGHT_TYPES | {CodeType}
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def note(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
-    """Note the state of an object: its ``__dict__``, its random stream, its closure, that it advances."""
+def note(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> Recipe | None:
+    """Note the state of an object; return the recipe of its ``__dict__``, if that is what it is."""
+    cls, recipe = type(value), None
     if kind is Kind.GENERATOR_STATE:
-        _note_random(shape, value)
-        note_derived(shape, value, path, kind, held, depth)
+        shape.add(Stream(value, path))
+        _note_own(shape, value, path, kind, held, depth)
     elif kind is Kind.ITERATOR:
-        shape.iterators.append((path, held))
+        shape.add(Reached(held, path, ADVANCES))
     elif kind is Kind.ARRAY:
         _note_array(shape, value, path, held, depth)
+        _note_own(shape, value, path, kind, held, depth)
     elif kind is Kind.CALLABLE:
         _note_callable(shape, value, path, held, depth)
-    elif kind in OBJECTS or is_open(type(value)) or issubclass(type(value), BaseException):
-        attributes = plain_dict(value)
-        if attributes is not None:
-            _note_object(shape, attributes, path, kind, held, depth)
-        _note_kept(shape, value, path, held, depth)
-        if (
-            kind is Kind.MODULE
-            and attributes is not None
-            and kind_of(type(attributes.get("_modules"))) is not Kind.MAPPING
-        ):
+    elif kind in OBJECTS or is_open(cls) or issubclass(cls, BaseException):
+        recipe = _note_attributes(shape, value, path, kind, held, depth)
+        if kind is Kind.MODULE and kind_of(type((plain_dict(value) or {}).get("_modules"))) is not Kind.MAPPING:
             _hold_scripted(shape, value, path, depth)
     elif kind is Kind.OBJECT:
         _note_foreign(shape, value, path, held, depth)
-    if is_memory(type(value)):
-        _note_memory(shape, value, path, held)
+    _note_places(shape, value, path, held, depth)
+    return recipe
+
+
+def note_derived(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
+    """Note what an object of a class derived from a builtin one, or from a library's, has besides: attributes."""
+    if _note_own(shape, value, path, kind, held, depth):
+        _note_places(shape, value, path, held, depth)
+
+
+def _note_own(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> bool:
+    is_users = not is_installed(module_of(type(value)))
+    if is_users or (kind is Kind.TENSOR and plain_dict(value)):
+        _note_attributes(shape, value, path, kind, held, depth)
+    return is_users
+
+
+def _note_attributes(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> Recipe | None:
+    """Note the class of an object and its ``__dict__``; return the recipe of that."""
+    cls, attributes = type(value), plain_dict(value)
+    recipe = None if attributes is None else Recipe(attributes, path, attribute_path)
+    shape.add(Attributes(held, cls, recipe, path))
+    if recipe is not None and attributes:
+        items = list(attributes.items())
+        recipe.keys = [name for name, _ in items]
+        has_tables = kind is Kind.MODULE
+        recipe.values = [
+            _hold_table(shape, item, path, name, depth)
+            if has_tables and name in _MODULE_TABLES and kind_of(type(item)) is Kind.MAPPING
+            else shape.hold(item, f"{path}.{name}", depth - 1)
+            for name, item in items
+        ]
+    if not is_installed(module_of(cls)):
+        note_class(shape, cls, cls.__qualname__, depth)
+    return recipe
+
+
+def _note_places(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
+    """Note what an object keeps in other places than its ``__dict__``."""
+    places = places_of(type(value))
+    if is_memory(type(value)) and MEMORY not in places:  # it is not known what its pointers point to
+        shape.add(Reached(held, path, ADVANCES))
+    elif MEMORY in places and memoryview(value).nbytes > LIGHT_BYTES:
+        shape.add(Large(value, held, path, shape.allowance))
     else:
-        for place in places_of(type(value)):
+        for place in places:
             _note_parts(shape, value, path, held, depth, place)
 
 
 def _note_parts(shape: Shape, value: Any, path: str, held: Any, depth: int, place: Place) -> None:
     """Note what an object keeps in one place."""
     found = place.read(value)
-    if found or place is not SLOTS:
-        recipe = Recipe(found, path, "{}.{}".format)
-        recipe.keys = list(found)
-        recipe.values = [shape.hold(item, f"{path}.{name}", depth - 1) for name, item in found.items()]
-        shape.parts.append(Parts(held, recipe, place))
-
-
-def _note_memory(shape: Shape, value: Any, path: str, held: Any) -> None:
-    """Note a piece of memory of ctypes'; of one with pointers it is not known what they point to."""
-    places = places_of(type(value))
-    if not places:
-        shape.iterators.append((path, held))
-    elif memoryview(value).nbytes > LIGHT_BYTES:
-        shape.large.append(Large(value, held, path, shape.allowance))
-    else:
-        recipe = Recipe({}, path)
-        found = places[0].read(value)
+    if found or place.grows:
+        recipe = Recipe(found, path, place.path)
+        shape.add(Parts(held, recipe, place))
         recipe.keys, recipe.values = list(found), list(found.values())
-        shape.parts.append(Parts(held, recipe, places[0]))
+        if place.leads:
+            recipe.values = [
+                item if type(item) in _STILL else shape.hold(item, place.path(path, name), depth - 1)
+                for name, item in found.items()
+            ]
 
 
 def note_atom(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -169,14 +203,11 @@ def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
             continue
         shape.known[id(base)] = base
         where = path if base is cls else base.__qualname__
-        recipe = Recipe(vars(base), where, "{}.{}".format)
-        shape.parts.append(Parts(base, recipe, ATTRIBUTES))
+        recipe = Recipe(vars(base), where, attribute_path)
+        shape.add(Parts(base, recipe, ATTRIBUTES))
         if "_abc_impl" in members_of(base):
-            registry = Recipe({}, where)
-            found = REGISTRY.read(base)
-            registry.keys, registry.values = list(found), list(found.values())
-            shape.parts.append(Parts(base, registry, REGISTRY))
-        attributes = class_attributes(base)
+            _note_parts(shape, base, where, base, depth, REGISTRY)
+        attributes = ATTRIBUTES.read(base)
         recipe.keys = list(attributes)
         for name, item in attributes.items():
             held = shape.hold(item, f"{where}.{name}", depth - 1)
@@ -186,77 +217,46 @@ def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
             recipe.values.append(item if kind_of(type(item)) is Kind.CALLABLE else held)
 
 
-def note_derived(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> None:
-    """Note what an object of a class derived from a builtin one, or from a library's, has besides: attributes."""
-    cls = type(value)
-    attributes = plain_dict(value)
-    if is_installed(module_of(cls)):
-        if attributes and kind is Kind.TENSOR:
-            _note_object(shape, attributes, path, kind, held, depth)
-        return
-    if attributes is not None:
-        _note_object(shape, attributes, path, kind, held, depth)
-    _note_kept(shape, value, path, held, depth)
-
-
-def _note_kept(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
-    """Note the class of an object, and its slots."""
-    shape.classes.append((held, type(value)))
-    note_class(shape, type(value), type(value).__qualname__, depth)
-    _note_parts(shape, value, path, held, depth, SLOTS)
-
-
-def _note_random(shape: Shape, generator: Any) -> None:
-    shape.random.append((generator, generator_state(generator)))
-    shape.spawned.append((generator, spawned(generator)))
-
-
 def _note_array(shape: Shape, array: Any, path: str, held: Any, depth: int) -> None:
     if array.dtype.kind == "O" and array.size > LONG:
-        shape.long.append(Long(array, path, shape.allowance))
+        shape.add(Long(array, path, shape.allowance))
     elif array.dtype.kind == "O":
-        recipe = Recipe({}, path)
-        recipe.keys = range(array.size)
-        recipe.values = [shape.hold(item, f"{path}[{at}]", depth - 1) for at, item in enumerate(array.flat)]
-        shape.parts.append(Parts(held, recipe, ITEMS))
+        _note_parts(shape, array, path, held, depth, ITEMS)
     elif not array.dtype.hasobject and array.nbytes <= LIGHT_BYTES:
-        shape.arrays.append(Small(array, held, path))
+        shape.add(Small(array, held, path))
     else:
-        shape.large.append(Large(array, held, path, shape.allowance))
-    note_derived(shape, array, path, Kind.ARRAY, held, depth)
+        shape.add(Large(array, held, path, shape.allowance))
 
 
 def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
     """Note an object of another library's: its attributes, what it holds, and whether it can be wound back."""
     cls = type(value)
     if is_frame(value):
-        frame = Frame(value)
-        shape.frames.append(frame)
+        frame = Frame(value, path)
+        shape.add(frame)
         for item in frame.objects():
             shape.hold(item, path, depth - 1)
     elif is_random(cls):
-        _note_random(shape, value)
+        shape.add(Stream(value, path))
     elif cls is ContextVar:
         shape.context.append((path, value))
         shape.hold(value.get(None), path, depth - 1)
     elif is_cached(cls):
-        shape.caches.append(Cached(value, path))
+        shape.add(Cached(value, path))
         shape.hold(value.__wrapped__, path, depth - 1)
     elif is_lock(cls):
-        shape.locks.append((path, held, times_held(value)))
+        shape.add(Lock(value, held, path))
     elif cls is MappingProxyType:
         _hold_shown(shape, value, path, depth)
     elif cls is Logger:  # put back, as far as a cell changes it, whether it has a name or not
         return
-    elif _is_shell(cls):  # so is this
+    elif any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls)):  # holds the namespace itself
         shape.mention(EVERYTHING)
     elif cls in (bytearray, array):
-        if len(value) <= LIGHT_BYTES:
-            shape.light.add(value)
-        else:
-            shape.large.append(Large(value, held, path, shape.allowance))
+        is_large = len(value) > LIGHT_BYTES
+        shape.add(Large(value, held, path, shape.allowance) if is_large else Buffer(value, path))
     elif (module_of(cls), name_of(cls)) in _OUTWARD:
-        shape.iterators.append((path, held))
+        shape.add(Reached(held, path, ADVANCES))
     elif isinstance(value, ReferenceType):
         if (one := value()) is not None:
             shape.hold(one, path, depth - 1)
@@ -269,12 +269,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         if has_state(value):
             _note_parts(shape, value, path, held, depth, STATE)
         elif is_closed(value):
-            shape.closed.append((path, held))
-
-
-def _is_shell(cls: type) -> bool:
-    """Return whether a class is of IPython's shells, which hold the namespace itself."""
-    return any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls))
+            shape.add(Reached(held, path, CLOSED))
 
 
 def _hold_shown(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -285,29 +280,17 @@ def _hold_shown(shape: Shape, value: Any, path: str, depth: int) -> None:
 
 
 def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
-    closure = getattr(value, "__closure__", None) or () if type(value) is FunctionType else ()
     if type(value) is FunctionType or type(value) is partial:
-        _note_object(shape, vars(value), path, Kind.CALLABLE, held, depth)
-    for at, cell in enumerate(closure):
-        with suppress(ValueError):  # an empty cell
-            name = value.__code__.co_freevars[at]
-            shape.closures.append((held, at, shape.hold(cell.cell_contents, f"{path} → {name}", depth - 1)))
-    if type(value) is FunctionType:
-        if not is_installed(value.__globals__.get("__name__")):
-            shape.mention_code(value)
-        defaults, by_name = value.__defaults__, value.__kwdefaults__
-        if defaults is not None and not LIGHT_TYPES.issuperset(map(type, defaults)):
-            defaults = shape.hold(defaults, f"{path}.__defaults__", depth - 1)
-        if by_name is not None:
-            by_name = shape.hold(by_name, f"{path}.__kwdefaults__", depth - 1)
-        shape.functions.append(Written(held, value.__code__, defaults, by_name))
-    for suffix, item in held_by(value):
-        shape.hold(item, f"{path}{suffix}", depth - 1)
-    if type(value) is FunctionType:
-        # Not its ``__module__``: a library's wrapper bears the name of what it wraps.
-        home = value.__globals__.get("__name__")
-        if not is_installed(home):
-            shape.note_globals(value.__globals__, str(home), depth)
+        _note_attributes(shape, value, path, Kind.CALLABLE, held, depth)
+    if type(value) is not FunctionType:
+        for suffix, item in held_by(value):
+            shape.hold(item, f"{path}{suffix}", depth - 1)
+        return
+    # Not its ``__module__``: a library's wrapper bears the name of what it wraps.
+    home = value.__globals__.get("__name__")
+    if not is_installed(home):
+        shape.mention_code(value)
+        shape.note_globals(value.__globals__, str(home), depth)
 
 
 def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -317,7 +300,7 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
         return
     if type(value) is Condition:  # it knows of the threads that wait for it, and nothing else
         return
-    shape.foreign.append(Foreign(value, attributes, path))
+    shape.add(Foreign(value, attributes, path))
     for name, item in attributes.items():
         kind = kind_of(type(item))
         if kind in OBJECTS or kind is Kind.TENSOR:
@@ -329,16 +312,16 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
             _look_into(shape, item, f"{path}.{name}", depth - 1)
 
 
-def _note_object(shape: Shape, attributes: dict[str, Any], path: str, kind: Kind, held: Any, depth: int) -> None:
-    recipe = Recipe(attributes, path, "{}.{}".format)
-    shape.objects.append((held, recipe))
-    items = list(attributes.items())
-    recipe.keys = [name for name, _ in items]
-    for name, item in items:
-        if kind is Kind.MODULE and name in _MODULE_TABLES and kind_of(type(item)) is Kind.MAPPING:
-            recipe.values.append(_hold_table(shape, item, path, name, depth))
-        else:
-            recipe.values.append(shape.hold(item, f"{path}.{name}", depth - 1))
+def _hold_table(shape: Shape, table: dict[str, Any], path: str, name: str, depth: int) -> Recipe:
+    """Hold the parameters, buffers or children of a module by the paths that a user would type."""
+    recipe = shape.known[id(table)] = Recipe(table, path, child_path)
+    below = depth if name == "_modules" else depth - 1
+    items = list(table.items())
+    recipe.keys = [key for key, _ in items]
+    recipe.values = [shape.hold(one, child_path(path, key), below) for key, one in items]
+    if name == "_buffers" and items:
+        shape.vault().await_buffers(one for _, one in items if one is not None)
+    return recipe
 
 
 def _hold_scripted(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -346,18 +329,6 @@ def _hold_scripted(shape: Shape, value: Any, path: str, depth: int) -> None:
     for table in _MODULE_TABLES:
         for name, item in registered(value, table):
             shape.hold(item, child_path(path, name), depth - 1)
-
-
-def _hold_table(shape: Shape, table: dict[str, Any], path: str, kind: str, depth: int) -> Recipe:
-    """Hold the parameters, buffers or children of a module by the paths that a user would type."""
-    recipe = shape.known[id(table)] = Recipe(table, path, child_path)
-    below = depth if kind == "_modules" else depth - 1
-    items = list(table.items())
-    recipe.keys = [name for name, _ in items]
-    recipe.values = [shape.hold(item, child_path(path, name), below) for name, item in items]
-    if kind == "_buffers":
-        shape.buffers += [weak(item) for _, item in items if item is not None]
-    return recipe
 
 
 def is_open(cls: type) -> bool:

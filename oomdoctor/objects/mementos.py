@@ -1,0 +1,221 @@
+"""What a snapshot notes of an object: each note puts a part of it back, and tells what was lost or changed.
+
+Notes hold heavy values weakly; see ``recipes``. To restore may be done again after a further attempt.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from oomdoctor.objects.containers import LIGHT_TYPES
+from oomdoctor.objects.places import Place
+from oomdoctor.objects.recipes import GONE, Recipe, fill, living, revive, still_holds
+
+__all__ = [
+    "ADVANCES",
+    "CLOSED",
+    "DEEP",
+    "Attributes",
+    "Code",
+    "Lock",
+    "Memento",
+    "Names",
+    "Numbers",
+    "Parts",
+    "Reached",
+    "is_lock",
+]
+
+
+class Code(Protocol):
+    """What the code of a cell may do, erring towards yes."""
+
+    def reaches(self, value: Any) -> bool:
+        """Return whether it can get at a value."""
+        ...
+
+    def writes(self, path: str) -> bool:
+        """Return whether it writes items into what a path leads to."""
+        ...
+
+
+class Memento:
+    """One note. By itself it does nothing.
+
+    Attributes:
+        path: what the user calls the object.
+    """
+
+    __slots__ = ("path",)
+
+    path: str
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Put it back; ``memo`` has the containers brought back so far, by their ``id``."""
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence for each thing that cannot be put back."""
+        yield from ()
+
+    def changed(self) -> str | None:
+        """Return what was done, if it is seen to be another: ``changed `x```."""
+        return None
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Yield how what it holds is brought back, if its owner lives."""
+        yield from ()
+
+
+class Attributes(Memento):
+    """The class of an object and its ``__dict__``, if it has one."""
+
+    __slots__ = ("_cls", "_owner", "recipe")
+
+    def __init__(self, owner: Any, cls: type, recipe: Recipe | None, path: str) -> None:
+        self._owner, self._cls, self.recipe, self.path = owner, cls, recipe, path
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Give it its class again, and what it held."""
+        owner = living(self._owner)
+        if owner is GONE:
+            return
+        if type(owner) is not self._cls:
+            object.__setattr__(owner, "__class__", self._cls)
+        if self.recipe is not None:
+            fill(object.__getattribute__(owner, "__dict__"), self.recipe, memo)
+
+    def changed(self) -> str | None:
+        """Return whether other things are in it."""
+        owner = living(self._owner)
+        if owner is GONE or self.recipe is None:
+            return None
+        is_same = still_holds(object.__getattribute__(owner, "__dict__"), self.recipe)
+        return None if is_same else f"changed `{self.path}`"
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Yield that of its ``__dict__``."""
+        if self.recipe is not None and living(self._owner) is not GONE:
+            yield self.recipe
+
+
+class Names(Memento):
+    """The globals of a module of the user's own."""
+
+    __slots__ = ("_names", "_recipe")
+
+    def __init__(self, names: dict[str, Any], recipe: Recipe, path: str) -> None:
+        self._names, self._recipe, self.path = names, recipe, path
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Bind all names as they were."""
+        fill(self._names, self._recipe, memo)
+
+    def changed(self) -> str | None:
+        """Return whether a name is bound to another thing."""
+        return None if still_holds(self._names, self._recipe) else f"changed `{self.path}`"
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Yield that of the names."""
+        yield self._recipe
+
+
+class Numbers(Memento):
+    """The numbers and texts among the globals of a module that no name leads to."""
+
+    __slots__ = ("_names", "_values")
+
+    def __init__(self, names: dict[str, Any], path: str) -> None:
+        self._names, self.path = names, path
+        self._values = {name: one for name, one in names.items() if name[:2] != "__" and type(one) in LIGHT_TYPES}
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Bind them again."""
+        now = self._names
+        now.update({name: value for name, value in self._values.items() if now.get(name, GONE) is not value})
+
+
+class Parts(Memento):
+    """What an object keeps in one place beside its ``__dict__``."""
+
+    __slots__ = ("_owner", "_place", "_recipe")
+
+    def __init__(self, owner: Any, recipe: Recipe, place: Place) -> None:
+        self._owner, self._recipe, self._place, self.path = owner, recipe, place, recipe.path
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Put the parts back; one that cannot be written stays."""
+        owner = living(self._owner)
+        if owner is GONE:
+            return
+        now, before = self._place.read(owner), set()
+        for name, held in self._recipe.pairs:
+            before.add(name)
+            value = revive(held, now.get(name), memo)
+            if value is not GONE and now.get(name, GONE) is not value:
+                with suppress(AttributeError, TypeError, ValueError):
+                    self._place.write(owner, name, value)
+        for name in now.keys() - before:
+            with suppress(AttributeError, TypeError):
+                self._place.delete(owner, name)
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Yield that of the parts."""
+        if living(self._owner) is not GONE:
+            yield self._recipe
+
+
+ADVANCES: Final = "is an iterator, an open file or a connection that the cell may have advanced"
+CLOSED: Final = "is an object of {}, made in C, which the cell may have changed without a trace"
+DEEP: Final = "lies too deep to be looked at, and the cell may have changed it"
+
+
+class Reached(Memento):
+    """What cannot be wound back, nor seen to have changed: it is lost if the cell can get at it."""
+
+    __slots__ = ("_held", "_what")
+
+    def __init__(self, held: Any, path: str, what: str) -> None:
+        self._held, self.path, self._what = held, path, what
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence if the cell can get at it."""
+        value = living(self._held)
+        if value is not GONE and code.reaches(value):
+            yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
+
+
+class Lock(Memento):
+    """A lock: to put it back could take it from another thread, or stop that one."""
+
+    __slots__ = ("_count", "_held")
+
+    def __init__(self, lock: Any, held: Any, path: str) -> None:
+        self._held, self._count, self.path = held, _times_held(lock), path
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence if it is held another number of times, and the cell can get at it."""
+        lock = living(self._held)
+        if lock is not GONE and _times_held(lock) != self._count and code.reaches(lock):
+            yield f"`{self.path}` is a lock that was taken or let go of, and others may wait for it"
+
+
+_LOCK: Final[Any] = type(threading.Lock())
+_LOCK_OF_THREAD: Final[Any] = type(threading.RLock())
+_COUNT: Final = re.compile(r" count=(\d+)")
+
+
+def is_lock(cls: type) -> bool:
+    """Return whether a class is one of Python's two kinds of locks."""
+    return cls is _LOCK or cls is _LOCK_OF_THREAD
+
+
+def _times_held(lock: Any) -> int:
+    """Return how many times a lock is held; of one that belongs to its thread, by this thread."""
+    if type(lock) is _LOCK:
+        return int(lock.locked())
+    counted = _COUNT.search(repr(lock)) if lock._is_owned() else None  # Python 3.11 tells it nowhere else
+    return 0 if counted is None else int(counted[1])
