@@ -11,9 +11,9 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import LossFacts, ModelFacts
-from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict
+from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict, submodules
 
-__all__ = ["losses", "models", "parameters", "sizes", "typed"]
+__all__ = ["classes", "losses", "models", "parameters", "sizes", "typed"]
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
@@ -35,6 +35,28 @@ _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 def models(modules: Iterable[tuple[str, Any]]) -> tuple[ModelFacts, ...]:
     """Return the facts of each root module that is not a loss."""
     return tuple(_model(path, module) for path, module in modules if not _is_loss(module))
+
+
+def classes(modules: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
+    """Return the numbers of classes that models may predict, sorted.
+
+    They are the outputs of a model's last linear layer, and where those are as wide as an embedding, by whose rows they
+    may be multiplied, the rows of that.
+    """
+    found: set[int] = set()
+    for path, root in modules:
+        last: int | None = None
+        embeddings: list[tuple[int, int]] = []
+        for _, part in submodules(root, path):
+            own = plain_dict(part) or {}
+            outputs, rows, width = (own.get(name) for name in ("out_features", "num_embeddings", "embedding_dim"))
+            last = outputs if type(outputs) is int else last
+            if type(rows) is int and type(width) is int:
+                embeddings.append((rows, width))
+        # Rows of an embedding that nothing of its width comes back to are words or positions that are read.
+        found |= {rows for rows, width in embeddings if last in (None, width)}
+        found |= {last} if last is not None else set()
+    return tuple(sorted(found))
 
 
 def losses(modules: Iterable[tuple[str, Any]]) -> tuple[LossFacts, ...]:

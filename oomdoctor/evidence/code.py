@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from oomdoctor.evidence import _feeding, _models, _precision, _replicas, _setup
-from oomdoctor.evidence._entropy import classes, cross_entropies
 from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
@@ -111,8 +110,7 @@ def facts(
         state_undifferentiated=carried is not None and carried_idly,
         keeps_gradients=kept_tensors.keeps_gradients(under),
         hooks=kept_tensors.hooks(program, under),
-        cross_entropies=cross_entropies(program, under, losses),
-        classes=classes(modules),
+        classes=_models.classes(modules),
         generates=_setup.generates(program),
         dataset_on_device=_feeding.dataset_on_device(under),
         numpy_call=_feeding.numpy_call(program, line),

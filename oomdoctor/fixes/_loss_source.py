@@ -8,16 +8,18 @@ use, and divides by what their reduction divides by.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import libcst as cst
+from libcst import matchers
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import CodeFacts, LossFacts
+from oomdoctor.model.code import LossFacts
 from oomdoctor.model.fix import Edit, Patch
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
 from oomdoctor.program import import_lines, rewriting
 
 __all__ = ["rewrite"]
@@ -34,9 +36,6 @@ _HOMES: Final = {
     "": ("cross_entropy", "torch.nn.functional.cross_entropy"),
 }
 """What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
-
-
-_Comma: TypeAlias = cst.Comma | cst.MaybeSentinel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,72 +60,59 @@ class _Helper:
     imports: tuple[str, ...]
 
 
-def rewrite(cells: Cells, code: CodeFacts, chunks: int) -> Patch | Refused:
-    """Return the patch that takes the cross-entropies of the failing run over ``chunks`` chunks."""
+def rewrite(cells: Cells, sites: Sequence[Site], known: Sequence[LossFacts], chunks: int) -> Patch | Refused:
+    """Return the patch that takes the cross-entropies at ``sites`` over ``chunks`` chunks."""
     if any(re.search(rf"\bdef {_NAME}\w*\(", cell.source) for cell in cells.history):
         return Refused("the code takes its cross-entropy in chunks already")
-    if not code.cross_entropies:
+    if not sites:
         return Refused("no cell takes the cross-entropy: what a library does cannot be changed in the source")
     found: dict[int, tuple[rewriting.ParsedCell, list[_Loss]]] = {}
-    known = {cell.number for cell in cells.history}
-    for number in dict.fromkeys(place[0] for place in code.cross_entropies):
-        if number not in known:
+    for number in dict.fromkeys(site.cell for site in sites):
+        if number not in {cell.number for cell in cells.history}:
             return Refused(f"cell {number} is no longer in the history")
         parsed = rewriting.read(cells.get(number).source)
         if isinstance(parsed, Refused):
             return parsed
-        losses = _losses(cells, code, number, parsed)
+        losses = _losses(cells, known, [site for site in sites if site.cell == number], parsed)
         if isinstance(losses, Refused):
             return losses
         found[number] = parsed, losses
-    every = [loss for _, losses in found.values() for loss in losses]
-    helper = _helper(cells, code, every)
+    helper = _helper(cells, sites, [loss for _, losses in found.values() for loss in losses])
     if isinstance(helper, Refused):
         return helper
-    first = min(found)
-    return rewriting.join(
-        cells,
-        [
-            _edit(
-                cells, cells.get(number), parsed, _changed(parsed, losses, helper.name, chunks), helper, number == first
-            )
-            for number, (parsed, losses) in found.items()
-        ],
-    )
+    edits: list[Edit | Refused] = []
+    for number, (parsed, losses) in found.items():
+        module = rewriting.exchange(parsed.module, {loss.call: _call(loss, helper.name, chunks) for loss in losses})
+        if number == min(found):
+            new = [*helper.imports, helper.text.strip()]
+            module = _spaced(import_lines.insert_at_top(parsed, module, new), helper.name)
+        edits.append(rewriting.edit(cells, cells.get(number), parsed, module))
+    return rewriting.join(cells, edits)
 
 
-def _losses(cells: Cells, code: CodeFacts, number: int, parsed: rewriting.ParsedCell) -> list[_Loss] | Refused:
-    finder = _Calls()
-    parsed.module.visit(finder)
+def _losses(
+    cells: Cells, known: Sequence[LossFacts], sites: Sequence[Site], parsed: rewriting.ParsedCell
+) -> list[_Loss] | Refused:
+    every = [call for call in matchers.findall(parsed.module, matchers.Call()) if isinstance(call, cst.Call)]
     out: list[_Loss] = []
-    for _, line, called, stands_for in (place for place in code.cross_entropies if place[0] == number):
+    for site in sites:
+        called, stands_for = site.names
         calls = [
             call
-            for call in finder.found
-            if parsed.code(call.func) == called and parsed.positions[call].start.line == line
+            for call in every
+            if parsed.code(call.func) == called and parsed.positions[call].start.line == site.line
         ]
         if not calls:
-            return Refused(f"line {line} of cell {number} has no call of `{called}` that can be rewritten")
+            return Refused(f"line {site.line} of cell {site.cell} has no call of `{called}` that can be rewritten")
         for call in calls:
-            known = next((loss for loss in code.losses if loss.path == stands_for), None)
-            if known is None and (why := _not_torchs(cells, called)) is not None:
+            module = next((loss for loss in known if loss.path == stands_for), None)
+            if module is None and (why := _not_torchs(cells, called)) is not None:
                 return Refused(why)
-            loss = _of_function(parsed, call) if known is None else _of_module(parsed, call, called, known)
+            loss = _of_function(parsed, call) if module is None else _of_module(parsed, call, called, module)
             if isinstance(loss, Refused):
                 return loss
             out.append(loss)
     return out
-
-
-class _Calls(cst.CSTVisitor):
-    """Finds every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[cst.Call] = []
-
-    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
-        self.found.append(node)
 
 
 def _not_torchs(cells: Cells, called: str) -> str | None:
@@ -172,7 +158,7 @@ def _of_module(parsed: rewriting.ParsedCell, call: cst.Call, called: str, loss: 
     return _Loss(call=call, arguments=arguments, reduction=loss.reduction)
 
 
-def _helper(cells: Cells, code: CodeFacts, losses: list[_Loss]) -> _Helper | Refused:
+def _helper(cells: Cells, sites: Sequence[Site], losses: list[_Loss]) -> _Helper | Refused:
     reductions = {loss.reduction for loss in losses}
     if len(reductions) > 1 or len({"weight" in loss.arguments for loss in losses}) > 1:
         return Refused("the cross-entropies of the code are reduced or weighted in different ways")
@@ -185,13 +171,13 @@ def _helper(cells: Cells, code: CodeFacts, losses: list[_Loss]) -> _Helper | Ref
     imports = [] if import_lines.knows_torch(cells) else ["import torch"]
     imports.append(import_lines.source_of("torch.utils.checkpoint", "checkpoint", checkpoint))
     return _Helper(
-        name=name, text=_text(name, checkpoint, _function(cells, code), reduction, used), imports=tuple(imports)
+        name=name, text=_text(name, checkpoint, _function(cells, sites), reduction, used), imports=tuple(imports)
     )
 
 
-def _function(cells: Cells, code: CodeFacts) -> str:
+def _function(cells: Cells, sites: Sequence[Site]) -> str:
     """Return by what text the function is to call torch's ``cross_entropy``: the user's own where there is one."""
-    own = [stands for *_, stands in code.cross_entropies if _not_torchs(cells, stands) is None]
+    own = [stands for site in sites for stands in site.names[1:] if _not_torchs(cells, stands) is None]
     if own:
         return own[0]
     is_taken = any(re.search(r"^[ \t]*F\s*=[^=]", cell.source, re.MULTILINE) for cell in cells.history)
@@ -238,77 +224,43 @@ def _laid_out(opening: str, arguments: list[str], closing: str) -> list[str]:
     return [f"{outer}{opening}", *inside, f"{outer}{closing}"]
 
 
-def _changed(parsed: rewriting.ParsedCell, losses: list[_Loss], name: str, chunks: int) -> cst.Module:
-    return parsed.module.visit(_Replaced({loss.call: _call(loss, name, chunks) for loss in losses}))
-
-
-class _Replaced(cst.CSTTransformer):
-    """Puts other calls in the place of some, all at once: each visit makes every node anew."""
-
-    def __init__(self, calls: Mapping[cst.Call, cst.Call]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
-        return self._calls.get(original_node, updated_node)
-
-
 def _call(loss: _Loss, name: str, chunks: int) -> cst.Call:
-    """Return the call of the function, laid out as the call was."""
+    """Return the call of the function, laid out as the call was: what the function takes beside comes behind."""
     old = loss.call
-    tight = cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-    between = next((argument.comma for argument in old.args[:-1] if isinstance(argument.comma, cst.Comma)), tight)
-    is_positional = all(argument.keyword is None for argument in old.args[:2])
-    named = {"chunks": cst.Integer(str(chunks))} | {n: v for n, v in loss.arguments.items() if n in _OPTIONS}
-    arguments = [
-        cst.Arg(loss.arguments[key]) if is_positional else _named(key, loss.arguments[key])
-        for key in ("logits", "targets")
-    ]
-    arguments += [_named(key, value) for key, value in named.items()]
-    last = old.args[-1].with_changes(
-        value=arguments[-1].value,
-        keyword=arguments[-1].keyword,
-        equal=arguments[-1].equal,
-        comma=_bare(old.args[-1].comma),
-    )
-    new = [argument.with_changes(comma=between) for argument in arguments[:-1]]
-    if last.comma is not old.args[-1].comma:  # a comment there is on the argument that was the last
-        new[1] = new[1].with_changes(comma=_with_comment(between, old.args[-1].comma))
-    return old.with_changes(func=cst.Name(name), args=[*new, last])
+    own = {id(value) for value in loss.arguments.values()}
+    args = [_renamed(at, arg) for at, arg in enumerate(old.args) if id(arg.value) in own]
+    given = {id(arg.value) for arg in args}
+    new = {"chunks": cst.Integer(str(chunks))} | {n: v for n, v in loss.arguments.items() if id(v) not in given}
+    args[2:2] = [_named(cst.Arg(value), keyword) for keyword, value in new.items()]
+    between = _line_of(old.args[0].comma, cst.TrailingWhitespace())
+    args = [arg.with_changes(comma=_line_of(between, _line(arg.comma))) for arg in args]
+    last = args[-1].with_changes(comma=_line_of(old.args[-1].comma, cst.TrailingWhitespace()))
+    return old.with_changes(func=cst.Name(name), args=[*args[:-1], last])
 
 
-def _bare(comma: _Comma) -> _Comma:
-    """Return a comma without the comment behind it."""
-    if not isinstance(comma, cst.Comma) or not isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):
-        return comma
-    after = comma.whitespace_after
-    if after.first_line.comment is None:
-        return comma
-    return comma.with_changes(whitespace_after=after.with_changes(first_line=cst.TrailingWhitespace()))
+def _renamed(at: int, arg: cst.Arg) -> cst.Arg:
+    """Return an argument of ``cross_entropy`` as the function takes it, by position only logits and targets."""
+    keyword = arg.keyword.value if arg.keyword is not None else ("", "", "weight")[at]
+    return _named(arg, {"input": "logits", "target": "targets"}.get(keyword, keyword)) if keyword else arg
 
 
-def _with_comment(comma: cst.Comma, old: _Comma) -> cst.Comma:
-    """Return ``comma`` with the comment behind ``old``."""
-    after = old.whitespace_after if isinstance(old, cst.Comma) else None
-    own = comma.whitespace_after
-    if not isinstance(after, cst.ParenthesizedWhitespace) or not isinstance(own, cst.ParenthesizedWhitespace):
-        return comma
-    return comma.with_changes(whitespace_after=own.with_changes(first_line=after.first_line))
-
-
-def _named(name: str, value: cst.BaseExpression) -> cst.Arg:
+def _named(arg: cst.Arg, keyword: str) -> cst.Arg:
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(value, keyword=cst.Name(name), equal=tight)
+    return arg.with_changes(keyword=cst.Name(keyword), equal=arg.equal if arg.keyword is not None else tight)
 
 
-def _edit(
-    cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module, helper: _Helper, defines: bool
-) -> Edit | Refused:
-    """Return the edit of one cell, with the function and its imports where the cell is to define it."""
-    if defines:
-        new = [*helper.imports, helper.text.strip()]
-        module = _spaced(import_lines.insert_at_top(parsed, module, new), helper.name)
-    return rewriting.edit(cells, cell, parsed, module)
+def _line(comma: cst.Comma | cst.MaybeSentinel) -> cst.TrailingWhitespace:
+    """Return what stands behind a comma on its line."""
+    after = comma.whitespace_after if isinstance(comma, cst.Comma) else None
+    return after.first_line if isinstance(after, cst.ParenthesizedWhitespace) else cst.TrailingWhitespace()
+
+
+def _line_of(comma: cst.Comma | cst.MaybeSentinel, line: cst.TrailingWhitespace) -> cst.Comma | cst.MaybeSentinel:
+    """Return a comma with this behind it, where another line follows."""
+    after = comma.whitespace_after if isinstance(comma, cst.Comma) else None
+    if not isinstance(comma, cst.Comma) or not isinstance(after, cst.ParenthesizedWhitespace):
+        return comma
+    return comma.with_changes(whitespace_after=after.with_changes(first_line=line))
 
 
 def _spaced(module: cst.Module, name: str) -> cst.Module:

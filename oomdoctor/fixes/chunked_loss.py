@@ -5,19 +5,20 @@ gradients of that size. A row's loss depends on that row alone: taken in chunks 
 pass, each of them exists for one chunk at a time. The mean is over all rows that count, weighted by their classes, not
 the mean of means of chunks.
 
-In the source, each call becomes one of a small function under ``torch.utils.checkpoint``. Live, calls are chunked
-wherever they are made, in libraries too. Limits: the logits themselves are the model's, and stay.
+Each call becomes one of a small function under ``torch.utils.checkpoint``. Calls are told by the function's name, or by
+what is called being such a loss of the namespace. Limits: the logits themselves are the model's, and stay; a loss that
+a library takes inside of a model's forward is not seen.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES
 from oomdoctor.fixes._loss_source import rewrite
 from oomdoctor.model.absence import Refused
@@ -26,12 +27,18 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "detect", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: the mean over the rows is taken in another order."""
@@ -46,14 +53,29 @@ _WORTH: Final = 1 / 20
 
 _FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
 _MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
-_PREDICTS_TOKENS: Final = re.compile(r"LMHeadModel$|For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining)$")
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find where a cross-entropy is taken: what is called there, and the loss or function that it stands for."""
+    known = {loss.path for loss in objects.losses if loss.type_name == "CrossEntropyLoss"}
+    found = {site for scope in ground(program).reach for site in _of_scope(program, scope, known)}
+    return tuple(sorted(found, key=lambda site: (site.cell, site.line, site.names)))
+
+
+def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]:
+    stands_for = dict(program.arguments.get(scope.function.name, ())) if scope.function else {}
+    for node in own_nodes(scope.body):
+        name = call_name(node) if isinstance(node, ast.Call) else ""
+        stands = stands_for.get(name, name)
+        if isinstance(node, ast.Call) and name and (stands in known or stands.rpartition(".")[2] == "cross_entropy"):
+            yield site("cross_entropy", scope, node, (name, stands))
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose 2 to 16 chunks, no more than there are rows."""
     code = evidence.code
-    if not code.cross_entropies and not _in_frame(incident) and not any(_predicts_tokens(code)):
-        return Refused("no cross-entropy was found in what the failing cell runs")
+    if code.first("chunked_loss") is None:
+        return Refused("no cell takes a cross-entropy: what a library does cannot be changed in the source")
     if code.compiles is not None:
         return Refused("torch.compile takes the loss together with what is around it")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
@@ -83,11 +105,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
 
 def _in_frame(incident: Incident) -> bool:
     return _FRAME.search(incident.framework_frame or "") is not None
-
-
-def _predicts_tokens(code: CodeFacts) -> Iterator[bool]:
-    """Tell of each model whether it takes such a loss itself, as those of transformers do."""
-    return (_PREDICTS_TOKENS.search(model.type_name) is not None for model in code.models)
 
 
 def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:
@@ -137,24 +154,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return each cross-entropy of the failing run as a call of a function that takes it in chunks."""
     if evidence.code.half_weights and not evidence.code.autocast:
         return Refused("the loss is taken in half precision: sums of its chunks would round otherwise")
-    return rewrite(cells, evidence.code, dose.number("chunks"))
-
-
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Take every cross-entropy in chunks while the body runs.
-
-    Raises:
-        OomDoctorError: a model is compiled.
-    """
-    from oomdoctor.fixes._forward import compiled
-    from oomdoctor.fixes._loss_live import ChunkedLoss
-
-    for path, model in session.modules:
-        if (name := compiled(path, model)) is not None:
-            raise OomDoctorError(f"{name} is compiled, and its loss may be as well: it is left as it is")
-    with ChunkedLoss(dose.number("chunks")):
-        yield
+    losses = evidence.code.losses
+    return rewrite(cells, evidence.code.sites.get("chunked_loss", ()), losses, dose.number("chunks"))
 
 
 @contextmanager
@@ -164,7 +165,7 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: from the loss.
     """
-    from oomdoctor.fixes._loss_live import CheckedLoss
+    from oomdoctor.fixes._loss_check import CheckedLoss
 
     del session, dose
     with CheckedLoss():
@@ -178,7 +179,8 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="each chunk's log-probabilities once more",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
+    detect=detect,
     guard=guard,
 )

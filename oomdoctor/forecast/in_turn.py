@@ -68,7 +68,6 @@ def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
         loops=tuple(found),
         history_appends=_places(code.history_appends, lines),
         undifferentiated=_places(code.undifferentiated, lines),
-        cross_entropies=_places(code.cross_entropies, lines),
         sites={fix: _sites(found, lines) for fix, found in code.sites.items()},
     )
     return replace(evidence, code=moved)

@@ -241,7 +241,6 @@ class CodeFacts:
             differentiated through that state.
         keeps_gradients: a ``zero_grad(set_to_none=False)``.
         hooks: where a hook is registered that keeps what passes through it.
-        cross_entropies: places that take a cross-entropy, ``(cell, line, what is called, what that stands for)``.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
         dataset_on_device: what puts a whole data set on the device.
@@ -290,7 +289,6 @@ class CodeFacts:
     state_undifferentiated: bool = False
     keeps_gradients: str | None = None
     hooks: str | None = None
-    cross_entropies: tuple[tuple[int, int, str, str], ...] = ()
     classes: tuple[int, ...] = ()
     generates: str | None = None
     dataset_on_device: str | None = None

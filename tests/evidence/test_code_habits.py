@@ -553,5 +553,5 @@ def test_a_plain_notebook_has_none_of_these_habits() -> None:
     )
     plain, ours = CodeFacts(), read(*sources, model=nn.Linear(2, 2))
     found = {name for name in CodeFacts.__slots__ if getattr(plain, name) != getattr(ours, name)}
-    of_any_program = {"failing_cell", "loops", "models", "runs_model", "classes", "cross_entropies", "sharing_strategy"}
+    of_any_program = {"failing_cell", "loops", "models", "runs_model", "classes", "sites", "sharing_strategy"}
     assert found <= of_any_program
