@@ -558,8 +558,8 @@ def evidence_of(
     **code: Any,
 ) -> Evidence:
     base = live.evidence(holdings=holdings)
-    sites = {"sdpa_attention": (site(attention, WRITTEN),) if attention is not None else ()}
-    return replace(base, code=CodeFacts(models=models, sites=sites, **code))
+    sites = {"sdpa_attention": (site(attention, WRITTEN),)} if attention is not None else {}
+    return replace(base, code=CodeFacts(models=models, sites=sites | code.pop("sites", {}), **code))
 
 
 def scores(*shape: int) -> tuple[Holding, ...]:
