@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from oomdoctor.objects.homes import is_installed
+from oomdoctor.retry.settings import Setting
 
 __all__ = ["Loggers"]
 
@@ -22,7 +23,7 @@ _NEW: Final[_Stand] = (logging.NOTSET, True, False, [], [])
 
 
 class Loggers:
-    """All loggers but the root, as they were when it was taken, and the sizes of log files.
+    """All loggers but the root, as a setting, and the sizes of log files.
 
     Args:
         source: the cell's text.
@@ -30,15 +31,9 @@ class Loggers:
 
     def __init__(self, source: str) -> None:
         self._source, self._loaded = source, len(sys.modules)
-        self._before, self._names = _stands(), set(logging.root.manager.loggerDict)
+        self._names = set(logging.root.manager.loggerDict)
         self._files = dict(_sizes())
-
-    def leave(self, later: Loggers) -> None:
-        """Have those loggers stay as they are that a later cell has changed."""
-        now, then = _stands(), later._before
-        for name in now.keys() | then.keys():
-            if now.get(name, _NEW) != then.get(name, _NEW):
-                self._before[name] = now.get(name, _NEW)
+        self.setting = Setting("loggers", _stands, self._put)
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each log file that was written to."""
@@ -46,15 +41,15 @@ class Loggers:
             if self._files.get(path, size) != size:
                 yield f"the log file {path} was written to"
 
-    def restore(self) -> None:
+    def _put(self, before_all: dict[str, _Stand]) -> None:
         """Put back what was changed; one of the user's own that is new is as if nobody had touched it.
 
         Handlers of a library's logger are left alone: it may have added them itself, and does so once.
         """
         stands = _stands()
-        for name in stands.keys() | self._before.keys():
+        for name in stands.keys() | before_all.keys():
             is_librarys, now = self._is_librarys(name), stands.get(name, _NEW)
-            before = self._before.get(name, now if is_librarys and name not in self._names else _NEW)
+            before = before_all.get(name, now if is_librarys and name not in self._names else _NEW)
             if now == before:
                 continue
             logger = logging.getLogger(name)

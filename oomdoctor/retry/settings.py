@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
+from oomdoctor.objects.containers import copied, refill
 from oomdoctor.objects.homes import is_installed
 
 __all__ = ["UNTOLD", "Setting", "is_users_function", "read", "settings"]
@@ -98,7 +99,7 @@ def _of_libraries() -> list[Setting]:
         found.append(Setting("decimals", lambda: _Decimals(decimals.getcontext()), partial(_put_decimals, decimals)))
     if (options := getattr(sys.modules.get("pandas._config.config"), "_global_config", None)) is not None:
         dicts = _dicts_in(options)
-        found.append(Setting("pandas", lambda: list(map(dict.copy, dicts)), partial(_put_all, dicts)))
+        found.append(Setting("pandas", lambda: dict(enumerate(map(dict.copy, dicts))), partial(_put_all, dicts)))
     if (sockets := sys.modules.get("socket")) is not None and hasattr(sockets, "setdefaulttimeout"):
         found.append(Setting("time of sockets", sockets.getdefaulttimeout, sockets.setdefaulttimeout))
     rc = getattr(sys.modules.get("matplotlib"), "rcParams", None)
@@ -203,17 +204,7 @@ def _attribute(owner: Any, name: str) -> Setting:
 
 def _contents(name: str, container: Any) -> Setting:
     """Return a setting that is all that a list or a dict holds."""
-    return Setting(name, partial(_copied, container), partial(_refill, container))
-
-
-def _copied(container: Any) -> Any:
-    return dict.copy(container) if isinstance(container, dict) else list(container)
-
-
-def _refill(container: Any, copy: Any) -> None:
-    base: Any = dict if isinstance(container, dict) else list
-    base.clear(container)
-    base.update(container, copy) if base is dict else base.extend(container, copy)
+    return Setting(name, partial(copied, container), partial(refill, container))
 
 
 def _keep_only(table: dict[Any, Any], names: set[Any]) -> None:
@@ -246,9 +237,9 @@ def _dicts_in(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [options, *inner]
 
 
-def _put_all(dicts: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    for one, copy in zip(dicts, before, strict=True):
-        _refill(one, copy)
+def _put_all(dicts: list[dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
+    for at, copy in before.items():
+        refill(dicts[at], copy)
 
 
 def _put_alarm(was_set: bool) -> None:

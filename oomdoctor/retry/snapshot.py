@@ -65,10 +65,9 @@ class Snapshot:
         with uncollected() as collects:
             with _outside_modes():
                 self._rng = RandomState.take()
-                own = own_modules()
-                self._shape = Shape(namespace, lambda: self.vault, source, own)
+                self._shape = Shape(namespace, lambda: self.vault, source, own_modules())
             self._context = ContextValues()
-            self._surroundings = Surroundings(self._shape.modules, own, source, collects=collects)
+            self._surroundings = Surroundings(self._shape.modules, source, collects=collects)
             self._patches = Patches(source, namespace)
         self._left: set[str] = set()
         self._unrestored: dict[str, str] = {}
