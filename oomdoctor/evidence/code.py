@@ -112,7 +112,6 @@ def facts(
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),
         generates=_setup.generates(program),
-        dataset_on_device=_feeding.dataset_on_device(under),
         numpy_call=_feeding.numpy_call(program, line),
         batch_sizes=_feeding.batch_sizes(loaders),
         num_workers=_feeding.workers(under, loaders),

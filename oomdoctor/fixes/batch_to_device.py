@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _data_places, _host_room, _optimizer_source, _told
+from oomdoctor.fixes import _data_places, _host_room, _optimizer_source
 from oomdoctor.fixes._data_places import Page, Uses
+from oomdoctor.fixes._data_sites import detect
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.sites import place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
 
-__all__ = ["FIX", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NOWHERE: Final = "no statement was found that puts a whole data set on the device"
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
@@ -42,7 +44,7 @@ _BEFORE_COLLATE: Final = 6
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found the data on the device."""
     del incident
-    if evidence.code.dataset_on_device is None:
+    if evidence.code.first("batch_to_device") is None:
         return Refused(_NOWHERE)
     held = sum(holding.bytes for holding in evidence.census.holdings if _is_data(holding, evidence))
     if not held:
@@ -85,9 +87,8 @@ class _Changes:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the data left on the host and its batches moved."""
     del dose
-    if evidence.code.dataset_on_device is None:
-        return Refused(_NOWHERE)
-    told = _told.found(cells, evidence.code.dataset_on_device)
+    found = evidence.code.first("batch_to_device")
+    told = Refused(_NOWHERE) if found is None else place_at(cells, found.cell, found.line)
     if isinstance(told, Refused):
         return told
     if told.around is not None:
@@ -102,10 +103,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     moved = _placing(pages, page, statement)
     if isinstance(moved, Refused):
         return moved
-    changes, found, device = moved
-    if (why := _unfit(found)) is not None:
+    changes, used, device = moved
+    if (why := _unfit(used)) is not None:
         return Refused(why)
-    _move_batches(cells, changes, found, device)
+    _move_batches(cells, changes, used, device)
     return rewriting.join(cells, [_edit(cells, change) for change in changes.values()])
 
 
@@ -251,5 +252,6 @@ FIX: Final = Fix(
     cost="a copy of each batch to the device",
     propose=propose,
     apply=None,
+    detect=detect,
     patch=patch,
 )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _optimizer_source, _told
+from oomdoctor.fixes import _optimizer_source
 from oomdoctor.fixes._data_places import Page, is_label, names, pages_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -34,7 +34,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.sites import site
+from oomdoctor.program.sites import Place, place_at, site
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -109,7 +109,7 @@ def _where(incident: Incident, evidence: Evidence) -> tuple[int, int] | None:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with the checkpoint read into host memory and mapped where that is safe."""
-    place = _told.at(cells, dose.number("cell"), dose.number("line"))
+    place = place_at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
     (page,) = pages_of([(place.cell, place.parsed)])
@@ -165,7 +165,7 @@ def _can_map(cells: Cells, load: cst.Call) -> bool:
     return not any(_SAVES.search(cell.source) or re.search(bound, cell.source) for cell in cells.history)
 
 
-def _destinations(cells: Cells, page: Page, place: _told.Place, load: cst.Call) -> list[cst.Call] | Refused:
+def _destinations(cells: Cells, page: Page, place: Place, load: cst.Call) -> list[cst.Call] | Refused:
     """Return the calls of ``load_state_dict`` that the checkpoint goes into, or what else is done with it."""
     node: cst.CSTNode = load
     while isinstance(page.parents[node], cst.Subscript):
@@ -185,7 +185,7 @@ def _destinations(cells: Cells, page: Page, place: _told.Place, load: cst.Call) 
     return _followed(page, place, target.value, page.line(load))
 
 
-def _followed(page: Page, place: _told.Place, name: str, since: int) -> list[cst.Call] | Refused:
+def _followed(page: Page, place: Place, name: str, since: int) -> list[cst.Call] | Refused:
     found: list[cst.Call] = []
     waiting, done = [name], set[str]()
     while waiting:

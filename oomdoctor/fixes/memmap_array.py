@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _array_writers, _data_places, _host_only, _optimizer_source, _told
+from oomdoctor.fixes import _array_writers, _data_places, _host_only, _optimizer_source
 from oomdoctor.fixes._data_places import Page, is_label
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.sites import Place, place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -81,7 +82,7 @@ def _line(incident: Incident) -> CellLine | None:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with the array mapped from its file."""
     del evidence
-    place = _told.at(cells, dose.number("cell"), dose.number("line"))
+    place = place_at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
     statement = rewriting.statement_at(place.parsed, place.line)
@@ -102,7 +103,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewriting.join(cells, [rewriting.edit(cells, place.cell, page.parsed, module)])
 
 
-def _stands_at(page: Page, call: cst.Call, place: _told.Place, wanted: cst.Call) -> bool:
+def _stands_at(page: Page, call: cst.Call, place: Place, wanted: cst.Call) -> bool:
     return page.parsed.positions[call] == place.parsed.positions[wanted]
 
 

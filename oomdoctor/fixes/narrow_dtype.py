@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_only, _optimizer_source, _told
+from oomdoctor.fixes import _host_only, _optimizer_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.sites import place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -77,7 +78,7 @@ def _proposal(line: CellLine, asked: int, failing: int) -> Proposal:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with float32 in the call that asked for float64."""
     del evidence
-    place = _told.at(cells, dose.number("cell"), dose.number("line"))
+    place = place_at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
     statement = rewriting.statement_at(place.parsed, place.line)

@@ -243,7 +243,6 @@ class CodeFacts:
         hooks: where a hook is registered that keeps what passes through it.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
-        dataset_on_device: what puts a whole data set on the device.
         numpy_call: the call of NumPy in the failing line, its text alone.
         batch_sizes: ``(path, samples in a batch)`` of each loader that puts its batches together itself.
         num_workers: worker processes of a loader, the most; None where no loader is known. ``prefetch``: batches that
@@ -291,7 +290,6 @@ class CodeFacts:
     hooks: str | None = None
     classes: tuple[int, ...] = ()
     generates: str | None = None
-    dataset_on_device: str | None = None
     numpy_call: str | None = None
     batch_sizes: tuple[tuple[str, int], ...] = ()
     num_workers: int | None = None

@@ -173,6 +173,7 @@ _PLAIN: Final[Mapping[str, type]] = {
 }
 """The types of facts by how ``CodeFacts`` writes them; what it gives in tuples has no single value."""
 SITES: Final[Mapping[str, str]] = {
+    "dataset_on_device": "batch_to_device",
     "eager_attention": "sdpa_attention",
     "loads_on_device": "load_mmap",
     "gathers_predictions": "offload_predictions",

@@ -322,7 +322,7 @@ def test_checkpoints_loaded_onto_a_device(source: str, counts: bool) -> None:
     ],
 )
 def test_a_whole_data_set_put_on_the_device(sources: tuple[str, ...]) -> None:
-    assert read(*sources).dataset_on_device is not None
+    assert read(*sources).first("batch_to_device") is not None
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_whole_data_set_put_on_the_device(sources: tuple[str, ...]) -> None:
     ],
 )
 def test_what_is_no_data_set_on_the_device(sources: tuple[str, ...]) -> None:
-    assert read(*sources).dataset_on_device is None
+    assert read(*sources).first("batch_to_device") is None
 
 
 DATA = TensorDataset(torch.zeros(4, 2))

@@ -103,13 +103,13 @@ def test_the_reach_has_methods_and_no_function_that_only_prepared() -> None:
     [
         (ATTENTION, "sites"),
         (HOOK + "\nold.register_forward_hook(keep)", "hooks"),
-        ("images = images.to(device)\nfor i in idx:\n    old(images[i])", "dataset_on_device"),
+        ("images = images.to(device)\nfor i in idx:\n    old(images[i])", "sites"),
         ("old = torch.compile(old)", "compiles"),
         ("old = nn.DataParallel(old)", "data_parallel"),
         ("old = FSDP(old)", "distributed"),
         ("args = TrainingArguments('out', fp16=True)", "autocast"),
         ("old_loader = DataLoader(ds, num_workers=8, pin_memory=True)", "num_workers"),
-        ("def step(z):\n    old(z).backward(retain_graph=True)\nstep(z)", "retain_graph"),
+        ("def step(z):\n    old(z).backward(retain_graph=True)\nstep(z)", "sites"),
         (ATTENTION + "    old = Attention()\n    for x in loader:\n        out = old(x)", "sites"),
     ],
 )

@@ -173,7 +173,7 @@ SCENES = (
         Cause.SINGLE_HUGE_TENSOR,
         ((Role.USER_TENSOR, 5 * GIB),),
         (held(Role.USER_TENSOR, 5 * GIB, "x_train"),),
-        training(dataset_on_device="In[1] line 2: x_train = x_train.cuda()"),
+        training(sites={"batch_to_device": (site("In[1] line 2: x_train = x_train.cuda()"),)}),
         silent=("user_tensors_fill", "one_tensor_holds_most"),
     ),
     Scene(
