@@ -1,5 +1,6 @@
 """Reads what a program has left: every plain value that its objects lead to, each with its path."""
 
+import array
 import collections
 import functools
 import io
@@ -14,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-UNREAD = types.ModuleType | io.IOBase | torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
+UNREAD = types.ModuleType | torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
 HOW = ("foreach", "fused")  # how an optimizer steps through its parameters is not what it leaves
 PLAIN = bool | int | float | complex | str | bytes | np.ndarray | np.generic
 STATES: dict[Any, Any] = {
@@ -29,6 +30,9 @@ STATES: dict[Any, Any] = {
     tqdm: lambda value: (value.n, value.total),
     collections.deque: list,
     torch.dtype | torch.device: str,
+    bytearray | array.array: list,
+    io.StringIO: lambda value: value.getvalue(),
+    io.TextIOWrapper: lambda value: None if value.closed else value.flush(),
 }
 
 
@@ -38,7 +42,9 @@ def leaves(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tupl
         dense = value.detach().to_dense()
         yield path, (dense.float() if dense.dtype == torch.bfloat16 else dense).clone().numpy()
         yield f"{path}.dtype", str(value.dtype)
-        if value.is_leaf and value.requires_grad:
+        if isinstance(value, torch.nn.Parameter):
+            yield f"{path}.requires_grad", value.requires_grad
+        if value.is_leaf and (value.requires_grad or value.grad is not None):
             yield from leaves(value.grad, f"{path}.grad")
     elif value is None or isinstance(value, PLAIN):
         yield path, value
@@ -65,5 +71,18 @@ def children(value: Any) -> Iterable[tuple[str, Any]]:
         if isinstance(value, kind):
             return [("", state(value))]
     if hasattr(value, "__next__"):
-        return [(".rest", list(itertools.islice(value, 200)))]
-    return [(f".{n}", v) for n, v in getattr(value, "__dict__", {}).items() if "hook" not in n]
+        frame = getattr(value, "gi_frame", None)
+        return [(".locals", dict(frame.f_locals) if frame else {}), (".rest", rest(value))]
+    slots = [
+        n for kind in type(value).__mro__ if kind.__module__ == "__main__" for n in vars(kind).get("__slots__", ())
+    ]
+    own = {**{n: getattr(value, n, None) for n in slots}, **getattr(value, "__dict__", {})}
+    return [(f".{n}", v) for n, v in own.items() if "hook" not in n]
+
+
+def rest(iterator: Iterator[Any]) -> Any:
+    """Return what an iterator still gives, 200 items at most, or how it fails."""
+    try:
+        return list(itertools.islice(iterator, 200))
+    except Exception as error:  # noqa: BLE001 - a coroutine may want to be sent what it works on
+        return repr(error)

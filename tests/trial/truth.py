@@ -68,9 +68,15 @@ def run(program: list[str], steps: int | None) -> Left:
             exec(compile(program[-1], "<cell>", "exec"), vars(main))
     took = time.process_time() - start
     left = dict(leaves((torch.get_rng_state(), random.getstate(), np.random.get_state()), "generators"))
+    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu"))
+    left.update(leaves((modes, torch.are_deterministic_algorithms_enabled()), "modes"))
     names = {name: value for name, value in vars(main).items() if not name.startswith("_")}
     for name in sorted(names, key=lambda name: hasattr(names[name], "__next__")):  # reading an iterator may move others
         left.update(leaves(names[name], name))
+    for path in sorted(path for path in Path().rglob("*") if path.is_file() and path.name != "answer"):
+        left.update(
+            leaves(torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_text(), f"{path}")
+        )
     return left, printed.getvalue(), took
 
 
@@ -95,6 +101,8 @@ def alike(one: Any, other: Any) -> bool:
     """Tell whether two values are the same up to rounding."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, str):
+        return alike_texts(one, other)
     if isinstance(one, np.ndarray | float | np.floating):
         one, other = np.asarray(one), np.asarray(other)
         if one.shape == other.shape and one.dtype == other.dtype and one.dtype.kind in "fc":
