@@ -58,7 +58,7 @@ def why_not_training(evidence: Evidence) -> str | None:
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if not loops or any(loop.was_running for loop in loops):
         return None
-    return f"memory ran out when the training loop of line {loops[0].line} of cell {loops[0].cell} was not running"
+    return f"memory ran out when the training loop of {loops[0].where} was not running"
 
 
 def found_or_asked(incident: Incident, evidence: Evidence) -> int:

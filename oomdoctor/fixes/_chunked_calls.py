@@ -118,7 +118,7 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int, *, functions: bool = 
     names = _Names(
         checkpoint=None
         if code.grad_disabled
-        else import_lines.name_for("torch.utils.checkpoint", "checkpoint", cells, "recompute"),
+        else import_lines.name_for("torch.utils.checkpoint", "checkpoint", cells.beside(cell), "recompute"),
         part=rewriting.fresh_name("part", cells),
         chunks=chunks,
         helper=rewriting.fresh_name("in_parts", cells) if not code.grad_disabled and whole > 1 else None,
@@ -131,7 +131,7 @@ def _edited(
     cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module, names: _Names
 ) -> Patch | Refused:
     """Return the patch with the imports at the top of the cell, and before the function that a retry runs again."""
-    imports = [] if import_lines.knows_torch(cells) else ["import torch"]
+    imports = [] if import_lines.knows_torch(cells.beside(cell)) else ["import torch"]
     if names.checkpoint is not None:
         imports.append(import_lines.source_of("torch.utils.checkpoint", "checkpoint", names.checkpoint))
     if names.helper is not None:

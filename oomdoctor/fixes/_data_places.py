@@ -176,7 +176,7 @@ def _use(
     pages: tuple[Page, ...], page: Page, node: cst.Name, since: tuple[Page, int], found: Uses, is_set: bool
 ) -> str | None:
     parent = page.parents[node]
-    where = f"line {page.line(node)} of cell {page.cell.number}"
+    where = f"line {page.line(node)} of {page.cell}"
     is_reached = page.function(node) is not None or page is pages[-1]
     if isinstance(parent, cst.Attribute) and parent.value is node and parent.attr.value in _SIZES and not is_set:
         return None
@@ -210,12 +210,12 @@ def handed_over(
         return _loaded(pages, page, outer, found)
     assign = page.parents[call]
     if not isinstance(assign, cst.Assign) or len(assign.targets) != 1 or page.function(call) is not None:
-        return f"line {page.line(call)} of cell {page.cell.number} hands the data to something that is not followed"
+        return f"line {page.line(call)} of {page.cell} hands the data to something that is not followed"
     target = assign.targets[0].target
     targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else [target]
     for one in targets:
         if not isinstance(one, cst.Name):
-            return f"line {page.line(call)} of cell {page.cell.number} keeps a data set under no name of its own"
+            return f"line {page.line(call)} of {page.cell} keeps a data set under no name of its own"
         if makes:
             found.sets.append((page, call, one.value))
         if (why := uses(pages, one.value, (page, page.line(call)), found, is_set=True)) is not None:
@@ -225,7 +225,7 @@ def handed_over(
 
 def _loaded(pages: tuple[Page, ...], page: Page, call: cst.Call, found: Uses) -> str | None:
     if page.function(call) is not None and page is not pages[-1]:
-        return f"line {page.line(call)} of cell {page.cell.number} makes loaders in a function, which are there already"
+        return f"line {page.line(call)} of {page.cell} makes loaders in a function, which are there already"
     found.loaders.append((page, call))
     return None
 

@@ -50,7 +50,7 @@ class Call:
     @property
     def where(self) -> str:
         """The place in words."""
-        return f"line {self.line} of cell {self.cell.number}"
+        return f"line {self.line} of {self.cell}"
 
 
 def called(cells: Cells, name: str) -> frozenset[str]:
@@ -75,7 +75,7 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
                 continue
             path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
             if not path:
-                return Refused(f"line {parsed.lines_of(node)[0]} of cell {cell.number} calls it outside of a statement")
+                return Refused(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
             around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
             target = _target(path[-1])
             key = around.name.value if around else "", target or f"{cell.number}:{parsed.code(node)}"

@@ -101,7 +101,7 @@ def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
 
 def _add(change: _Changes, call: ast.Call, settings: Settings) -> str | None:
     """Add the change of one call; return why it cannot be made."""
-    where = f"line {call.lineno} of cell {change.page.cell.number}"
+    where = f"line {call.lineno} of {change.page.cell}"
     if any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
         return f"{where} unpacks the settings of a loader from something that may hold this one already"
     node = node_of(change.parsed, call)
@@ -150,6 +150,8 @@ def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
 def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
     cell, parsed = change.page.cell, change.parsed
     module = exchange(parsed.module, change.nodes)
+    if cell.file is not None:
+        return rewriting.edit(cells, cell, parsed, module, change.live)
     after = rewriting.write(parsed, module)
     if isinstance(after, Refused):
         return after
@@ -158,7 +160,7 @@ def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
     pairs = zip(parsed.module.body, module.body, strict=True)
     changed = [new for old, new in pairs if not old.deep_equals(new)]
     if any(isinstance(one, cst.ClassDef) for one in changed):
-        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
     functions = [parsed.code(one) for one in changed if isinstance(one, cst.FunctionDef)]
     return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join([*functions, *change.live]))
 

@@ -77,7 +77,12 @@ def rewrite(cells: Cells, sites: Sequence[Site], known: Sequence[LossFacts], chu
         if isinstance(losses, Refused):
             return losses
         found[number] = parsed, losses
-    helper = _helper(cells, sites, [loss for _, losses in found.values() for loss in losses])
+    around = cells
+    if any(cells.get(number).file is not None for number in found):
+        if len(found) > 1:
+            return Refused("modules and cells take cross-entropies, which share no helper")
+        around = cells.beside(cells.get(min(found)))
+    helper = _helper(around, sites, [loss for _, losses in found.values() for loss in losses])
     if isinstance(helper, Refused):
         return helper
     edits: list[Edit | Refused] = []
@@ -103,10 +108,10 @@ def _losses(
             if parsed.code(call.func) == called and parsed.positions[call].start.line == site.line
         ]
         if not calls:
-            return Refused(f"line {site.line} of cell {site.cell} has no call of `{called}` that can be rewritten")
+            return Refused(f"line {site.line} of {cells.get(site.cell)} calls no `{called}` that can be rewritten")
         for call in calls:
             module = next((loss for loss in known if loss.path == stands_for), None)
-            if module is None and (why := _not_torchs(cells, called)) is not None:
+            if module is None and (why := _not_torchs(cells.beside(cells.get(site.cell)), called)) is not None:
                 return Refused(why)
             loss = _of_function(parsed, call) if module is None else _of_module(parsed, call, called, module)
             if isinstance(loss, Refused):

@@ -70,7 +70,7 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
             if old is None or loop is None:
                 raise NotProven("the loop is not where it was found before")
             step = plan(tree, loop, known_names(book, code, facts, tree, loop))
-            changes[old] = [Writer(cells, parsed, step, parts).loop(old)]
+            changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
         except NotProven as why:
             return Refused(str(why))
     return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))

@@ -76,12 +76,12 @@ def _made(cells: Cells, facts: OptimizerFacts, read: Read) -> Made | Refused:
             continue
         bound = last_binding(parsed, facts.path)
         if bound is not None and bound.whole is not bound.statement:
-            return Refused(f"which of several branches of cell {cell.number} makes `{facts.path}` is not followed")
+            return Refused(f"which of several branches of {cell} makes `{facts.path}` is not followed")
         if bound is None:
             continue
         if not isinstance(bound.value, cst.Call) or not isinstance(bound.statement, cst.SimpleStatementLine):
             line = parsed.lines_of(bound.statement)[0]
-            return Refused(f"line {line} of cell {cell.number} makes `{facts.path}` in a way that is not followed")
+            return Refused(f"line {line} of {cell} makes `{facts.path}` in a way that is not followed")
         making = Made(
             path=facts.path, cell=cell, parsed=parsed, call=bound.value, statement=bound.statement, bound_in=cell
         )
@@ -104,7 +104,7 @@ def _followed(cells: Cells, facts: OptimizerFacts, read: Read, bound: Made) -> M
                 return replace(bound, cell=cell, parsed=parsed, call=inside[0], in_function=True)
             break
     line = bound.parsed.lines_of(bound.statement)[0]
-    return Refused(f"line {line} of cell {bound.cell.number} makes `{facts.path}` in a way that is not followed")
+    return Refused(f"line {line} of {bound.cell} makes `{facts.path}` in a way that is not followed")
 
 
 def last_name(node: cst.BaseExpression) -> str:
@@ -179,5 +179,5 @@ def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequen
     """
     cell, parsed = found[0].cell, found[0].parsed
     if cell.number != cells.failing.number and len({one.in_function for one in found}) > 1:
-        return Refused(f"cell {cell.number} makes optimizers in a function and outside of it")
+        return Refused(f"{cell} makes optimizers in a function and outside of it")
     return rewriting.edit(cells, cell, parsed, module, live)

@@ -63,7 +63,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    if not knows_torch(cells):
+    if not knows_torch(cells.beside(cell)):
         return Refused("the cells do not import `torch` by its name")
     tree = parsed.tree
     scaler = rewriting.fresh_name("scaler", cells) if dtype == "float16" else ""
@@ -321,6 +321,8 @@ def _with_scaler(cells: Cells, edit: Edit, index: int, line: str) -> Edit | Refu
     after = rewriting.write(changed, changed.module.with_changes(body=body))
     if isinstance(after, Refused):
         return after
+    if edit.file is not None:
+        return Refused(f"a scaler for float16 is made when {edit.name} is imported, which has run already")
     is_failing = edit.cell == cells.failing.number
     replay = after if is_failing else f"{line}\n\n\n{edit.replay}"
     return Edit(cell=edit.cell, before=edit.before, after=after, replay=replay)

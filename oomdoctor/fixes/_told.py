@@ -67,6 +67,6 @@ def at(cells: Cells, number: int, line: int) -> Place | Refused:
     if isinstance(parsed, Refused):
         return parsed
     around = rewriting.enclosing(parsed, line)
-    if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number:
-        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+    if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number and cell.file is None:
+        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
     return Place(cell=cell, parsed=parsed, line=line, around=around if isinstance(around, cst.FunctionDef) else None)

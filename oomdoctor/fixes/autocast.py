@@ -100,7 +100,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused("no training loop was found in what the failing cell runs")
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
-            return Refused(f"cell {cell.number} has to do with mixed precision already")
+            return Refused(f"{cell} has to do with mixed precision already")
         if _BCE.search(cell.source):
             return Refused(_NO_BCE)
     if through is not None:

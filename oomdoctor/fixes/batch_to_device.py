@@ -163,7 +163,7 @@ def _without_device(call: cst.CSTNode) -> cst.CSTNode:
 def _unfit(found: Uses) -> str | None:
     """Return why a batch would not be what it was, None if it would."""
     for page, part in found.cut:
-        where = f"line {page.line(part)} of cell {page.cell.number}"
+        where = f"line {page.line(part)} of {page.cell}"
         index = page.parsed.module.code_for_node(part.slice[0].slice)
         if re.search(r"\bdevice\b|\.cuda\(", index + _bound_to(page, index)):
             return f"{where} takes batches by an index that is on the device"
@@ -178,7 +178,7 @@ def _unfit(found: Uses) -> str | None:
         options = {arg.keyword.value for arg in call.args if arg.keyword is not None}
         unnamed = [arg for arg in call.args if arg.keyword is None]
         if "collate_fn" in options or any(arg.star for arg in call.args) or len(unnamed) > _BEFORE_COLLATE:
-            return f"line {page.line(call)} of cell {page.cell.number} puts batches together in a way of its own"
+            return f"line {page.line(call)} of {page.cell} puts batches together in a way of its own"
     return None
 
 

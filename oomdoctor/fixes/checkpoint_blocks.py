@@ -294,7 +294,7 @@ def _placed(cells: Cells, root: str, loop: str, imports: tuple[str, ...], *, cop
 
     Where it may have been ``copied`` since, an earlier cell is left alone: its copies would recompute as well.
     """
-    for cell in [cells.failing] if copied else reversed(cells.history):
+    for cell in [cells.failing] if copied else reversed(cells.beside(cells.failing).history):
         parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             if cell is cells.failing:

@@ -102,7 +102,7 @@ def _told(cells: Cells, found: list[_ddp_source.Call], dose: Dose, live: set[str
             replays.append(f"{one.target} = {_ddp_source.code_of(_anew(new, one.target))}")
     parsed = found[0].parsed
     if replays and len(replays) < len(found):
-        return Refused(f"cell {found[0].cell.number} wraps models in a function and outside of it")
+        return Refused(f"{found[0].cell} wraps models in a function and outside of it")
     replay = "\n".join(replays) if replays else None
     return _ddp_source.edited(cells, found[0].cell, parsed, nodes, replay=replay)
 

@@ -109,7 +109,7 @@ def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
         old = rewriting.statement_at(parsed, line)
         new = _detached(parsed, old) if isinstance(old, cst.SimpleStatementLine) else None
         if old is None or new is None:
-            return Refused(f"line {line} of cell {number} keeps more than one value: detach each of its tensors there")
+            return Refused(f"line {line} of {cell} keeps more than one value: detach each of its tensors there")
         changes[old] = [new]
     return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 

@@ -100,7 +100,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     path = rewriting.path_to(parsed, line)
     feeding = path[-1] if path else None
     if not isinstance(feeding, cst.SimpleStatementLine) or len(feeding.body) > 1:
-        return Refused(f"line {line} of cell {number} is no statement of its own")
+        return Refused(f"line {line} of {cell} is no statement of its own")
     in_module = all(name.startswith("self.") for name in names)
     idly = evidence.code.state_undifferentiated
     module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells, idly)

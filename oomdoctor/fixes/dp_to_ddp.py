@@ -225,9 +225,9 @@ class _Program:
             return parsed.reason if cell.number == loop.cell else None
         for node in _outer_loops(parsed, loop, cell):
             if not isinstance(node, cst.For) or not isinstance(node.target, cst.Name):
-                return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats the loop without a number"
+                return f"line {parsed.lines_of(node)[0]} of {cell} repeats the loop without a number"
             if not isinstance(node.body, cst.IndentedBlock) or node.body in self._nodes.get(cell.number, {}):
-                return f"line {parsed.lines_of(node)[0]} of cell {cell.number} repeats more than one loop at a time"
+                return f"line {parsed.lines_of(node)[0]} of {cell} repeats more than one loop at a time"
             told = rewriting.statements(f"{loader}.sampler.set_epoch({node.target.value})\n", parsed)
             self._exchange(cell, node.body, _first(told[0]))
         return None

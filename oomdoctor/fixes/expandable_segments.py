@@ -149,7 +149,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         return Refused("a cell makes settings of the allocator already")
-    first = next((cell for cell in cells.history if _imports_torch(cell.source)), None)
+    first = next((cell for cell in cells.beside(cells.failing).history if _imports_torch(cell.source)), None)
     if first is None:
         return Refused("no cell imports torch: the variable has to be set before that")
     cell = [one for one in cells.history if one.source == first.source][-1]
@@ -163,7 +163,7 @@ def _with_variable(cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, setti
     body = list(parsed.module.body)
     at = next((i for i, node in enumerate(body) if _is_import(node) and _imports_torch(parsed.code(node))), None)
     if at is None:
-        return Refused(f"torch is imported under a condition in cell {cell.number}")
+        return Refused(f"torch is imported under a condition in {cell}")
     has_os = any(("os", "os") in imports_in(parsed.code(node)) for node in body[:at] if _is_import(node))
     first = 0 if has_os else next(i for i, node in enumerate(body) if _is_import(node))
     start = at if has_os else first

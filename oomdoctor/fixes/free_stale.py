@@ -84,7 +84,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     names = [name for name, _ in stale]
     first = _first_binding(parsed, {name for name, is_rebound in stale if is_rebound})
     if first is None:
-        return Refused(f"no statement of cell {cell.number} that binds {_listed(names)} was found")
+        return Refused(f"no statement of {cell} that binds {_listed(names)} was found")
     if _is_none(first):
         return Refused(f"{_listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()\n"

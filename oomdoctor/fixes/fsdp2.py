@@ -117,11 +117,11 @@ def _why_not(cells: Cells, evidence: Evidence, one: _ddp_source.Call) -> str | N
     for cell in cells.history:
         if (match := _OF_DDP.search(cell.source)) is not None:
             name = match[0].lstrip(".")
-            return f"`{name}` of cell {cell.number} belongs to DDP, and a sharded model has no such thing"
+            return f"`{name}` of {cell} belongs to DDP, and a sharded model has no such thing"
         for number, line in enumerate(cell.source.splitlines(), 1):
             is_before = (cell.number, number) < (one.cell.number, one.line)
             if is_before and _OPTIMIZERS.search(line.partition("#")[0]):
-                return f"line {number} of cell {cell.number} makes an optimizer before the model is sharded"
+                return f"line {number} of {cell} makes an optimizer before the model is sharded"
     is_set = any("set_device" in cell.source for cell in cells.history)
     if evidence.device.name.startswith("cuda") and not is_set:
         return "no cell chooses this process' device with `torch.cuda.set_device`, which says where the shares go"

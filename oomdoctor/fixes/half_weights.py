@@ -86,7 +86,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused("the failing cell trains, and small updates would be lost in weights of 16 bits")
     for cell in {run.page.cell.number: run.page.cell for run in found}.values():
         if _CASTS.search(cell.source):
-            return Refused(f"cell {cell.number} chooses the precision already")
+            return Refused(f"{cell} chooses the precision already")
     if not knows_torch(cells):
         return Refused("the cells do not import `torch` by its name")
     first = first_lines(book, found, lambda path: f"{path}.to(torch.{dtype})")

@@ -175,7 +175,7 @@ def _destinations(cells: Cells, page: Page, place: Place, load: cst.Call) -> lis
     assign = page.parents[node]
     target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
     if not isinstance(target, cst.Name):
-        return Refused(f"line {place.line} of cell {place.cell.number} loads something that is not followed")
+        return Refused(f"line {place.line} of {place.cell} loads something that is not followed")
     if place.around is None and any(
         re.search(rf"\b{target.value}\b", cell.source)
         for cell in cells.history
@@ -234,7 +234,7 @@ def _use(page: Page, node: cst.Name) -> cst.Call | str | Refused | None:
     value = assign.value if assign is not None else None
     if isinstance(target, cst.Name) and (value is outer or (renames and isinstance(value, cst.DictComp))):
         return target.value
-    return Refused(f"line {page.line(node)} of cell {page.cell.number} uses what is loaded beside load_state_dict")
+    return Refused(f"line {page.line(node)} of {page.cell} uses what is loaded beside load_state_dict")
 
 
 def _into(page: Page, node: cst.CSTNode) -> cst.Call | None:

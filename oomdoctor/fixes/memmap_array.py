@@ -124,7 +124,7 @@ def _unmappable(cells: Cells, load: cst.Call) -> str | None:
     if "open(" in text or "BytesIO" in text or any(re.search(opened, cell.source) for cell in cells.history):
         return "the array is read from an open file, which cannot be mapped by its name"
     writing = _array_writers.writer(cells)
-    return None if writing is None else f"cell {writing.number} writes arrays to files, perhaps to the one that is read"
+    return None if writing is None else f"{writing} writes arrays to files, perhaps to the one that is read"
 
 
 def _written(pages: tuple[Page, ...], page: Page, load: cst.Call) -> str | None:
@@ -135,13 +135,13 @@ def _written(pages: tuple[Page, ...], page: Page, load: cst.Call) -> str | None:
     assign = page.parents[load]
     target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
     if not isinstance(target, cst.Name | cst.Attribute):
-        return f"line {page.line(load)} of cell {page.cell.number} reads an array into something that is not followed"
+        return f"line {page.line(load)} of {page.cell} reads an array into something that is not followed"
     name = target.value if isinstance(target, cst.Name) else target.attr.value
     function = page.function(load) if isinstance(target, cst.Name) else None
     scopes = [(page, function)] if function is not None else [(one, one.parsed.module) for one in pages]
     for where, scope in scopes:
         if any(re.search(rf"\b{re.escape(name)}\b", original) for _, original in where.parsed.masked.hidden):
-            return f"cell {where.cell.number} uses `{name}` in a line of IPython's own, which is not followed"
+            return f"{where.cell} uses `{name}` in a line of IPython's own, which is not followed"
         for node in _uses_of(where, scope, name, is_attribute=isinstance(target, cst.Attribute)):
             if node is not target and (why := _use(where, node)) is not None:
                 return why
@@ -178,7 +178,7 @@ def _use(page: Page, node: cst.BaseExpression) -> str | None:
             return None
     if isinstance(parent, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
         return None
-    return f"line {page.line(node)} of cell {page.cell.number} may write to the array, or share its memory"
+    return f"line {page.line(node)} of {page.cell} may write to the array, or share its memory"
 
 
 FIX: Final = Fix(

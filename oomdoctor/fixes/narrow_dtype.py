@@ -87,7 +87,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     narrowed: dict[cst.CSTNode, rewriting.New]
     narrowed = {call: new for call in _optimizer_source.calls(statement) if (new := _narrowed(call)) is not None}
     if len(narrowed) > 1:
-        return Refused(f"line {place.line} of cell {place.cell.number} makes several arrays of float64")
+        return Refused(f"line {place.line} of {place.cell} makes several arrays of float64")
     if not narrowed:
         return Refused(_NOWHERE)
     module = rewriting.exchange(place.parsed.module, narrowed)

@@ -141,7 +141,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit | Refused:
     cell = cells.get(number)
-    parsed, torch = rewriting.read(cell.source), _frees_source.torch_name(cells)
+    parsed, torch = rewriting.read(cell.source), _frees_source.torch_name(cells.beside(cell))
     if isinstance(parsed, Refused):
         return parsed
     if isinstance(torch, Refused):
@@ -152,9 +152,9 @@ def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit 
     for line, text in places:
         node = _frees_source.starting_at(parsed, line, text)
         if node is None or not _frees_source.block_around(parsed, node):
-            return Refused(f"line {line} of cell {number} is no statement of its own")
+            return Refused(f"line {line} of {cell} is no statement of its own")
         if isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
-            return Refused(f"line {line} of cell {number} has several statements")
+            return Refused(f"line {line} of {cell} has several statements")
         wrapped.append(node)
     if imports and any(parsed.code(node) in dict(parsed.masked.hidden) for node in wrapped):
         return Refused("torch would have to be imported before a line of IPython's own syntax")

@@ -303,7 +303,7 @@ def _cell(cells: Cells, gathers: Sequence[Site], detached: set[tuple[int, int]])
         how = ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
         new = _moved(parsed, old, how) if isinstance(old, cst.SimpleStatementLine) else None
         if old is None or new is None:
-            return Refused(f"line {one.line} of cell {one.cell} collects more than one tensor: move each of them there")
+            return Refused(f"line {one.line} of {cell} collects more than one tensor: move each of them there")
         changes[old] = [new]
     return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
 

@@ -248,7 +248,7 @@ def _check(session: Session) -> None:
                 raise OomDoctorError(f"{name} gathers gradients before the step")
     for cell in session.cells.history:
         if _USES_GRADIENTS.search(cell.source):
-            raise OomDoctorError(f"cell {cell.number} uses gradients by itself, which would be gone")
+            raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
         if (text := looks_at_parameters(cell.source, session.namespace)) is not None:
             raise OomDoctorError(f"`{text}` stands between the backward pass and the step, and may look at parameters")
 

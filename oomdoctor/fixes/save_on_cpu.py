@@ -101,11 +101,11 @@ def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    if import_lines.knows_torch(cells):
+    if import_lines.knows_torch(cells.beside(cell)):
         name = f"torch.autograd.graph.{_NAME}"
         imports: list[str] = []
     else:
-        name = import_lines.name_for(_HOME, _NAME, cells, "keep_on_host")
+        name = import_lines.name_for(_HOME, _NAME, cells.beside(cell), "keep_on_host")
         imports = [import_lines.source_of(_HOME, _NAME, name)]
     context = cst.parse_expression(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})")
     changes: dict[cst.CSTNode, tuple[rewriting.Statement, ...]] = {}
@@ -123,7 +123,7 @@ def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.St
     """Return the statements of the loop from the first call of a model to the last ``backward``."""
     node = next((one for one in rewriting.path_to(parsed, loop.line) if parsed.lines_of(one)[0] == loop.line), None)
     if not isinstance(node, cst.For | cst.While) or not isinstance(node.body, cst.IndentedBlock):
-        return Refused(f"line {loop.line} of cell {loop.cell} is not a loop that can be rewritten")
+        return Refused(f"{loop.where} is not a loop that can be rewritten")
     body = list(node.body.body)
     forwards = [at for at, one in enumerate(body) if any(text in loop.models for text in _called(one))]
     backwards = [at for at, one in enumerate(body) if any(text.endswith("backward") for text in _called(one))]

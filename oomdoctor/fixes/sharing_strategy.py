@@ -78,7 +78,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     cell = cells.failing
     sets = next((one for one in cells.history if _SETS.search(one.source)), None)
     if sets is not None:
-        return Refused(f"cell {sets.number} sets the sharing strategy itself")
+        return Refused(f"{sets} sets the sharing strategy itself")
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed

@@ -149,7 +149,7 @@ def _shared(cells: Cells, found: list[_ddp_source.Call], name: str) -> Edit | Re
                 return again
             replays.append(again)
     if replays and len(replays) < len(found):
-        return Refused(f"cell {first.cell.number} makes optimizers in a function and outside of it")
+        return Refused(f"{first.cell} makes optimizers in a function and outside of it")
     replay = "\n".join(replays) if replays else None
     return _ddp_source.edited(cells, first.cell, first.parsed, nodes, [imported], replay)
 
@@ -161,7 +161,7 @@ def _with_its_state(cells: Cells, one: _ddp_source.Call, new: cst.Call) -> str |
     kept = re.compile(rf"^[^\n#]*=[^\n#=]*\(\s*([^\n()#]*,\s*)?{one.target}\s*[,)]", re.MULTILINE)
     for cell in cells.history[:-1]:
         if (match := kept.search(cell.source)) is not None:
-            return Refused(f"`{match[0].strip()}…` of cell {cell.number} holds on to the optimizer that is there now")
+            return Refused(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
     state = rewriting.fresh_name("state", cells)
     return (
         f"{state} = {one.target}.state_dict()\n{one.target} = {_ddp_source.code_of(new)}\n"

@@ -51,6 +51,7 @@ from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
 from oomdoctor.program.magics import mask
+from oomdoctor.program.recompiling import put_in_place
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import forbid
@@ -302,6 +303,8 @@ def _follow(
         if prepare is not None:
             bring_back_on_fakes(tracker, prepare)
         changes = contextlib.ExitStack()
+        for edit in attempt.modules:
+            put_in_place(edit, compile_followed)
         for make in attempt.live:
             changes.enter_context(make())
         for code in replays:

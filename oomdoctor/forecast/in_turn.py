@@ -31,11 +31,11 @@ def patched_in_turn(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: E
     """Return the patch of two fixes, one written into the other's text; None where that goes in neither order."""
     for (first, dose), (second, other) in (parts, parts[::-1]):
         patch = first.patch(cells, evidence, dose)
-        if isinstance(patch, Refused) or not all(edit.replay == edit.after for edit in patch.edits):
+        if isinstance(patch, Refused) or not all(edit.is_whole for edit in patch.edits):
             continue
         known = _moved(evidence, patch)
         written = second.patch(_with(cells, patch), known, other) if known is not None else None
-        if isinstance(written, Patch) and all(edit.replay == edit.after for edit in written.edits):
+        if isinstance(written, Patch) and all(edit.is_whole for edit in written.edits):
             return _both(patch, written)
     return None
 

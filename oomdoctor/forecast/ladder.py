@@ -49,6 +49,9 @@ def attempt_with(
     failing = session.cells.failing
     patch = fix.patch(session.cells, evidence, dose)
     if isinstance(patch, Patch):
+        numbers = {module.number for module in session.cells.modules}
+        if any(edit.file is None and edit.cell in numbers for edit in patch.edits):
+            return (why := Refused("it would change a module in a way that its loaded form does not follow")), why
         guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
         return patch, patched(failing, patch, guards)
     # What is told to the loop of a library by its settings is not done to its objects behind its back.

@@ -8,6 +8,7 @@ text runs. Two changes of live objects are never made together: they may be of t
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Final, NamedTuple
 
@@ -67,13 +68,12 @@ def joined_patches(first: Patch, second: Patch) -> Patch | Refused:
 
 
 def _joined_edits(first: Edit, second: Edit) -> Edit | Refused:
-    whole = first.replay == first.after and second.replay == second.after
-    if first.before != second.before or not whole:
-        return Refused(f"both change In[{first.cell}]")
+    if first.before != second.before or not (first.is_whole and second.is_whole):
+        return Refused(f"both change {first.name}")
     text = _joined_texts(first.before, first.after, second.after)
     if isinstance(text, Refused):
         return text
-    return Edit(cell=first.cell, before=first.before, after=text, replay=text)
+    return replace(first, after=text, replay=text if first.file is None else "")
 
 
 def _joined_texts(before: str, first: str, second: str) -> str | Refused:

@@ -37,6 +37,7 @@ class TrainingLoop:
         order: ``zero_grad``, ``forward``, ``backward``, ``clip``, ``step``, ``schedule``, as they come.
         accumulates: steps are taken on some iterations only.
         draws: calls in the step that draw random numbers, as source text.
+        file: what the module is called that it stands in, None in a cell.
         stands_for: ``(name, path)`` of parameters of the function and the names of the namespace passed for them.
         batch_shape: of the first tensor of the batch that was there, None where no name of the namespace holds it.
     """
@@ -58,6 +59,12 @@ class TrainingLoop:
     end_line: int | None = None
     was_running: bool = True
     batch_shape: tuple[int, ...] | None = None
+    file: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The place in words: ``line 3 of cell 2``, ``line 7 of train.py``."""
+        return f"line {self.line} of {self.file or f'cell {self.cell}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from oomdoctor.model.session import shown_path
+
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Refused
     from oomdoctor.model.evidence import Evidence
@@ -79,17 +81,30 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """A change of one cell.
+    """A change of one cell, or of a module of the user's own.
 
     Attributes:
         replay: what to run so that the live namespace becomes as if the changed cell had run: the whole text for
-            the failing cell, the redefined function for an earlier one.
+            the failing cell, the redefined function for an earlier one. Of a module, whose functions take the place of
+            those that are loaded, what to do to objects besides, mostly nothing.
+        file: the path that the module was loaded from, None for a cell.
     """
 
     cell: int
     before: str
     after: str
     replay: str
+    file: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the changed text runs, so that another change can be written into it."""
+        return not self.replay if self.file is not None else self.replay == self.after
+
+    @property
+    def name(self) -> str:
+        """What it is a change of: ``In[3]``, ``train.py``."""
+        return f"In[{self.cell}]" if self.file is None else shown_path(self.file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +115,11 @@ class Patch:
 
     def diff(self, name: str | None = None) -> str:
         """Return the change as one unified diff, a file per cell; of a script, ``name`` is the file."""
-        return "".join(line for edit in self.edits for line in _unified(edit, name or f"In[{edit.cell}]"))
+        return "".join(line for edit in self.edits for line in _unified(edit, name))
 
 
-def _unified(edit: Edit, name: str) -> list[str]:
+def _unified(edit: Edit, name: str | None) -> list[str]:
+    name = edit.name if name is None or edit.file is not None else name
     before, after = (text.removesuffix("\n").splitlines() for text in (edit.before, edit.after))
     return [line + "\n" for line in difflib.unified_diff(before, after, name, f"{name} fixed", lineterm="")]
 

@@ -40,16 +40,18 @@ class CellLine:
     """The line of the user's own code that was running.
 
     Attributes:
-        number: the cell's execution count, None outside of a notebook.
+        number: the cell's execution count, None outside of a notebook; negative in a module of the user's own.
         line: one-based line within the cell or the file, None where a text shows the line and not where it stands.
         source_line: its text, stripped.
         function: the function it stands in, ``<module>`` at the top level of the cell.
+        file: what the module is called that it stands in, None in a cell.
     """
 
     number: int | None
     line: int | None
     source_line: str
     function: str = "<module>"
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

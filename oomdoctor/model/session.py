@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from oomdoctor.model.fix import Edit
     from oomdoctor.model.memory import DeviceMemory
 
-__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Kind", "Named", "Session"]
+__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Kind", "Named", "Session", "shown_path"]
 
 
 class Kind(Enum):
@@ -68,15 +70,30 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One cell that was run. ``source`` is the user's text, magics and all."""
+    """One cell that was run, or a module of the user's own that the cells import.
+
+    Attributes:
+        number: its execution count; negative for a module.
+        source: the user's text, magics and all.
+        file: the path that a module was loaded from, None for a cell.
+    """
 
     number: int
     source: str
+    file: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called: ``In[3]``, or the file of a module as seen from the working directory."""
+        return f"In[{self.number}]" if self.file is None else shown_path(self.file)
+
+    def __str__(self) -> str:
+        return f"cell {self.number}" if self.file is None else shown_path(self.file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """The cells that were run, oldest first; the last is the one that failed."""
+    """The program: the modules of the user's own that it imports, then the cells, oldest first; the last one failed."""
 
     history: tuple[Cell, ...]
 
@@ -84,6 +101,17 @@ class Cells:
     def failing(self) -> Cell:
         """The cell that ran out of memory."""
         return self.history[-1]
+
+    @property
+    def modules(self) -> tuple[Cell, ...]:
+        """The modules of the user's own."""
+        return tuple(cell for cell in self.history if cell.file is not None)
+
+    def beside(self, cell: Cell) -> Cells:
+        """Return what shares its names with ``cell``: a module none but itself, a cell all cells."""
+        if cell.file is not None:
+            return Cells(history=(cell,))
+        return Cells(history=tuple(one for one in self.history if one.file is None)) if self.modules else self
 
     def get(self, number: int) -> Cell:
         """Return the cell with this execution count.
@@ -95,6 +123,12 @@ class Cells:
             if cell.number == number:
                 return cell
         raise KeyError(number)
+
+
+def shown_path(file: str) -> str:
+    """Return the path of a file as it is told: from the working directory on, or its name where it lies elsewhere."""
+    path, here = PurePath(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def _nothing(namespace: Mapping[str, Any]) -> Mapping[Kind, Named]:
@@ -157,10 +191,12 @@ class Attempt:
         source: the text of the cell to run, magics and all.
         replays: what to run before it in the namespace: functions of earlier cells, redefined.
         cells: those earlier cells as they are with the change, one for each of ``replays``; none where it has none.
+        modules: changes of modules of the user's own, whose functions take the place of those that are loaded.
         live: makes the context managers that change the live objects while all of it runs, outermost first.
     """
 
     source: str
     replays: tuple[str, ...] = ()
     cells: tuple[Cell, ...] = ()
+    modules: tuple[Edit, ...] = ()
     live: tuple[Callable[[], AbstractContextManager[None]], ...] = ()

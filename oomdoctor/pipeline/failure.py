@@ -14,6 +14,7 @@ from oomdoctor.model.session import Accelerator, Cells, Session
 from oomdoctor.pipeline.history import cases
 
 if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
     from oomdoctor.rulebook import RuleBook
 
 
@@ -21,9 +22,12 @@ __all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session"
 
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
-    """Bind the user's namespace and cells into a session."""
+    """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
+    from oomdoctor.objects.homes import own_modules
     from oomdoctor.objects.named import find
+    from oomdoctor.program.modules import with_modules
 
+    cells = with_modules(cells, own_modules())
     return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell)
 
 
@@ -42,6 +46,10 @@ def observe(
 
     incident = from_exception(exc, filenames)
     session = open_on(accelerator_of(incident.device))
+    modules = {str(module.file): module.number for module in session.cells.modules}
+    if modules:
+        filenames = {**modules, **filenames}
+        incident = _in_modules(from_exception(exc, filenames), session.cells)
     cell = incident.cell
     line = cell.line if cell is not None and cell.number == session.cells.failing.number else None
     with uncounted():
@@ -49,6 +57,13 @@ def observe(
     incident = replace(incident, device=incident.device or evidence.device.name)
     case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
     return case, session
+
+
+def _in_modules(incident: Incident, cells: Cells) -> Incident:
+    """Return the incident with the names of the files of lines that stand in modules of the user's own."""
+    names = {module.number: module.name for module in cells.modules}
+    named = [line and replace(line, file=names.get(line.number or 0)) for line in (incident.cell, incident.inner)]
+    return replace(incident, cell=named[0], inner=named[1])
 
 
 def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Case:

@@ -131,10 +131,17 @@ class Book:
         function = next((one for one in reversed(path) if isinstance(one, FUNCTIONS)), None)
         return Place(page=page, function=function, line=getattr(node, "lineno", 1))
 
+    def _known_at(self, at: Place) -> tuple[Page, ...]:
+        """Return the pages whose names code sees: a module its own, a cell those of cells; up to where it stands."""
+        if at.page.cell.file is not None:
+            return (at.page,)
+        cells = tuple(page for page in self.pages if page.cell.file is None)
+        return cells[: cells.index(at.page) + 1] if at.function is None else cells
+
     def binding(self, name: str, at: Place) -> tuple[ast.stmt, Place] | None:
         """Return the statement of the top level that bound ``name`` last before ``at``, and where it stands."""
-        for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
-            for node in reversed(list(_unguarded(page.tree.body))):
+        for page in reversed(self._known_at(at)):
+            for node in reversed(list(_unguarded(page))):
                 if page is at.page and at.function is None and node.lineno >= at.line:
                     continue
                 if binds(node, name):
@@ -248,7 +255,8 @@ class Book:
         """Return what each statement binds ``name`` to, None where that is no expression; unlike ``values``, of all."""
         if at.function is not None and name in parameters(at.function) | bound(at.function):
             return self._local(name, at, at.function)
-        found = [(page, node) for page in self.pages for node in page.tree.body if binds(node, name)]
+        pages = [page for page in self.pages if page is at.page or at.page.cell.file is page.cell.file is None]
+        found = [(page, node) for page in pages for node in page.tree.body if binds(node, name)]
         return [(assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
 
     def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
@@ -278,7 +286,7 @@ class Book:
         root, text = root_of(whole), ast.unparse(whole)
         if at.function is not None and root in parameters(at.function) | bound(at.function):
             return None
-        for page in reversed(self.pages[: self.pages.index(at.page) + 1] if at.function is None else self.pages):
+        for page in reversed(self._known_at(at)):
             for node in reversed(page.tree.body):
                 if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
                     continue
@@ -325,10 +333,11 @@ def _read(cells: Cells) -> Book:
     return Book(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
 
 
-def _unguarded(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` among them: it holds here."""
-    for node in body:
-        if isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'":
-            yield from _unguarded(node.body)
+def _unguarded(page: Page) -> Iterator[ast.stmt]:
+    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` among them where it holds."""
+    for node in page.tree.body:
+        is_main = isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
+        if isinstance(node, ast.If) and is_main:
+            yield from node.body if page.cell.file is None else ()
         else:
             yield node

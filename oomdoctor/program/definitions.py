@@ -39,7 +39,7 @@ _LONGEST: Final = 72
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Function:
-    """A function or method of a cell. ``name`` is qualified by the class."""
+    """A function or method of a cell or a module. ``name`` is qualified by the class."""
 
     name: str
     cell: int
@@ -56,11 +56,16 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scope:
-    """Statements that run together: the top level of a cell (``function`` None) or the body of a function."""
+    """Statements that run together: the top level of a cell (``function`` None) or the body of a function.
+
+    Attributes:
+        file: what the module is called that it stands in, None in a cell.
+    """
 
     cell: int
     function: Function | None
     body: tuple[ast.stmt, ...]
+    file: str | None = None
 
     @property
     def disables_grad(self) -> bool:
@@ -108,10 +113,16 @@ def read(cells: Cells) -> Program:
     """Return the cells parsed; those that are not Python count as empty."""
     masked = {cell.number: mask(cell.source) for cell in cells.history}
     trees = {cell.number: parsed(cell.source) or _NOTHING for cell in cells.history}
-    live = {function.name: function for number, tree in trees.items() for function in _bound(number, tree.body)}
-    kept = {name: function for name, function in live.items() if function.node is not _GONE}
-    scopes = [Scope(cell=n, function=None, body=tuple(tree.body)) for n, tree in trees.items()]
-    scopes += [Scope(cell=f.cell, function=f, body=tuple(f.node.body)) for f in kept.values()]
+    files = {cell.number: cell.name for cell in cells.modules}
+    # What a cell binds hides what an earlier cell has defined, and nothing of a module.
+    live = {
+        (number if number in files else None, function.name): function
+        for number, tree in trees.items()
+        for function in _bound(number, tree.body)
+    }
+    kept = [function for function in live.values() if function.node is not _GONE]
+    scopes = [Scope(cell=n, function=None, body=tuple(tree.body), file=files.get(n)) for n, tree in trees.items()]
+    scopes += [Scope(cell=f.cell, function=f, body=tuple(f.node.body), file=files.get(f.cell)) for f in kept]
     failing = cells.failing.number
     running = _reached(failing, scopes)
     return Program(
@@ -119,7 +130,7 @@ def read(cells: Cells) -> Program:
         scopes=tuple(scopes),
         running=running,
         masked=masked,
-        arguments={function.name: _arguments(function, scopes) for function in kept.values()},
+        arguments={function.name: _arguments(function, scopes) for function in kept},
     )
 
 
@@ -155,7 +166,8 @@ def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def place(scope: Scope, node: ast.stmt | ast.expr) -> str:
     """Return where a piece of code stands, and its text: ``In[3] line 7: loss.backward()``."""
-    where = f"In[{scope.cell}] line {node.lineno}" if scope.cell else f"line {node.lineno}"
+    home = scope.file or (f"In[{scope.cell}]" if scope.cell else "")
+    where = f"{home} line {node.lineno}".lstrip()
     return f"{where}: {short(ast.unparse(node))}"
 
 

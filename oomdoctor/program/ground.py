@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from oomdoctor.program.definitions import Function, Program, Scope
@@ -43,7 +43,7 @@ def ground(program: Program) -> Ground:
     before: list[Scope] = []
     for scope in reversed([one for one in program.scopes if one.function is None and one.cell != program.failing]):
         if kept := trail.back(scope.body):
-            before.insert(0, Scope(cell=scope.cell, function=None, body=tuple(kept)))
+            before.insert(0, replace(scope, body=tuple(kept)))
     named = _closed(definitions, _mentioned((*program.running, *before), definitions))
     functions = [scope for scope in program.scopes if scope.function is not None and _owner(scope.function) in named]
     methods = [scope for scope in functions if scope.function is not None and scope.function.in_class]

@@ -12,10 +12,11 @@ from typing import Final
 
 import libcst as cst
 
-__all__ = ["given_to_class"]
+__all__ = ["MAKING", "given_to_class"]
 
 _BOUND_TO_CLASS: Final = re.compile(r"\bsuper\b|\b__class__\b|(?<!\w)__[a-zA-Z]\w*(?<!__)\b")
-_MAKING: Final = re.compile(r"__(?!call__)\w+__|setup|reset_parameters|extra_repr")
+MAKING: Final = re.compile(r"__(?!call__)\w+__|setup|reset_parameters|extra_repr")
+"""Names of methods that run when an object is made, or may."""
 
 
 def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef, holder: str) -> str | None:
@@ -53,4 +54,4 @@ def _header(module: cst.Module, node: cst.ClassDef) -> str:
 
 def _is_making(node: cst.CSTNode) -> bool:
     """Whether ``node`` is a method that runs when an object is made, or may."""
-    return isinstance(node, cst.FunctionDef) and _MAKING.fullmatch(node.name.value) is not None
+    return isinstance(node, cst.FunctionDef) and MAKING.fullmatch(node.name.value) is not None

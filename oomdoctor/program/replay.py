@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -18,7 +19,7 @@ import libcst as cst
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import Book, Number, Page, calls
 from oomdoctor.program.dataflow import bound, own, reads
@@ -110,13 +111,11 @@ def write(
         if isinstance(text, Refused):
             return text
         texts[number] = text
+    if any(cells.get(number).file is not None for number in texts):
+        return Refused(_in_module(cells, texts))
     before = Book.read(cells)
     after = Book.read(
-        Cells(
-            history=tuple(
-                Cell(number=cell.number, source=texts.get(cell.number, cell.source)) for cell in cells.history
-            )
-        )
+        Cells(history=tuple(replace(cell, source=texts.get(cell.number, cell.source)) for cell in cells.history))
     )
     again = _Again(after, makes, used_up, entries)
     for old, new in zip(before.pages[:-1], after.pages[:-1], strict=True):
@@ -140,6 +139,14 @@ def write(
             )
         )
     return rewriting.join(cells, edits)
+
+
+def _in_module(cells: Cells, texts: Mapping[int, str]) -> str:
+    """Return where a value stands in a module, which the objects made of it would not follow."""
+    cell = next(cells.get(number) for number in texts if cells.get(number).file is not None)
+    lines = zip(cell.source.splitlines(), texts[cell.number].splitlines(), strict=False)
+    line = next((at for at, (old, new) in enumerate(lines, 1) if old != new), 1)
+    return f"it is written on line {line} of {cell}, and what was made of it there is not followed: change it there"
 
 
 class _Again:
@@ -350,7 +357,7 @@ class _Again:
         return any(self._reads_stale(part) and (bound(part) | receivers(part)) & self._needed for part in assigned)
 
     def _why(self, page: Page, node: ast.stmt, is_changed: bool) -> str:
-        where = f"line {node.lineno} of cell {page.cell.number}"
+        where = f"line {node.lineno} of {page.cell}"
         if is_changed:
             return f"{where} does more than to make an object, so it cannot run again for a retry"
         return f"{where} made something of it that the failing cell needs, and cannot run again for a retry"

@@ -24,6 +24,7 @@ from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.methods import given_to_class
+from oomdoctor.program.recompiling import why_not
 
 __all__ = [
     "Definition",
@@ -213,15 +214,21 @@ def edit(
         return after
     if cell is cells.failing or cell.number == cells.failing.number:
         return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
+    if cell.file is not None:
+        why = why_not(cell.source, after)
+        if why is not None:
+            return Refused(f"{cell}: {why}")
+        lines = "\n".join(live or ())
+        return Edit(cell=cell.number, before=cell.source, after=after, replay=lines, file=cell.file)
     changed = _changed(parsed.module, module)
     imports, functions = ([node for node in changed if holds(node)] for holds in (is_import, _is_function))
     classes = [node for node in changed if isinstance(node, cst.ClassDef)]
     given = [given_to_class(parsed.module, module, node, fresh_name("Changed", cells)) for node in classes]
     if None in given:
-        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
     others = [node for node in changed if node not in imports and node not in functions and node not in classes]
     if others and live is None:
-        return Refused(f"the change is in statements of cell {cell.number}, which the live objects would not follow")
+        return Refused(f"the change is in statements of {cell}, which the live objects would not follow")
     parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions), *given]
     texts = [parsed.masked.unmask(text) for text in filter(None, parts)]
     if None in texts:
@@ -236,6 +243,8 @@ def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:
     for one in edits:
         if isinstance(one, Refused):
             return one
+        if one.file is None and cells.get(one.cell).file is not None:
+            return Refused(f"the change is in {cells.get(one.cell)}, whose loaded form would not follow")
         if one.before != one.after:
             good.append(one)
     if not good:

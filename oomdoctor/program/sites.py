@@ -29,6 +29,7 @@ def site(kind: str, scope: Scope, node: ast.stmt | ast.expr, names: Iterable[str
         end_line=node.end_lineno or node.lineno,
         text=short(ast.unparse(node)),
         names=tuple(names),
+        file=scope.file,
     )
 
 

@@ -107,6 +107,7 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
     return TrainingLoop(
         cell=scope.cell,
         line=loop.lineno,
+        file=scope.file,
         end_line=loop.end_lineno,
         function=scope.function.name if scope.function else None,
         in_failing_run=any(scope is running for running in program.running),

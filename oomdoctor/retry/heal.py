@@ -186,6 +186,7 @@ async def _attempt(
     transaction.hold(attempt, accelerator.holds if accelerator.name != "cpu" else None)
     if lost := transaction.unrestored():
         raise StateError("; ".join(lost))
+    transaction.recompile(attempt.modules)
     accelerator.empty_cache()
     accelerator.reset_peak()
     peaks.clear()

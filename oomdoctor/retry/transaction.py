@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from oomdoctor.errors import StateError
+from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Attempt
 from oomdoctor.objects.chain import is_of_signal
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
+from oomdoctor.program.recompiling import put_in_place
 from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.snapshot import Snapshot
 
@@ -39,6 +41,7 @@ class Transaction:
         self._stepped: set[int] = set()
         self._held: dict[str, Any] = {}
         self._holds: Callable[[Any], bool] | None = None
+        self._modules: list[Callable[[], None]] = []
         self._snapshot: Snapshot | None = None
         try:
             self._snapshot = Snapshot(namespace, source, room)
@@ -135,6 +138,18 @@ class Transaction:
             bound |= bound_names(text)
         self._held |= self._snapshot.kept_by_name(bound - bound_names(self.source))
 
+    def recompile(self, edits: Iterable[Edit]) -> None:
+        """Have modules of the user's own run as an attempt has them, until the state is restored.
+
+        Raises:
+            StateError: a module cannot follow its change.
+        """
+        self._modules += map(put_in_place, edits)
+
+    def _take_modules_back(self) -> None:
+        while self._modules:
+            self._modules.pop()()
+
     def set_aside(self) -> None:
         """Have what ``hold`` keeps take host memory alone, as far as no name leads to it any more.
 
@@ -160,6 +175,7 @@ class Transaction:
         if self._snapshot is None:
             raise StateError(self.fault)
         with held_back():
+            self._take_modules_back()
             self._snapshot.restore()
 
     def made(self) -> list[str]:
@@ -175,6 +191,7 @@ class Transaction:
         if self._snapshot is None:
             return (self.fault,)
         with held_back():
+            self._take_modules_back()
             missing = self._snapshot.settle()
         gc.collect()  # what the cell has made and is held in a cycle by itself, as every class is
         return missing

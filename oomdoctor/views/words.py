@@ -114,7 +114,8 @@ def times(ratio: float) -> str:
 
 def place(cell: CellLine) -> str:
     """Return where a line of the user's stands: ``In[5], line 7``."""
-    parts = [] if cell.number is None else [f"In[{cell.number}]"]
+    home = f"In[{cell.number}]" if cell.file is None else clean(cell.file)
+    parts = [] if cell.number is None else [home]
     parts.append("line unknown" if cell.line is None else f"line {cell.line}")
     if cell.function != "<module>":
         parts.append(f"in {code(cell.function)}")

@@ -1,0 +1,283 @@
+"""Puts the functions of a changed module in the place of those that are loaded, and back.
+
+The very function objects get the code of the changed text, so that whoever has bound one (``from train import fit``, a
+method of an object, a wrapper of a decorator, a closure) runs the change. What the text newly imports or defines is
+made in the module. A change of anything else that ran when the module was imported is refused: the live objects would
+not follow it. The file itself is left as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+from oomdoctor.errors import StateError
+from oomdoctor.model.fix import Edit
+from oomdoctor.model.session import shown_path
+from oomdoctor.program.methods import MAKING
+from oomdoctor.program.modules import codes_in, note_text, noted_text
+from oomdoctor.program.names import imported
+
+__all__ = ["Compile", "put_in_place", "why_not"]
+
+Compile = Callable[[str, str], CodeType]
+"""Makes the code of a text of a file."""
+
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ABSENT: Final = object()
+
+
+def why_not(before: str, after: str) -> str | None:
+    """Return what of a change the loaded module could not follow, None where it can follow all of it."""
+    try:
+        old, new = ast.parse(before), ast.parse(after)
+    except (SyntaxError, ValueError):
+        return "it is not Python"
+    return _differs(old.body, new.body, "", may_add=True)
+
+
+def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], None]:
+    """Have the loaded functions of a module run as its changed text has them; return what takes that back.
+
+    Raises:
+        StateError: the module is not loaded any more, or a function cannot take the other code.
+    """
+    file, make = str(edit.file), compiled or _compiled
+    modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _file_of(one) == file]
+    if not modules or (why := why_not(edit.before, edit.after)) is not None:
+        raise StateError(f"{shown_path(file)} is not loaded" if not modules else f"{shown_path(file)}: {why}")
+    swaps = [(function, codes, node) for module in modules for function, codes, node in _swaps(module, edit, make)]
+    back: list[Callable[[], None]] = [_text_back(file)]
+    for function, code, node in swaps:
+        back.append(_written_back(function))
+        function.__code__ = code
+        if node is not None:
+            function.__defaults__, function.__kwdefaults__ = node
+    linecache.cache[file] = len(edit.after), None, edit.after.splitlines(keepends=True), file
+    note_text(file, edit.after)
+
+    def undo() -> None:
+        while back:
+            back.pop()()
+
+    try:
+        for module in modules:
+            _run_new(module, edit, make, back)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _file_of(module: ModuleType) -> Any:
+    return vars(module).get("__file__")
+
+
+def _compiled(text: str, file: str) -> CodeType:
+    code: CodeType = compile(text, file, "exec", dont_inherit=True)
+    return code
+
+
+def _swaps(
+    module: ModuleType, edit: Edit, make: Compile
+) -> Iterator[tuple[FunctionType, CodeType, tuple[Any, Any] | None]]:
+    """Yield each loaded function of a module with its other code, and with its defaults where they are others."""
+    file = str(edit.file)
+    old_tree, new_tree = ast.parse(edit.before), ast.parse(edit.after)
+    old, new = _by_name(_compiled(edit.before, file)), _by_name(make(edit.after, file))
+    before, after = _defined(old_tree.body), _defined(new_tree.body)
+    names = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
+    for function in _functions_of(module):
+        code = function.__code__
+        key = names.get((code.co_qualname, code.co_firstlineno)) if code.co_filename == file else None
+        if key is None or key not in new:
+            continue
+        if new[key].co_freevars != code.co_freevars:
+            raise StateError(f"`{code.co_qualname}` of {shown_path(file)} would close over other names")
+        defaults = None
+        if key in before and key in after and _defaults(before[key]) != _defaults(after[key]):
+            defaults = _values(after[key])
+        yield function, new[key], defaults
+
+
+def _functions_of(module: ModuleType) -> list[FunctionType]:
+    """Return the functions of a module: those that it leads to, and others that the collector knows."""
+    waiting: list[Any] = list(vars(module).values())
+    seen: dict[int, Any] = {}
+    for value in waiting:  # it grows on the way
+        if id(value) in seen:
+            continue
+        if type(value) is FunctionType:
+            seen[id(value)] = value
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            waiting += vars(value).values()
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            seen[id(value)] = value
+            waiting += vars(value).values()
+        elif isinstance(value, staticmethod | classmethod):
+            waiting.append(value.__func__)
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset, value.fdel]
+        elif isinstance(value, partial):
+            waiting.append(value.func)
+    seen |= {id(one): one for one in gc.get_objects() if type(one) is FunctionType}
+    return [one for one in seen.values() if type(one) is FunctionType and one.__globals__ is vars(module)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _by_name(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Return the code of functions by their qualified name, and their place among those of the same name."""
+    found: dict[tuple[str, int], CodeType] = {}
+    for one in sorted(codes_in(code), key=lambda code: code.co_firstlineno):
+        place = 0
+        while (one.co_qualname, place) in found:
+            place += 1
+        found[one.co_qualname, place] = one
+    return found
+
+
+_Node = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _defined(body: list[ast.stmt], prefix: str = "") -> dict[tuple[str, int], _Node]:
+    """Return the functions and methods that a text defines when it is loaded, by the same keys."""
+    found: dict[tuple[str, int], _Node] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            found |= _defined(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, _FUNCTIONS):
+            place = 0
+            while (prefix + node.name, place) in found:
+                place += 1
+            found[prefix + node.name, place] = node
+    return found
+
+
+def _defaults(node: _Node) -> list[str]:
+    return [ast.dump(one) if one is not None else "" for one in (*node.args.defaults, *node.args.kw_defaults)]
+
+
+def _values(node: _Node) -> tuple[Any, Any]:
+    """Return the defaults of a function that writes them out."""
+    by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    given = tuple(ast.literal_eval(one) for one in node.args.defaults)
+    return given or None, {arg.arg: ast.literal_eval(one) for arg, one in by_name if one is not None} or None
+
+
+def _differs(old: list[ast.stmt], new: list[ast.stmt], prefix: str, *, may_add: bool) -> str | None:
+    """Return what of a body has changed that live objects would not follow."""
+    known, defined = {ast.dump(node) for node in old}, _defined_here(old)
+    left = {ast.dump(node) for node in new}
+    for node in new:
+        if ast.dump(node) in known:
+            continue
+        was = defined.get(getattr(node, "name", ""))
+        if isinstance(node, _FUNCTIONS) and prefix and MAKING.fullmatch(node.name):
+            return f"`{prefix}{node.name}` has run already for the objects that there are"
+        if isinstance(node, _FUNCTIONS) and isinstance(was, _FUNCTIONS):
+            if why := _signature_differs(was, node):
+                return why
+        elif isinstance(node, ast.ClassDef) and isinstance(was, ast.ClassDef):
+            if _head(was) != _head(node):
+                return f"the head of class `{node.name}` is changed"
+            if why := _differs(was.body, node.body, f"{prefix}{node.name}.", may_add=False):
+                return why
+        elif not (may_add and was is None and isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | _Node)):
+            return f"line {node.lineno} ran when the module was imported, and the live objects would not follow"
+    for node in old:
+        if ast.dump(node) not in left and not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
+            return f"line {node.lineno} ran when the module was imported, and the live objects would not follow"
+    return None
+
+
+def _head(node: ast.ClassDef) -> list[str]:
+    return [ast.dump(one) for one in (*node.bases, *node.keywords, *node.decorator_list)]
+
+
+def _defined_here(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    return {node.name: node for node in body if isinstance(node, (ast.ClassDef, *_FUNCTIONS))}
+
+
+def _signature_differs(was: _Node, node: _Node) -> str | None:
+    if [ast.dump(one) for one in was.decorator_list] != [ast.dump(one) for one in node.decorator_list]:
+        return f"a decorator of `{node.name}` is changed"
+    if type(was) is not type(node):
+        return f"`{node.name}` is a function of another kind"
+    if _defaults(was) != _defaults(node):
+        with suppress(ValueError):
+            _values(node)
+            return None
+        return f"defaults of `{node.name}` are changed that are not written out"
+    return None
+
+
+def _run_new(module: ModuleType, edit: Edit, make: Compile, back: list[Callable[[], None]]) -> None:
+    """Run what the changed text newly imports and defines."""
+    old = ast.parse(edit.before).body
+    known, defined = {ast.dump(node) for node in old}, _defined_here(old)
+    new = [
+        node
+        for node in ast.parse(edit.after).body
+        if ast.dump(node) not in known and getattr(node, "name", "") not in defined
+    ]
+    if new:
+        names = {name for node in new for name in (*(one for one, _ in imported(node)), getattr(node, "name", None))}
+        before = {name: vars(module).get(name, _ABSENT) for name in names if name is not None}
+        back.append(lambda: _globals_back(vars(module), before))
+        exec(make(_alone(edit.after, new), str(edit.file)), vars(module))
+
+
+def _alone(text: str, nodes: list[ast.stmt]) -> str:
+    """Return the statements of a text alone, on the lines that they have in it."""
+    kept = {
+        line
+        for node in nodes
+        for line in range(
+            min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]), (node.end_lineno or 0) + 1
+        )
+    }
+    return "\n".join(line if at in kept else "" for at, line in enumerate(text.split("\n"), 1))
+
+
+def _globals_back(names: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _ABSENT:
+            names.pop(name, None)
+        else:
+            names[name] = value
+
+
+def _written_back(function: FunctionType) -> Callable[[], None]:
+    written = function.__code__, function.__defaults__, function.__kwdefaults__
+
+    def back() -> None:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = written
+
+    return back
+
+
+def _text_back(file: str) -> Callable[[], None]:
+    text, lines = noted_text(file), linecache.cache.get(file)
+
+    def back() -> None:
+        note_text(file, text)
+        if lines is None:
+            linecache.cache.pop(file, None)
+        else:
+            linecache.cache[file] = lines
+
+    return back
