@@ -51,7 +51,7 @@ from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
 from oomdoctor.program.magics import mask
-from oomdoctor.program.recompiling import put_in_place
+from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import forbid
@@ -303,6 +303,9 @@ def _follow(
         if prepare is not None:
             bring_back_on_fakes(tracker, prepare)
         changes = contextlib.ExitStack()
+        texts = {str(module.file): module.source for module in session.cells.modules}
+        texts |= {str(edit.file): edit.after for edit in attempt.modules}
+        changes.enter_context(importing(texts, _following))
         for edit in attempt.modules:
             put_in_place(edit, compile_followed)
         for make in attempt.live:

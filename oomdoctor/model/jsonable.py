@@ -94,7 +94,7 @@ def memplan(whole: MemPlan) -> dict[str, Any]:
     batch = whole.batch
     return {
         "schema": SCHEMA,
-        "cell": {"number": whole.cell.number, "source": whole.cell.source},
+        "cell": plain(whole.cell),
         "device": plain(whole.here.place),
         "forecast": _forecast(whole.forecast),
         "fits": whole.fits,

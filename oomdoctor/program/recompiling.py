@@ -12,9 +12,11 @@ import ast
 import gc
 import linecache
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
@@ -25,7 +27,7 @@ from oomdoctor.program.methods import MAKING
 from oomdoctor.program.modules import codes_in, note_text, noted_text
 from oomdoctor.program.names import imported
 
-__all__ = ["Compile", "put_in_place", "why_not"]
+__all__ = ["Compile", "importing", "put_in_place", "why_not"]
 
 Compile = Callable[[str, str], CodeType]
 """Makes the code of a text of a file."""
@@ -46,13 +48,15 @@ def why_not(before: str, after: str) -> str | None:
 def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], None]:
     """Have the loaded functions of a module run as its changed text has them; return what takes that back.
 
+    A module that is not loaded, because the cell itself imports it, follows by ``importing`` alone.
+
     Raises:
-        StateError: the module is not loaded any more, or a function cannot take the other code.
+        StateError: a function cannot take the other code.
     """
     file, make = str(edit.file), compiled or _compiled
     modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _file_of(one) == file]
-    if not modules or (why := why_not(edit.before, edit.after)) is not None:
-        raise StateError(f"{shown_path(file)} is not loaded" if not modules else f"{shown_path(file)}: {why}")
+    if (why := why_not(edit.before, edit.after)) is not None:
+        raise StateError(f"{shown_path(file)}: {why}")
     swaps = [(function, codes, node) for module in modules for function, codes, node in _swaps(module, edit, make)]
     back: list[Callable[[], None]] = [_text_back(file)]
     for function, code, node in swaps:
@@ -74,6 +78,56 @@ def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], No
         undo()
         raise
     return undo
+
+
+@contextmanager
+def importing(texts: Mapping[str, str], compiled: Compile | None = None) -> Iterator[None]:
+    """Have modules that are imported in the body run another text than that of their file.
+
+    Args:
+        texts: the text by the file.
+    """
+    finder = _Finder(texts, compiled or _compiled)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules where Python does, and has some run another text."""
+
+    def __init__(self, texts: Mapping[str, str], make: Compile) -> None:
+        self._texts, self._make = texts, make
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None or spec.origin not in self._texts:
+            return None
+        spec.loader = _Loader(fullname, spec.origin, self._texts[spec.origin], self._make)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from another text; afterwards it is one of its file."""
+
+    def __init__(self, name: str, file: str, text: str, make: Compile) -> None:
+        super().__init__(name, file)
+        self._text, self._make = text, make
+
+    def get_code(self, fullname: str) -> CodeType:
+        del fullname
+        return self._make(ast.parse(self._text), str(self.path))
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        plain = SourceFileLoader(module.__name__, str(self.path))
+        module.__loader__ = plain
+        if module.__spec__ is not None:
+            module.__spec__.loader = plain
 
 
 def _file_of(module: ModuleType) -> Any:

@@ -14,6 +14,7 @@ from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
+from oomdoctor.program.recompiling import importing
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox.malloc import large_blocks_apart
@@ -193,7 +194,8 @@ async def _attempt(
     with ExitStack() as live:
         for enter in attempt.live:
             live.enter_context(enter())
-        with teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
+        texts = {str(edit.file): edit.after for edit in attempt.modules}
+        with importing(texts), teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
             return await run(attempt)
 
 

@@ -232,3 +232,17 @@ def test_micro_batch_of_a_module_heals(folder: Path) -> None:
     assert of.fit.__code__ is not own
     assert len(of.SEEN) == 3
     assert (folder / "trainer_f.py").read_text() == TRAIN
+
+
+def test_a_module_that_the_cell_imports_itself_is_imported_as_changed(folder: Path) -> None:
+    path = folder / "trainer_g.py"
+    path.write_text(TRAIN)
+    with recompiling.importing({str(path): TRAIN.replace("SEEN = []", "SEEN = [1]")}):
+        import trainer_g
+
+    assert trainer_g.SEEN == [1]
+    assert type(trainer_g.__spec__.loader).__name__ == "SourceFileLoader"
+    del sys.modules["trainer_g"]
+    import trainer_g as again
+
+    assert again.SEEN == []

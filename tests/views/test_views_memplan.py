@@ -178,7 +178,7 @@ def test_the_object_shows_itself_and_has_the_json_shape() -> None:
     assert set(planned._repr_mimebundle_()) == {"text/plain", "text/html"}
     found = json.loads(json.dumps(planned.to_dict()))
     assert (found["schema"], found["fits"], found["verdict"]) == (1, True, "fits")
-    assert found["cell"] == {"number": 7, "source": CELL.source}
+    assert found["cell"] == {"number": 7, "source": CELL.source, "file": None}
     assert found["forecast"]["course"]["at_peak"][0] == ["activation", 6 * GIB]
     assert found["largest_batch"]["size"] == 256
     assert [card["name"] for card in found["cards"]][:2] == ["T4 16 GB", "L4 24 GB"]
