@@ -305,7 +305,7 @@ def _follow(
         changes = contextlib.ExitStack()
         texts = {str(module.file): module.source for module in session.cells.modules}
         texts |= {str(edit.file): edit.after for edit in attempt.modules}
-        changes.enter_context(importing(texts, _following))
+        changes.enter_context(importing(texts, compile_followed))
         for edit in attempt.modules:
             put_in_place(edit, compile_followed)
         for make in attempt.live:

@@ -120,7 +120,7 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         del fullname
-        return self._make(ast.parse(self._text), str(self.path))
+        return self._make(self._text, str(self.path))
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
