@@ -1,8 +1,6 @@
 """Attention in the source exchanged for ``F.scaled_dot_product_attention``.
 
-What evidence named is looked up again: a softmax of scores in a function of a cell, or a call that asks a model of
-transformers for its eager attention. The statements that made the weights go, and their product with the values becomes
-one call of the fused kernel.
+The statements that made the weights go, and their product with the values becomes one call of the fused kernel.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
+from libcst import matchers
 
-from oomdoctor.fixes._attention_parts import Attention, NotRead
-from oomdoctor.fixes._attention_read import read, trees
+from oomdoctor.fixes._attention_read import Attention, NotRead, read
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import knows
+from oomdoctor.program.replay import node_of
 
 __all__ = ["Fused", "asks_for_eager", "fused"]
 
@@ -31,9 +30,10 @@ _HOMES: Final = {
     "torch.nn.functional": ("torch", "torch"),
 }
 _LONGEST: Final = 100
-_VIEWS: Final = frozenset(
+_SAME_LATER: Final = frozenset(
     {"transpose", "permute", "view", "reshape", "size", "contiguous", "unsqueeze", "squeeze", "expand", "to", "bool"}
     | {"flatten", "swapaxes", "type_as", "logical_not", "eq", "ne", "sqrt", "float"}
+    | {"matmul", "bmm", "einsum", "softmax", "Softmax", "masked_fill", "masked_fill_", "dropout"}
 )
 """What may be called a little later: its result is the same then."""
 
@@ -44,15 +44,12 @@ class Fused:
 
     Attributes:
         function: qualified name of the function that it stands in.
-        home: the name that the new call is reached through, ``F``.
         drops: weights are dropped by a function, which no fact about the models announces.
     """
 
-    cell: Cell
     parsed: rewriting.ParsedCell
     module: cst.Module
     function: str
-    home: str
     drops: bool
 
 
@@ -61,22 +58,9 @@ def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString 
     statement = rewriting.statement_at(parsed, line)
     if statement is None or "attn_implementation" not in parsed.code(statement):
         return None
-    finder = _Strings("eager")
-    statement.visit(finder)
-    return finder.found[0] if len(finder.found) == 1 else None
-
-
-class _Strings(cst.CSTVisitor):
-    """Finds the strings of this value."""
-
-    def __init__(self, value: str) -> None:
-        super().__init__()
-        self._value = value
-        self.found: list[cst.SimpleString] = []
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802
-        if node.evaluated_value == self._value:
-            self.found.append(node)
+    strings = matchers.findall(statement, matchers.SimpleString())
+    found = [one for one in strings if isinstance(one, cst.SimpleString) and one.evaluated_value == "eager"]
+    return found[0] if len(found) == 1 else None
 
 
 def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
@@ -84,30 +68,30 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    path = rewriting.path_to(parsed, line)
-    definitions = [node for node in path if isinstance(node, cst.FunctionDef | cst.ClassDef)]
-    if not definitions or not isinstance(definitions[-1], cst.FunctionDef):
+    tree = ast.parse(parsed.masked.text)
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and _covers(node, line)
+    ]
+    function = around[-1] if around else None
+    if function is None or isinstance(function, ast.ClassDef):
         return Refused(f"the attention on line {line} stands in no function: its names may be used anywhere")
-    if len([node for node in definitions if isinstance(node, cst.FunctionDef)]) > 1:
+    if sum(not isinstance(node, ast.ClassDef) for node in around) > 1:
         return Refused(f"the attention on line {line} stands in a function within a function")
-    function = definitions[-1]
-    homes = [home for home, imported in _HOMES.items() if _is_imported(cells, home, imported)]
-    if not homes:
+    home = next((home for home, imported in _HOMES.items() if _is_imported(cells, home, imported)), None)
+    if home is None:
         return Refused("no cell imports torch.nn.functional")
     try:
-        attention = read(parsed, _block(function, path[-1]), line, "\n".join(one.source for one in cells.history))
-        _check_uses(parsed, function, attention)
-        _check_order(parsed, attention)
+        everything = "\n".join(one.source for one in cells.history)
+        attention = read(parsed.masked.text, _block(function.body, line), line, everything)
+        _check_uses(function, attention)
+        _check_order(attention)
+        module = _exchanged(parsed, attention, home)
     except NotRead as why:
         return Refused(str(why))
-    return Fused(
-        cell=cell,
-        parsed=parsed,
-        module=_exchanged(parsed, attention, homes[0]),
-        function=".".join(node.name.value for node in definitions),
-        home=homes[0],
-        drops=attention.weights.dropout is not None and not attention.weights.by_layer,
-    )
+    drops = attention.weights.dropout is not None and not attention.weights.by_layer
+    return Fused(parsed=parsed, module=module, function=".".join(node.name for node in around), drops=drops)
 
 
 def _is_imported(cells: Cells, home: str, imported: tuple[str, str]) -> bool:
@@ -115,33 +99,38 @@ def _is_imported(cells: Cells, home: str, imported: tuple[str, str]) -> bool:
     return knows(cells, *imported) and not any(taken.search(cell.source) for cell in cells.history)
 
 
-def _block(function: cst.FunctionDef, statement: rewriting.Statement) -> list[rewriting.Statement]:
-    """Return the statements that ``statement`` stands among."""
-    todo: list[cst.CSTNode] = [function]
-    while todo:
-        node = todo.pop()
-        body = node.body if isinstance(node, cst.IndentedBlock) else ()
-        if any(one is statement for one in body):
-            return [one for one in body if isinstance(one, cst.SimpleStatementLine | cst.BaseCompoundStatement)]
-        todo += node.children
-    raise NotRead("the attention stands on one line with its function")
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _check_uses(parsed: rewriting.ParsedCell, function: cst.FunctionDef, attention: Attention) -> None:
+def _block(body: list[ast.stmt], line: int) -> list[ast.stmt]:
+    """Return the statements among which the one on ``line`` stands that has no blocks of its own there."""
+    for statement in body:
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            parts = getattr(statement, name, []) if _covers(statement, line) else []
+            for inner in [part.body for part in parts] if name in ("handlers", "cases") else [parts]:
+                if any(_covers(one, line) for one in inner) and inner[0].lineno != statement.lineno:
+                    return _block(inner, line)
+    return body
+
+
+def _check_uses(function: ast.stmt, attention: Attention) -> None:
     """Check that scores and weights are used for nothing else.
 
     Raises:
         NotRead: they are.
     """
-    own = {line for node in (*attention.steps, attention.last) for line in parsed.lines_of(node)}
-    last = trees(parsed, attention.last)
-    rebound = {name for tree in last for name in bound(tree)}
-    for node in _loads(parsed.tree, attention.names):
-        is_another = node.id in rebound and node.lineno > max(own)
-        if node.lineno in parsed.lines_of(function) and node.lineno not in own and not is_another:
+    own = {
+        line
+        for node in (*attention.steps, attention.last)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    rebound = bound(attention.last)
+    for node in _loads(function, attention.names):
+        if node.lineno not in own and not (node.id in rebound and node.lineno > max(own)):
             raise NotRead(f"`{node.id}` is used on line {node.lineno} as well: fused kernels do not return it")
-    beside = [node for tree in last for node in _loads(tree, attention.names)]
-    if len(beside) > len(_loads(ast.parse(parsed.code(attention.product).strip(), mode="eval"), attention.names)):
+    beside = _loads(attention.last, attention.names)
+    if len(beside) > len(_loads(attention.product, attention.names)):
         raise NotRead(f"`{beside[0].id}` is used beside its product with the values: fused kernels do not return it")
 
 
@@ -150,81 +139,64 @@ def _loads(tree: ast.AST, names: frozenset[str]) -> list[ast.Name]:
     return [node for node in nodes if node.id in names and isinstance(node.ctx, ast.Load)]
 
 
-def _check_order(parsed: rewriting.ParsedCell, attention: Attention) -> None:
+def _check_order(attention: Attention) -> None:
     """Check that what the call takes is, where it stands now, what it was where it stood.
 
     Raises:
         NotRead: a statement in between may have changed it.
     """
-    steps = [tree for node in attention.steps for tree in trees(parsed, node)]
     for node in attention.between:
         # A name that is bound before any step reads it is the same in the call, which stands below both.
-        earlier = [one for one in attention.steps if parsed.lines_of(one).start < parsed.lines_of(node).start]
-        needed = {name for one in earlier for tree in trees(parsed, one) for name in reads(tree)} - attention.names
-        (tree, *more) = trees(parsed, node)
-        plain = isinstance(tree, ast.Assign) and all(isinstance(target, ast.Name) for target in tree.targets)
-        if not plain or more or bound(tree) & needed:
-            raise NotRead(f"line {parsed.lines_of(node).start} stands between the scores and the values")
-    if attention.between and (called := next(_calls(steps, attention.layers), None)) is not None:
+        earlier = [step for step in attention.steps if step.lineno < node.lineno]
+        needed = {name for step in earlier for name in reads(step)} - attention.names
+        plain = isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
+        if not plain or bound(node) & needed:
+            raise NotRead(f"line {node.lineno} stands between the scores and the values")
+    if attention.between and (called := next(_calls(attention), None)) is not None:
         raise NotRead(f"`{called}` would be called later than it was")
 
 
-def _calls(steps: list[ast.stmt], layers: frozenset[str]) -> Iterator[str]:
+def _calls(attention: Attention) -> Iterator[str]:
     """Yield calls for queries, keys and masks whose result may be another one later."""
-    skipped = {"matmul", "bmm", "einsum", "softmax", "Softmax", "masked_fill", "masked_fill_", "dropout", "float"}
-    for tree in steps:
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            text = ast.unparse(node.func)
-            name = text.rpartition(".")[2]
-            if name not in _VIEWS | skipped and text not in layers:
-                yield ast.unparse(node)
+    for call in (node for step in attention.steps for node in ast.walk(step) if isinstance(node, ast.Call)):
+        text = ast.unparse(call.func)
+        if text.rpartition(".")[2] not in _SAME_LATER and text not in attention.layers:
+            yield ast.unparse(call)
 
 
 def _exchanged(parsed: rewriting.ParsedCell, attention: Attention, home: str) -> cst.Module:
     """Return the cell without the steps, the call in the place of the product, and their comments before it."""
-    before = attention.steps[0].leading_lines if attention.steps else attention.last.leading_lines
-    rest = [*attention.steps, attention.last][1:]
-    comments = [line for node in rest for line in node.leading_lines if line.comment is not None]
-    width = parsed.positions[attention.last].start.column
-    beside = len(parsed.code(attention.last).splitlines()[0]) - len(parsed.code(attention.product))
-    new = cst.parse_expression(_call(attention, home, _LONGEST - width - beside), parsed.module.config_for_parsing)
-    leading = [*before, *comments]
-    if attention.between:
-        # What stood before the steps stays where it is, with the first statement that does.
-        leading = list(attention.last.leading_lines)
-    return parsed.module.visit(_Exchange(attention, new, leading))
+    steps = [_statement(parsed, step) for step in attention.steps]
+    last, product = _statement(parsed, attention.last), node_of(parsed, attention.product)
+    if product is None:
+        raise NotRead("the product of weights and values is written in a way that is not followed")
+    first = steps[0] if steps else last
+    comments = [line for node in [*steps, last][1:] for line in node.leading_lines if line.comment is not None]
+    # What stood before the steps stays where it is, with the first statement that does.
+    leading = list(last.leading_lines) if attention.between else [*first.leading_lines, *comments]
+    taken = parsed.positions[last].start.column + len(parsed.code(last).splitlines()[0]) - len(parsed.code(product))
+    call = cst.parse_expression(_call(attention, home, _LONGEST - taken), parsed.module.config_for_parsing)
+    nodes: dict[cst.CSTNode, rewriting.New] = dict.fromkeys(steps, ())
+    nodes |= {product: call, last: lambda node: node.with_changes(leading_lines=leading)}
+    return rewriting.exchange(parsed.module, nodes)
 
 
-class _Exchange(cst.CSTTransformer):
-    """Takes the steps out, and puts the call in the place of the product."""
-
-    def __init__(self, attention: Attention, new: cst.BaseExpression, leading: list[cst.EmptyLine]) -> None:
-        super().__init__()
-        self._attention, self._new, self._leading = attention, new, leading
-
-    def on_leave(  # type: ignore[override]
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
-        if any(original_node is step for step in self._attention.steps):
-            return cst.RemovalSentinel.REMOVE
-        if original_node is self._attention.product:
-            return self._new
-        if original_node is self._attention.last:
-            return updated_node.with_changes(leading_lines=self._leading)
-        return super().on_leave(original_node, updated_node)
+def _statement(parsed: rewriting.ParsedCell, node: ast.stmt) -> rewriting.Statement:
+    """Return the statement that begins where ``node`` does."""
+    path = rewriting.path_to(parsed, node.lineno)
+    found = next((one for one in path if parsed.lines_of(one).start == node.lineno), None)
+    if found is None:
+        raise NotRead("the attention stands on one line with its function")
+    return found
 
 
 def _call(attention: Attention, home: str, room: int) -> str:
     """Return the call of the fused kernel, over several lines where it is longer than ``room``."""
-    scores = attention.weights.scores
-    arguments = [scores.query, scores.key, attention.value]
-    arguments += [f"attn_mask={scores.mask}"] if scores.mask is not None else []
-    dropout = attention.weights.dropout
-    arguments += [f"dropout_p={dropout}"] if dropout is not None else []
-    scale = "1.0" if scores.scale is None else scores.scale
-    arguments += [f"scale={scale}"] if scale != "default" else []
+    weights = attention.weights
+    arguments = [weights.query, weights.key, attention.value]
+    arguments += [f"attn_mask={weights.mask}"] if weights.mask is not None else []
+    arguments += [f"dropout_p={weights.dropout}"] if weights.dropout is not None else []
+    arguments += [f"scale={weights.scale or '1.0'}"] if weights.scale != "default" else []
     name, joined = f"{home}.scaled_dot_product_attention", ", ".join(arguments)
     if len(name) + len(joined) + 2 <= room:
         return f"{name}({joined})"

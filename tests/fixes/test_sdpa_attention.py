@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _attention_kernels, _attention_terms
+from oomdoctor.fixes import _attention_kernels, _attention_source
 from oomdoctor.fixes._attention_sites import WRITTEN
 from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, guard, patch, propose
 from oomdoctor.model.absence import Refused
@@ -262,17 +262,17 @@ def test_needs_less() -> None:
 
 def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     cell = layer(BODIES[2])
-    plain, kept = run(cell, SETUP, LOOP), _attention_terms.kept
-    monkeypatch.setattr(_attention_terms, "kept", lambda *args: kept(*args).replace("!=", "=="))
+    plain, call = run(cell, SETUP, LOOP), _attention_source._call
+    monkeypatch.setattr(_attention_source, "_call", lambda *args: call(*args).replace("!=", "=="))
     with pytest.raises(OomDoctorError, match="nothing to attend to"):
         run(cell, SETUP, LOOP, fixed=True)
     monkeypatch.setattr(
         _attention_kernels.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {}))
     )
     assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
-    monkeypatch.setattr(_attention_terms, "kept", kept)
+    monkeypatch.setattr(_attention_source, "_call", call)
     assert alike(plain, run(cell, SETUP, LOOP, fixed=True))
-    monkeypatch.setattr(_attention_terms, "scale_of", lambda *args: "0.5")
+    monkeypatch.setattr(_attention_source, "_call", lambda *args: call(*args)[:-1] + ", scale=0.5)")
     assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
 
 
