@@ -272,7 +272,7 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
     monkeypatch.setattr(_attention_source, "_call", call)
     assert alike(plain, run(cell, SETUP, LOOP, fixed=True))
-    monkeypatch.setattr(_attention_source, "_call", lambda *args: call(*args)[:-1] + ", scale=0.5)")
+    monkeypatch.setattr(_attention_source, "_call", lambda *args: call(*args)[:-1].rstrip(", \n") + ", scale=0.5)")
     assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
 
 
