@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from oomdoctor.objects.alive import alive
-from oomdoctor.objects.aside import without_apart
+from oomdoctor.objects.alive import alive, without_apart
 from oomdoctor.objects.storages import Bare, storages_of, unobserved
 
 __all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c", "out_of_sight"]

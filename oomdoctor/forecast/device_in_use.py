@@ -35,7 +35,7 @@ from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.survey import alive, live_storages
 from oomdoctor.objects.alive import alive as alive_of
-from oomdoctor.objects.aside import is_apart
+from oomdoctor.objects.alive import is_apart
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker

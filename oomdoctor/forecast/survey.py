@@ -17,7 +17,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
 from oomdoctor.model.memory import Role
-from oomdoctor.objects.aside import is_apart
+from oomdoctor.objects.alive import is_apart
+from oomdoctor.objects.graph import Graphs
+from oomdoctor.objects.kinds import registered
 
 __all__ = ["Alive", "alive", "live_storages", "saved_by", "state_of", "told_roles"]
 
@@ -107,8 +109,7 @@ def told_roles(found: Alive) -> Iterator[tuple[torch.Tensor, Role]]:
             yield tensor, Role.PARAMETER
     for module in found.modules:
         for kept, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
-            registered = module.__dict__.get(kept)
-            for tensor in registered.values() if isinstance(registered, dict) else ():
+            for _, tensor in registered(module, kept):
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, _WITHOUT_SHAPE):
                     yield tensor, role
     for optimizer in found.optimizers:
@@ -131,27 +132,14 @@ def state_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def saved_by(roots: list[Any]) -> Iterator[torch.UntypedStorage]:
-    """Yield what the graphs behind ``roots`` saved for backward, without unpacking it.
-
-    To unpack is to run the hooks of whoever packed it: on a checkpointed graph, the forward.
-    """
-    seen: set[Any] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for name in dir(type(node)):
-            if name.startswith("_raw_saved_"):
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError:  # a backward has freed it
-                    continue
-                for item in saved if isinstance(saved, (tuple, list)) else (saved,):
-                    for storage, _ in _as(Role.GRAPH_KEPT_ALIVE, getattr(item, "data", None)):
-                        yield storage
-        todo += [following for following, _ in node.next_functions]
+    """Yield what the graphs behind ``roots`` saved for backward, without unpacking it."""
+    graphs = Graphs()
+    for root in roots:
+        if root is not None:
+            graphs.from_node(root)
+    for tensor in graphs.saved:
+        for storage, _ in _as(Role.GRAPH_KEPT_ALIVE, tensor):
+            yield storage
 
 
 def _as(role: Role, value: Any) -> Iterator[tuple[torch.UntypedStorage, Role]]:

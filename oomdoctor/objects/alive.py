@@ -1,12 +1,16 @@
-"""What is alive of some classes, as the garbage collector knows it."""
+"""What is alive of some classes, as the garbage collector knows it, and tensors that are not the program's.
+
+Those are oomdoctor's own, such as copies for the way back.
+"""
 
 from __future__ import annotations
 
 import gc
 from itertools import chain, compress, repeat, starmap
 from typing import Any, Final
+from weakref import ref
 
-__all__ = ["alive", "alive_exactly", "classes_below"]
+__all__ = ["alive", "alive_exactly", "classes_below", "is_apart", "keep_apart", "without_apart"]
 
 _MOST_TYPES: Final = 40
 """To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
@@ -44,3 +48,22 @@ def classes_below(root: type) -> tuple[type, ...]:
             found[id(cls)] = cls
             todo += type.__subclasses__(cls)
     return tuple(found.values())
+
+
+_kept: dict[int, ref[Any]] = {}
+
+
+def keep_apart(tensor: Any) -> None:
+    """Have ``tensor`` left out of every count of the program's memory, as long as it lives."""
+    key, kept = id(tensor), _kept  # a name of this module is None already when tensors die with the interpreter
+    kept[key] = ref(tensor, lambda _: kept.pop(key, None))
+
+
+def is_apart(tensor: Any) -> bool:
+    """Return whether ``tensor`` is kept apart."""
+    return id(tensor) in _kept
+
+
+def without_apart(tensors: list[Any]) -> list[Any]:
+    """Return those of ``tensors`` that are the program's."""
+    return [tensor for tensor in tensors if id(tensor) not in _kept] if _kept else tensors

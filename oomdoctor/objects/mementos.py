@@ -19,11 +19,10 @@ __all__ = [
     "ADVANCES",
     "CLOSED",
     "DEEP",
+    "LOCKED",
     "Attributes",
     "Code",
-    "Lock",
     "Memento",
-    "Names",
     "Numbers",
     "Parts",
     "Reached",
@@ -71,56 +70,41 @@ class Memento:
 
 
 class Attributes(Memento):
-    """The class of an object and its ``__dict__``, if it has one."""
+    """The class of an object and its ``__dict__``, if it has one; or the globals of a module, as a dict.
+
+    Args:
+        owner: the object, held; or the dict.
+    """
 
     __slots__ = ("_cls", "_owner", "recipe")
 
     def __init__(self, owner: Any, cls: type, recipe: Recipe | None, path: str) -> None:
         self._owner, self._cls, self.recipe, self.path = owner, cls, recipe, path
 
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Give it its class again, and what it held."""
-        owner = living(self._owner)
-        if owner is GONE:
-            return
-        if type(owner) is not self._cls:
-            object.__setattr__(owner, "__class__", self._cls)
-        if self.recipe is not None:
-            fill(object.__getattribute__(owner, "__dict__"), self.recipe, memo)
-
-    def changed(self) -> str | None:
-        """Return whether other things are in it."""
+    def _names(self) -> Any:
         owner = living(self._owner)
         if owner is GONE or self.recipe is None:
             return None
-        is_same = still_holds(object.__getattribute__(owner, "__dict__"), self.recipe)
+        return owner if type(owner) is dict else object.__getattribute__(owner, "__dict__")
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Give it its class again, and what it held."""
+        owner = living(self._owner)
+        if owner is not GONE and type(owner) is not self._cls:
+            object.__setattr__(owner, "__class__", self._cls)
+        if self.recipe is not None and (names := self._names()) is not None:
+            fill(names, self.recipe, memo)
+
+    def changed(self) -> str | None:
+        """Return whether other things are in it."""
+        names = self._names()
+        is_same = names is None or self.recipe is None or still_holds(names, self.recipe)
         return None if is_same else f"changed `{self.path}`"
 
     def recipes(self) -> Iterator[Recipe]:
         """Yield that of its ``__dict__``."""
         if self.recipe is not None and living(self._owner) is not GONE:
             yield self.recipe
-
-
-class Names(Memento):
-    """The globals of a module of the user's own."""
-
-    __slots__ = ("_names", "_recipe")
-
-    def __init__(self, names: dict[str, Any], recipe: Recipe, path: str) -> None:
-        self._names, self._recipe, self.path = names, recipe, path
-
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Bind all names as they were."""
-        fill(self._names, self._recipe, memo)
-
-    def changed(self) -> str | None:
-        """Return whether a name is bound to another thing."""
-        return None if still_holds(self._names, self._recipe) else f"changed `{self.path}`"
-
-    def recipes(self) -> Iterator[Recipe]:
-        """Yield that of the names."""
-        yield self._recipe
 
 
 class Numbers(Memento):
@@ -170,37 +154,27 @@ class Parts(Memento):
 
 ADVANCES: Final = "is an iterator, an open file or a connection that the cell may have advanced"
 CLOSED: Final = "is an object of {}, made in C, which the cell may have changed without a trace"
+LOCKED: Final = "is a lock that was taken or let go of, and others may wait for it"
 DEEP: Final = "lies too deep to be looked at, and the cell may have changed it"
 
 
 class Reached(Memento):
-    """What cannot be wound back, nor seen to have changed: it is lost if the cell can get at it."""
+    """What cannot be wound back, nor seen to have changed: it is lost if the cell can get at it.
 
-    __slots__ = ("_held", "_what")
+    Of a lock it is seen how often it is held. To put that back could take it from another thread, or stop that one.
+    """
+
+    __slots__ = ("_count", "_held", "_what")
 
     def __init__(self, held: Any, path: str, what: str) -> None:
-        self._held, self.path, self._what = held, path, what
+        self._held, self.path, self._what, self._count = held, path, what, _times_held(living(held))
 
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if the cell can get at it."""
         value = living(self._held)
-        if value is not GONE and code.reaches(value):
+        is_as_it_was = is_lock(type(value)) and _times_held(value) == self._count
+        if value is not GONE and not is_as_it_was and code.reaches(value):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
-
-
-class Lock(Memento):
-    """A lock: to put it back could take it from another thread, or stop that one."""
-
-    __slots__ = ("_count", "_held")
-
-    def __init__(self, lock: Any, held: Any, path: str) -> None:
-        self._held, self._count, self.path = held, _times_held(lock), path
-
-    def lost(self, code: Code) -> Iterator[str]:
-        """Yield a sentence if it is held another number of times, and the cell can get at it."""
-        lock = living(self._held)
-        if lock is not GONE and _times_held(lock) != self._count and code.reaches(lock):
-            yield f"`{self.path}` is a lock that was taken or let go of, and others may wait for it"
 
 
 _LOCK: Final[Any] = type(threading.Lock())
@@ -214,7 +188,9 @@ def is_lock(cls: type) -> bool:
 
 
 def _times_held(lock: Any) -> int:
-    """Return how many times a lock is held; of one that belongs to its thread, by this thread."""
+    """Return how many times a lock is held; of one that belongs to its thread, by this thread. Of all else, 0."""
+    if not is_lock(type(lock)):
+        return 0
     if type(lock) is _LOCK:
         return int(lock.locked())
     counted = _COUNT.search(repr(lock)) if lock._is_owned() else None  # Python 3.11 tells it nowhere else

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.kinds import module_of, mro_of, name_of
 from oomdoctor.objects.mementos import Code, Memento
 

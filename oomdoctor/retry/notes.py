@@ -28,7 +28,7 @@ from oomdoctor.objects.kinds import (
     plain_dict,
     registered,
 )
-from oomdoctor.objects.mementos import ADVANCES, CLOSED, Attributes, Lock, Parts, Reached, is_lock
+from oomdoctor.objects.mementos import ADVANCES, CLOSED, LOCKED, Attributes, Parts, Reached, is_lock
 from oomdoctor.objects.places import (
     ATTRIBUTES,
     ITEMS,
@@ -245,7 +245,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
         shape.add(Cached(value, path))
         shape.hold(value.__wrapped__, path, depth - 1)
     elif is_lock(cls):
-        shape.add(Lock(value, held, path))
+        shape.add(Reached(held, path, LOCKED))
     elif cls is MappingProxyType:
         _hold_shown(shape, value, path, depth)
     elif cls is Logger:  # put back, as far as a cell changes it, whether it has a name or not

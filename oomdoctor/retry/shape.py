@@ -26,7 +26,7 @@ from oomdoctor.objects.containers import (
 )
 from oomdoctor.objects.copies import LONG, Allowance, Long
 from oomdoctor.objects.kinds import Kind, kind_of
-from oomdoctor.objects.mementos import DEEP, Memento, Names, Numbers, Reached
+from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_users
 from oomdoctor.objects.places import is_bare
 from oomdoctor.objects.recipes import Recipe, attribute_path, weak
@@ -257,7 +257,7 @@ class Shape:
         """Note the globals of a module of the user's own."""
         if id(names) not in self.known:
             recipe = self.known[id(names)] = Recipe(names, path, attribute_path)
-            self.add(Names(names, recipe, path))
+            self.add(Attributes(names, dict, recipe, path))
             items = list(names.items())
             recipe.keys = [name for name, _ in items]
             recipe.values = [

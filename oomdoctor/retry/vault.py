@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.kinds import plain_dict
 from oomdoctor.objects.recipes import GONE, living, weak
 

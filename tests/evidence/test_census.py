@@ -24,7 +24,7 @@ from oomdoctor.evidence import census
 from oomdoctor.evidence.ledger import Ledger
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
-from oomdoctor.objects.aside import keep_apart
+from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.frames import frames_of, locals_of
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
 
