@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from oomdoctor.evidence import _feeding, _models, _precision, _replicas, _setup
 from oomdoctor.evidence._loaders import loaders as loader_facts
@@ -23,23 +23,17 @@ from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells
-from oomdoctor.objects.containers import items_of
-from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
+from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.known import Objects
-from oomdoctor.objects.named import is_users
 from oomdoctor.program import kept_tensors
-from oomdoctor.program.carried_state import carries_state
 from oomdoctor.program.definitions import Program, is_gradless, read
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import FirstUse, first_uses
 from oomdoctor.program.reaching import unreached
 from oomdoctor.program.training_loops import training_loops
-from oomdoctor.program.undifferentiated import outliving, runs_model, undifferentiated
+from oomdoctor.program.undifferentiated import runs_model
 
 __all__ = ["facts"]
-
-_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE})
-_LOOKED_AT: Final = 64
 
 
 def facts(
@@ -76,9 +70,7 @@ def facts(
     program = read(cells)
     under = ground(program)
     once, ahead = not_repeatable(program, _from_before(cells, namespace), under, unreached(program, line, running))
-    loops, idle = training_loops(program, kinds, line, running), undifferentiated(program, kinds, line)
-    idle_kept, idle_models = outliving(program, kinds, idle)
-    carried, carried_idly = carries_state(program, under, idle, trains=any(loop.in_failing_run for loop in loops))
+    loops = training_loops(program, kinds, line, running)
     objects = Objects(
         namespace=namespace,
         modules=modules,
@@ -97,18 +89,10 @@ def facts(
         losses=losses,
         optimizers=_models.typed(optimizers),
         steppers=optimizer_facts(optimizers),
-        history_appends=kept_tensors.history_appends(program, kinds),
-        undifferentiated=idle,
-        idle_kept=idle_kept,
-        idle_models=idle_models,
-        inputs_with_grad=_inputs_with_grad(namespace),
         runs_model=runs_model(program, kinds),
         not_repeatable=once,
         not_reached=ahead,
         grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
-        carries_state=carried,
-        state_undifferentiated=carried is not None and carried_idly,
-        keeps_gradients=kept_tensors.keeps_gradients(under),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),
         generates=_setup.generates(program),
@@ -146,28 +130,6 @@ def _batch_shape(loop: TrainingLoop, namespace: Mapping[str, Any]) -> tuple[int,
     values = (namespace[name] for name in names if name in namespace)
     tensor = next((one for one in values if (type(one).__module__, type(one).__name__) == ("torch", "Tensor")), None)
     return tuple(tensor.shape) if tensor is not None else None
-
-
-def _inputs_with_grad(namespace: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of tensors that require a gradient and are no parameters, or of what has one in it."""
-    found = []
-    for name, value in namespace.items():
-        kind = kind_of(type(value))
-        items = items_of(value, kind, _LOOKED_AT) if kind in _CONTAINERS else (value,)
-        if is_users(name) and any(map(_wants_grad, items)):
-            found.append(name)
-    return tuple(found)
-
-
-def _wants_grad(value: Any) -> bool:
-    if kind_of(type(value)) is not Kind.TENSOR:
-        return False
-    bases = {name_of(base): base for base in mro_of(type(value))}
-    if "Parameter" in bases:
-        return False
-    # Past a class of the user's, which may answer itself.
-    members = members_of(bases["TensorBase"])
-    return bool(members["is_leaf"].__get__(value) and members["requires_grad"].__get__(value))
 
 
 def _reruns(cells: Cells) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,27 +80,8 @@ def _program(
         in_step=exc is not None or any(frame.values for frame in own),
         step_names=bound.union(*running),
         out_of_sight=out_of_sight(),
-        appends=dict(_detached(source) for _, _, source in code.history_appends),
+        appends={one.names[0]: one.names[1] for one in code.sites.get("detach_history", ())},
     )
-
-
-def _detached(source: str) -> tuple[str, str]:
-    """Return the name of what a statement adds a tensor to, and the one that leaves the graph behind."""
-    node = ast.parse(source).body[0]
-    match node:
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=kept_in), args=[kept]) as call):
-            call.args = [_without_graph(kept)]
-        case ast.AugAssign(target=kept_in, value=kept):
-            node.value = _without_graph(kept)
-        case ast.Assign(targets=[kept_in], value=ast.BinOp(right=kept) as added):
-            added.right = _without_graph(kept)
-        case _:
-            raise AssertionError(f"no statement that keeps a tensor: {source}")
-    return ast.unparse(kept_in), ast.unparse(node)
-
-
-def _without_graph(value: ast.expr) -> ast.expr:
-    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
 
 
 def _counted(device: DeviceMemory, found: int) -> DeviceMemory:

@@ -12,7 +12,7 @@ and is not taken back on exit; what a running cell goes on to append is changed 
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -25,27 +25,55 @@ from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.kept_tensors import history_appends
+from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIX", "apply", "detect", "patch", "propose"]
 
-_NAME: Final = re.compile(r"[^\W\d]\w*")
-_STATEMENT: Final = re.compile(r"In\[(\d+)\] line \d+: ([^\W\d]\w*)")
 _NO_PLACE: Final = (
     "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
     "is taken through them"
 )
 
 
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find what a loop keeps with its graph; the names are the history, and the statement that leaves the graph out."""
+    found = history_appends(program, objects.kinds)
+    return tuple(site("history", scope, node, _without_graphs(node)) for scope, node in found)
+
+
+def _without_graphs(node: ast.stmt) -> tuple[str, str]:
+    """Return the name of what a statement adds a tensor to, and the statement that leaves the graph behind."""
+    copy = ast.parse(ast.unparse(node)).body[0]  # the trees of the cells are shared
+    match copy:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=kept_in), args=[kept]) as call):
+            call.args = [_cut(kept)]
+        case ast.AugAssign(target=kept_in, value=kept):
+            copy.value = _cut(kept)
+        case ast.Assign(targets=[kept_in], value=ast.BinOp(right=kept) as added):
+            added.right = _cut(kept)
+        case _:
+            raise AssertionError(f"no statement that keeps a tensor: {ast.unparse(node)}")
+    return ast.unparse(kept_in), ast.unparse(copy)
+
+
+def _cut(value: ast.expr) -> ast.expr:
+    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose the one dose: every place at once."""
-    places = evidence.code.history_appends
-    if not places:
+    sites = evidence.code.sites.get("detach_history", ())
+    if not sites:
         return Refused(_NO_PLACE)
-    names = dict.fromkeys(match[0] for *_, text in places if (match := _NAME.match(text)))
+    names = dict.fromkeys(one.names[0] for one in sites)
     kept = sum(holding.bytes for holding in evidence.census.holdings if any(_keeps(holding, name) for name in names))
     if not kept:
         return Refused(f"the census found no graph that {_listed(names)} keeps alive")
@@ -71,9 +99,9 @@ def _kept_elsewhere(evidence: Evidence, names: Iterable[str]) -> str | None:
         kept = (one for one in evidence.census.holdings if one.role is Role.GRAPH_KEPT_ALIVE)
         if name not in names and any(_keeps(one, name) for one in kept):
             return f"`{name}`"
-    carried = _STATEMENT.match(code.carries_state or "")
-    if carried is not None and any(int(carried[1]) == number for number, *_ in code.history_appends):
-        return f"the recurrent state carried over steps in {code.carries_state}"
+    carried = code.first("detach_state")
+    if carried is not None and any(carried.cell == one.cell for one in code.sites["detach_history"]):
+        return f"the recurrent state carried over steps in {carried}"
     return None
 
 
@@ -92,11 +120,11 @@ def _keeps(holding: Holding, name: str) -> bool:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the places with what they keep detached."""
-    places = evidence.code.history_appends
-    if not places:
+    sites = evidence.code.sites.get("detach_history", ())
+    if not sites:
         return Refused(_NO_PLACE)
-    numbers = dict.fromkeys(number for number, *_ in places)
-    return rewriting.join(cells, [_cell(cells, number, [p[1] for p in places if p[0] == number]) for number in numbers])
+    numbers = dict.fromkeys(one.cell for one in sites)
+    return rewriting.join(cells, [_cell(cells, n, [one.line for one in sites if one.cell == n]) for n in numbers])
 
 
 def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
@@ -179,4 +207,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    detect=detect,
 )

@@ -14,46 +14,62 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _frees_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.carried_state import carried_state
 from oomdoctor.program.magics import parsed
+from oomdoctor.program.sites import site
+from oomdoctor.program.undifferentiated import undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIX", "apply", "detect", "patch", "propose"]
 
 _NOTHING: Final = "no recurrent state is carried over steps with its graph"
-_NAME: Final = re.compile(r"(?:self\.)?[^\W\d]\w*")
 _MAKES: Final = frozenset({"zeros", "ones", "randn", "rand", "empty", "zeros_like", "new_zeros", "tensor", "full"})
 _LSTM: Final = re.compile(r"\bLSTM(?:Cell)?\(")
 _ONE_STATE: Final = re.compile(r"\b(?:GRU|RNN)(?:Cell)?\(")
 
 
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the state that is carried over steps: ``idle`` where nothing differentiates it, else ``carried``."""
+
+    def idle() -> Collection[tuple[int, int]]:
+        return [(cell, line) for cell, line, _ in undifferentiated(program, objects.kinds, objects.line)]
+
+    found = carried_state(program, idle, trains=any(loop.in_failing_run for loop in objects.loops))
+    if found is None:
+        return ()
+    return (site("idle" if found.is_idle else "carried", found.scope, found.node, found.names),)
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where a state is carried with its graph and graphs take memory."""
-    found = _carried(evidence)
-    if isinstance(found, Refused):
-        return found
-    names = found[2]
+    found = evidence.code.first("detach_state")
+    if found is None:
+        return Refused(_NOTHING)
+    names = found.names
     census = evidence.census
     kept = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
     if not kept:
         return Refused(f"the census found no graphs that {_listed(names)} could keep alive")
-    exact = evidence.code.state_undifferentiated
+    exact = found.kind == "idle"
     return (
         Proposal(
             dose=Dose.of(state=", ".join(names)),
@@ -70,40 +86,27 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def _carried(evidence: Evidence) -> tuple[int, int, tuple[str, ...]] | Refused:
-    """Return the cell, the line and the names of the state."""
-    fact = evidence.code.carries_state
-    place = _frees_source.place_of(fact) if fact is not None else None
-    if place is None:
-        return Refused(_NOTHING)
-    number, line, text = place
-    given, _, made = text.partition(" = ")
-    fed = set(_NAME.findall(made))
-    names = tuple(dict.fromkeys(name for name in _NAME.findall(given) if name in fed))
-    return (number, line, names) if names else Refused(f"it is not clear which names of `{text}` are the state")
-
-
 def _listed(names: tuple[str, ...]) -> str:
     return " and ".join(f"`{name}`" for name in names)
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Detach the state at the end of the step; in a module, before it is fed back."""
-    found = _carried(evidence)
-    if isinstance(found, Refused):
-        return found
-    number, line, names = found
-    cell = cells.get(number)
+    found = evidence.code.first("detach_state")
+    if found is None:
+        return Refused(_NOTHING)
+    names = found.names
+    cell = cells.get(found.cell)
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    path = rewriting.path_to(parsed, line)
+    path = rewriting.path_to(parsed, found.line)
     feeding = path[-1] if path else None
     if not isinstance(feeding, cst.SimpleStatementLine) or len(feeding.body) > 1:
-        return Refused(f"line {line} of {cell} is no statement of its own")
+        return Refused(f"line {found.line} of {cell} is no statement of its own")
     in_module = all(name.startswith("self.") for name in names)
-    idly = evidence.code.state_undifferentiated
-    module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells, idly)
+    is_idle = found.kind == "idle"
+    module = _in_module(parsed, feeding, names, cells) if in_module else _in_loop(parsed, path, names, cells, is_idle)
     if isinstance(module, Refused):
         return module
     return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
@@ -250,4 +253,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    detect=detect,
 )

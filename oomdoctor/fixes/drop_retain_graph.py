@@ -148,7 +148,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     place = code.first("drop_retain_graph")
     if place is None:
         return Refused(_NOTHING)
-    if code.carries_state is not None:
+    if code.first("detach_state") is not None:
         return Refused(_CARRIED)
     loss = _LOSS.match(place.text)
     held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
@@ -168,7 +168,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     dropped = [one for one in sites if one.kind == _DROPS]
     if not sites:
         return Refused(_NOTHING)
-    if evidence.code.carries_state is not None:
+    if evidence.code.first("detach_state") is not None:
         return Refused(_CARRIED)
     if not dropped:
         why = "the gradients are differentiated themselves (create_graph)"

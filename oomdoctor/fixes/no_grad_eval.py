@@ -15,8 +15,8 @@ gradients is a matter of the source.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
@@ -27,14 +27,21 @@ from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.containers import items_of
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
+from oomdoctor.objects.named import is_users
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.undifferentiated import outliving, undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
@@ -43,8 +50,47 @@ _NO_PLACE: Final = (
 _NAMED: Final = 4
 """Names that a caveat gives; of more, their number."""
 
+_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE})
+_LOOKED_AT: Final = 64
 _OF_STEP: Final = re.compile(r"local `[^`]*` of (forward|backward) at ")
 """A tensor that a layer or a backward pass is at work on."""
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find what runs a model and is never differentiated, with the names that keep a graph when the cell has ended.
+
+    It is ``trainable`` where a later cell may train on what is kept: a model that is run is in training mode, or may be
+    as it is not among those that are known, or an input requires a gradient, whatever the mode.
+    """
+    places = undifferentiated(program, objects.kinds, objects.line)
+    kept, paths = outliving(program, objects.kinds, places)
+    known = {model.path: model for model in objects.models}
+    met = [known.get(path) for path in paths]
+    models = met if met and all(met) else list(objects.models)
+    trainable = not models or any(one is not None and one.training for one in models) or _has_inputs(objects.namespace)
+    kind = "trainable" if trainable else "idle"
+    return tuple(Site(kind=kind, cell=c, line=line, end_line=line, text=text, names=kept) for c, line, text in places)
+
+
+def _has_inputs(namespace: Mapping[str, Any]) -> bool:
+    """Whether a name holds a tensor that requires a gradient and is no parameter, or a container of one."""
+    for name, value in namespace.items():
+        kind = kind_of(type(value))
+        items = items_of(value, kind, _LOOKED_AT) if kind in _CONTAINERS else (value,)
+        if is_users(name) and any(map(_wants_grad, items)):
+            return True
+    return False
+
+
+def _wants_grad(value: Any) -> bool:
+    if kind_of(type(value)) is not Kind.TENSOR:
+        return False
+    bases = {name_of(base): base for base in mro_of(type(value))}
+    if "Parameter" in bases:
+        return False
+    # Past a class of the user's, which may answer itself.
+    members = members_of(bases["TensorBase"])
+    return bool(members["is_leaf"].__get__(value) and members["requires_grad"].__get__(value))
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -52,7 +98,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     code = evidence.code
     if code.grad_disabled:
         return Refused("gradients are off already at the line that failed")
-    if not code.undifferentiated:
+    sites = code.sites.get("no_grad_eval", ())
+    if not sites:
         return Refused(_NO_PLACE)
     found = evidence.census.bytes_of(Role.ACTIVATION)
     kept = found or found_or_asked(incident, evidence)
@@ -60,8 +107,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("the census found no activations that are kept for a backward pass")
     if (loop := _only_trains(evidence)) is not None:
         return Refused(f"the activations that were found are those of a step of the training loop of line {loop.line}")
-    fused, kept_on = _fused(code), _kept_on(code)
-    is_trained_on = kept_on is not None and _may_be_trained(code)
+    fused, kept_on = _fused(code), _kept_on(sites)
+    is_trained_on = kept_on is not None and sites[0].kind == "trainable"
     return (
         Proposal(
             dose=Dose(),
@@ -86,12 +133,13 @@ def _fused(code: CodeFacts) -> str | None:
     )
 
 
-def _kept_on(code: CodeFacts) -> str | None:
+def _kept_on(sites: Sequence[Site]) -> str | None:
     """Return what holds results with their graph when the cell has ended, and would hold them without one."""
-    if not code.idle_kept:
+    kept = list(dict.fromkeys(name for one in sites for name in one.names))
+    if not kept:
         return None
-    named = [f"`{name}`" for name in code.idle_kept[:_NAMED]]
-    more = len(code.idle_kept) - len(named)
+    named = [f"`{name}`" for name in kept[:_NAMED]]
+    more = len(kept) - len(named)
     named += [f"{more} more"] if more else []
     return (
         f"{' and '.join(filter(None, (', '.join(named[:-1]), named[-1])))} would hold no graph any more: "
@@ -99,47 +147,32 @@ def _kept_on(code: CodeFacts) -> str | None:
     )
 
 
-def _may_be_trained(code: CodeFacts) -> bool:
-    """Whether a model that is run is in training mode, or may be as it is not among those that were found.
-
-    So is an input that requires a gradient, whatever the mode.
-    """
-    found = {model.path: model for model in code.models}
-    if code.inputs_with_grad:
-        return True
-    met = [found.get(path) for path in code.idle_models]
-    models = met if met and all(met) else code.models
-    return not models or any(one is not None and one.training for one in models)
-
-
 def _only_trains(evidence: Evidence) -> TrainingLoop | None:
     """Return the training loop that was running where it holds all activations, None where evaluation may hold some.
 
     What an evaluation has bound to a name lives on with its graph while the next epoch trains.
     """
-    places = evidence.code.undifferentiated
+    sites = evidence.code.sites["no_grad_eval"]
     loop = next((one for one in evidence.code.loops if one.in_failing_run and one.was_running and one.end_line), None)
     held = [one for one in evidence.census.holdings if one.role is Role.ACTIVATION]
     if loop is None or loop.end_line is None or not held:
         return None
     lines = range(loop.line, loop.end_line + 1)
-    is_beside = all(cell == loop.cell and at not in lines for cell, at, _ in places)
+    is_beside = all(one.cell == loop.cell and one.line not in lines for one in sites)
     is_of_step = all(_OF_STEP.match(one.path) or one.expression == loop.loss for one in held)
     return loop if is_beside and is_of_step else None
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put every place under ``no_grad``."""
-    places = evidence.code.undifferentiated
-    if not places:
+    sites = evidence.code.sites.get("no_grad_eval", ())
+    if not sites:
         return Refused(_NO_PLACE)
-    numbers = dict.fromkeys(number for number, *_ in places)
-    return rewriting.join(
-        cells, [_cell(cells, number, [p[1:] for p in places if p[0] == number]) for number in numbers]
-    )
+    numbers = dict.fromkeys(one.cell for one in sites)
+    return rewriting.join(cells, [_cell(cells, n, [one for one in sites if one.cell == n]) for n in numbers])
 
 
-def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit | Refused:
+def _cell(cells: Cells, number: int, sites: Sequence[Site]) -> Edit | Refused:
     cell = cells.get(number)
     parsed, torch = rewriting.read(cell.source), _frees_source.torch_name(cells.beside(cell))
     if isinstance(parsed, Refused):
@@ -149,7 +182,7 @@ def _cell(cells: Cells, number: int, places: Sequence[tuple[int, str]]) -> Edit 
     name, imports = torch
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     wrapped: list[rewriting.Statement] = []
-    for line, text in places:
+    for line, text in ((one.line, one.text) for one in sites):
         node = _frees_source.starting_at(parsed, line, text)
         if node is None or not _frees_source.block_around(parsed, node):
             return Refused(f"line {line} of {cell} is no statement of its own")
@@ -197,4 +230,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect,
 )

@@ -279,7 +279,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     found = _gathers(evidence)
     if isinstance(found, Refused):
         return found
-    detached = {(cell, at) for cell, at, _ in evidence.code.history_appends}
+    detached = {(one.cell, one.line) for one in evidence.code.sites.get("detach_history", ())}
     for one in found:
         if (one.cell, one.line) not in detached and _has_graph(evidence, one.names[0]):
             return Refused(

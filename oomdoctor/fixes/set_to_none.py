@@ -10,6 +10,7 @@ Source: https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_gra
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -19,26 +20,46 @@ from weakref import ref
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _optimizer_source, _told
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "apply", "detect", "guard", "patch", "propose"]
 
 _NOWHERE: Final = "no call of zero_grad was found that keeps the gradients"
 
 
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find each ``zero_grad`` that fills gradients with zeros and does not free them."""
+    return tuple(
+        site("zeroed", scope, node)
+        for scope in ground(program).reach
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Call) and words.last_name(node) == "zero_grad" and _keeps(node)
+    )
+
+
+def _keeps(call: ast.Call) -> bool:
+    values = [one.value for one in call.keywords if one.arg == "set_to_none"] + call.args[:1]
+    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where a call keeps the gradients and the census saw some."""
-    if evidence.code.keeps_gradients is None:
+    if evidence.code.first("set_to_none") is None:
         return Refused(_NOWHERE)
     if (incident.framework_frame or "").startswith("torch/optim/"):
         return Refused("memory ran out in the optimizer's step, where the gradients have to be there")
@@ -128,19 +149,21 @@ def _weights(optimizer: Any) -> list[Any]:
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the gradients let go of, in the function or the cell in which one is known to be kept."""
+    """Return the cells with the gradients let go of where they are known to be kept."""
     del dose
-    if evidence.code.keeps_gradients is None:
+    sites = evidence.code.sites.get("set_to_none", ())
+    if not sites:
         return Refused(_NOWHERE)
-    place = _told.found(cells, evidence.code.keeps_gradients)
-    if isinstance(place, Refused):
-        return place
-    changes: dict[cst.CSTNode, cst.CSTNode] = {
-        call: new for call in _optimizer_source.calls(place.scope) if (new := _freed(call)) is not None
-    }
-    return rewriting.join(
-        cells, [rewriting.edit(cells, place.cell, place.parsed, rewriting.exchange(place.parsed.module, changes))]
-    )
+    edits = []
+    for number in sorted({one.cell for one in sites}):
+        parsed = rewriting.read(cells.get(number).source)
+        if isinstance(parsed, Refused):
+            return parsed
+        lines = {one.line for one in sites if one.cell == number}
+        there = [node for node, at in parsed.positions.items() if at.start.line in lines and isinstance(node, cst.Call)]
+        changes: dict[cst.CSTNode, cst.CSTNode] = {call: new for call in there if (new := _freed(call)) is not None}
+        edits.append(rewriting.edit(cells, cells.get(number), parsed, rewriting.exchange(parsed.module, changes)))
+    return rewriting.join(cells, edits)
 
 
 def _freed(call: cst.Call) -> cst.Call | None:
@@ -162,5 +185,6 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    detect=detect,
     guard=guard,
 )

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -66,8 +66,6 @@ def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
     moved = replace(
         code,
         loops=tuple(found),
-        history_appends=_places(code.history_appends, lines),
-        undifferentiated=_places(code.undifferentiated, lines),
         sites={fix: _sites(found, lines) for fix, found in code.sites.items()},
     )
     return replace(evidence, code=moved)
@@ -87,16 +85,6 @@ def _loop(loop: TrainingLoop, lines: _Lines, trees: Mapping[int, ast.Module]) ->
     nodes = (node for node in ast.walk(trees[loop.cell]) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
     node = next((node for node in nodes if node.lineno == line), None)
     return None if node is None else replace(loop, line=node.lineno, end_line=node.end_lineno)
-
-
-def _places(places: tuple[Any, ...], lines: _Lines) -> tuple[Any, ...]:
-    """Return the places where they stand now; none where one of them was changed, as no part is the whole."""
-    now = tuple(
-        (place[0], line, *place[2:])
-        for place in places
-        if (line := lines[place[0]].get(place[1]) if place[0] in lines else place[1]) is not None
-    )
-    return now if len(now) == len(places) else ()
 
 
 def _sites(sites: tuple[Site, ...], lines: _Lines) -> tuple[Site, ...]:

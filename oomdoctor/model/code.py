@@ -229,7 +229,7 @@ class TrainerFacts:
 class CodeFacts:
     """What the cells and the objects of the namespace show, with nothing of the user's run.
 
-    Facts that are text say where and what, ``In[3] line 7: loss.backward(retain_graph=True)``, and are None where no
+    Facts that are text say where and what, ``In[3] line 7: torch.compile(model)``, and are None where no
     cell does it.
 
     Attributes:
@@ -237,16 +237,8 @@ class CodeFacts:
         not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.
-        history_appends: places that keep a tensor with its graph, ``(cell, line, source text)``.
-        undifferentiated: loops and statements that run a model with gradients on and of which nothing is
-            differentiated, ``(cell, line, source text)``.
-        idle_kept: what holds something that those made, with its graph, when the cell has ended; ``idle_models``: the
-            models that they run; ``inputs_with_grad``: names of tensors that require a gradient and are no parameters.
         runs_model: whether the failing cell calls a model, by itself or by functions of the cells; None where it was
             not looked for.
-        carries_state: a call that feeds a recurrent state back with its graph; ``state_undifferentiated``: nothing is
-            differentiated through that state.
-        keeps_gradients: a ``zero_grad(set_to_none=False)``.
         hooks: where a hook is registered that keeps what passes through it.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
@@ -282,18 +274,10 @@ class CodeFacts:
     losses: tuple[LossFacts, ...] = ()
     optimizers: tuple[tuple[str, str], ...] = ()
     steppers: tuple[OptimizerFacts, ...] = ()
-    history_appends: tuple[tuple[int, int, str], ...] = ()
-    undifferentiated: tuple[tuple[int, int, str], ...] = ()
-    idle_kept: tuple[str, ...] = ()
-    idle_models: tuple[str, ...] = ()
-    inputs_with_grad: tuple[str, ...] = ()
     runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
     grad_disabled: bool = False
-    carries_state: str | None = None
-    state_undifferentiated: bool = False
-    keeps_gradients: str | None = None
     hooks: str | None = None
     classes: tuple[int, ...] = ()
     generates: str | None = None

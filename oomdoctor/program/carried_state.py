@@ -8,50 +8,65 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements, target_names
-from oomdoctor.program.ground import Ground
+from oomdoctor.program.definitions import Loop, Program, Scope, Statement, statements, target_names
+from oomdoctor.program.ground import ground
 from oomdoctor.program.names import call_name, own_nodes
 
-__all__ = ["carries_state"]
+__all__ = ["Carried", "carried_state"]
 
 _ANEW: Final = re.compile(r"detach|repackage|no_grad|\.data\b|init|zeros|reset")
 
 
-def carries_state(
-    program: Program, ground: Ground, idle: Collection[tuple[int, int, str]], *, trains: bool
-) -> tuple[str | None, bool]:
-    """Return the call that feeds a state back, not detached, and whether it is certain that nothing differentiates it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """A statement that feeds a state back, not detached.
+
+    Attributes:
+        names: of the state.
+        is_idle: it is certain that nothing differentiates it.
+    """
+
+    scope: Scope
+    node: ast.Assign
+    names: tuple[str, ...]
+    is_idle: bool
+
+
+def carried_state(program: Program, idle: Callable[[], Collection[tuple[int, int]]], *, trains: bool) -> Carried | None:
+    """Return the first state that is carried over steps.
 
     Args:
         program: the cells.
-        ground: what of them the failing cell rests on.
-        idle: what nothing is differentiated of, ``(cell, line, source text)``.
+        idle: gives ``(cell, line)`` of what nothing is differentiated of.
         trains: the failing cell runs a loop that trains.
     """
     every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
-    for scope, statement in every:
-        differentiating = [loop for loop in statement.loops if _differentiates(loop)]
-        if differentiating and _is_carried(statement, differentiating[-1]):
-            return place(scope, statement.node), False
-    if (kept := _kept_in_module(program, ground)) is not None:
-        return kept, bool(idle) and not trains
-    for scope, statement in every:
-        lines = {line for number, line, _ in idle if number == scope.cell}
+    for scope, one in every:
+        differentiating = [loop for loop in one.loops if _differentiates(loop)]
+        if differentiating and isinstance(one.node, ast.Assign) and _is_carried(one, differentiating[-1]):
+            return Carried(scope=scope, node=one.node, names=_fed_back(one.node), is_idle=False)
+    for scope in ground(program).reach:
+        if (kept := _kept_in_module(program, scope)) is not None:
+            return Carried(scope=scope, node=kept, names=_fed_back(kept), is_idle=not trains and bool(idle()))
+    for scope, one in every:
+        if not isinstance(one.node, ast.Assign) or not _is_carried(one, one.loops[-1]):
+            continue
+        lines = {line for number, line in idle() if number == scope.cell}
         around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
-        is_idle = any(node.lineno <= statement.node.lineno <= (node.end_lineno or 0) for node in around)
-        if is_idle and _is_carried(statement, statement.loops[-1]):
-            return place(scope, statement.node), True
-    return None, False
+        if any(node.lineno <= one.node.lineno <= (node.end_lineno or 0) for node in around):
+            return Carried(scope=scope, node=one.node, names=_fed_back(one.node), is_idle=True)
+    return None
 
 
 def _is_carried(statement: Statement, loop: Loop) -> bool:
     """Whether a statement feeds back a state with its graph, and ``loop`` does not bind it anew."""
     fed = _fed_back(statement.node)
-    rebound = any(_rebinds(node, fed, statement.node) for node in own_nodes(loop.body))
+    rebound = any(_rebinds(node, set(fed), statement.node) for node in own_nodes(loop.body))
     return bool(fed) and not statement.is_gradless and not rebound
 
 
@@ -59,15 +74,15 @@ def _differentiates(loop: ast.AST) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
 
 
-def _fed_back(node: ast.AST) -> frozenset[str]:
+def _fed_back(node: ast.AST) -> tuple[str, ...]:
     """Return the names that a call of several arguments is given and gives back."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-        return frozenset()
+        return ()
     given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
     if len(given) < 2 or _ANEW.search(ast.unparse(node.value)):
-        return frozenset()
-    names = {name for target in node.targets for name in _texts(target)}
-    return frozenset(names & {name for value in given[1:] for name in _texts(value)})
+        return ()
+    fed = {name for value in given[1:] for name in _texts(value)}
+    return tuple(dict.fromkeys(name for target in node.targets for name in _texts(target) if name in fed))
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
@@ -79,7 +94,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
         yield ast.unparse(node)
 
 
-def _rebinds(node: ast.AST, names: frozenset[str], feeding: ast.stmt) -> bool:
+def _rebinds(node: ast.AST, names: set[str], feeding: ast.stmt) -> bool:
     """Whether a statement other than ``feeding`` cuts the state from its past, or may."""
     match node:
         case ast.Call(func=ast.Attribute(value=base, attr="detach_")):
@@ -93,14 +108,14 @@ def _rebinds(node: ast.AST, names: frozenset[str], feeding: ast.stmt) -> bool:
     return False
 
 
-def _kept_in_module(program: Program, ground: Ground) -> str | None:
-    for scope in ground.reach:
-        if scope.function is None or not scope.function.in_class or scope.function.node.name == "__init__":
-            continue
-        for node in own_nodes(scope.body):
-            fed = {name.removeprefix("self.") for name in _fed_back(node) if name.startswith("self.")}
-            if fed and isinstance(node, ast.Assign) and not _is_let_go(program, scope, fed, node):
-                return place(scope, node)
+def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
+    """Return the statement of a method that feeds an attribute back which nothing binds anew."""
+    if scope.function is None or not scope.function.in_class or scope.function.node.name == "__init__":
+        return None
+    for node in own_nodes(scope.body):
+        fed = {name.removeprefix("self.") for name in _fed_back(node) if name.startswith("self.")}
+        if fed and isinstance(node, ast.Assign) and not _is_let_go(program, scope, fed, node):
+            return node
     return None
 
 

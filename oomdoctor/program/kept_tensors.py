@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from oomdoctor.program import words
@@ -21,7 +21,7 @@ from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.program.naming import names_in, root_of
 from oomdoctor.program.training_loops import called_like_a_model
 
-__all__ = ["gathers_predictions", "history_appends", "hooks", "keeps_gradients"]
+__all__ = ["gathers_predictions", "history_appends", "hooks"]
 
 _READERS: Final = frozenset({"len", "print", "float", "int", "bool"})
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
@@ -39,27 +39,13 @@ _OWNING: Final = frozenset({"generate", "forward", "predict"})
 """Methods of a model that give its outputs."""
 
 
-def keeps_gradients(ground: Ground) -> str | None:
-    """Return the ``zero_grad`` that fills gradients with zeros and does not free them."""
-    return _first_call(ground, "zero_grad", lambda call: _given(call, False, {"set_to_none"}, at=0))
+def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Scope, ast.stmt]]:
+    """Return the statements that do so, of what the failing cell runs, in the order of their lines."""
+    found = [(scope, node) for scope in program.running for node in _appends(program, scope, kinds)]
+    return sorted(found, key=lambda pair: (pair[0].cell, pair[1].lineno))
 
 
-def _first_call(ground: Ground, method: str, holds: Callable[[ast.Call], bool]) -> str | None:
-    calls = ((scope, node) for scope in ground.reach for node in own_nodes(scope.body) if isinstance(node, ast.Call))
-    return next((place(scope, call) for scope, call in calls if words.last_name(call) == method and holds(call)), None)
-
-
-def _given(call: ast.Call, wanted: bool, names: set[str], at: int) -> bool:
-    values = [keyword.value for keyword in call.keywords if keyword.arg in names] + call.args[at : at + 1]
-    return any(isinstance(value, ast.Constant) and value.value is wanted for value in values)
-
-
-def history_appends(program: Program, kinds: Mapping[str, str]) -> tuple[tuple[int, int, str], ...]:
-    """Return ``(cell, line, source text)`` of each, for what the failing cell runs."""
-    return tuple(sorted({found for scope in program.running for found in _appends(program, scope, kinds)}))
-
-
-def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterator[ast.stmt]:
     if scope.disables_grad:
         return
     paths = {path for path, kind in kinds.items() if kind in {"model", "loss"}}
@@ -72,7 +58,7 @@ def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterat
             continue
         is_sum = isinstance(node, ast.AugAssign | ast.Assign)
         if not (is_sum and names_in(kept[1]) & backed) and _is_measured(program, scope, kept[0], is_sum=is_sum):
-            yield scope.cell, node.lineno, ast.unparse(node)
+            yield node
 
 
 def _arguments(program: Program, scope: Scope) -> tuple[tuple[str, str], ...]:

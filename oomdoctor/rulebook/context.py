@@ -176,8 +176,12 @@ SITES: Final[Mapping[str, str]] = {
     "dataset_on_device": "batch_to_device",
     "eager_attention": "sdpa_attention",
     "loads_on_device": "load_mmap",
+    "carries_state": "detach_state",
     "gathers_predictions": "offload_predictions",
+    "history_append": "detach_history",
+    "keeps_gradients": "set_to_none",
     "retain_graph": "drop_retain_graph",
+    "undifferentiated": "no_grad_eval",
 }
 """Facts that say the first site of what a fix mends, and the id of the fix."""
 _CODE: Final[dict[str, type]] = {
@@ -193,8 +197,6 @@ _CODE: Final[dict[str, type]] = {
     "optimizers": float,
     "optimizer": str,
     "history_appends": float,
-    "history_append": str,
-    "undifferentiated": str,
     "stepped_bytes": float,
     "foreach": bool,
     "most_classes": float,

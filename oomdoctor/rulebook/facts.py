@@ -226,7 +226,6 @@ def _running_line(incident: Incident) -> str | None:
 
 def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
-    appends = [_said(*place) for place in code.history_appends]
     return {
         **_plain(code, "code"),
         **{name: str(site) if (site := code.first(fix)) else None for name, fix in SITES.items()},
@@ -237,21 +236,13 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
         "parameter_bytes": sum(model.parameter_bytes for model in code.models),
         "optimizers": len(code.optimizers),
         "optimizer": code.optimizers[0][1] if code.optimizers else None,
-        "history_appends": len(appends),
-        "history_append": appends[0] if appends else None,
-        "undifferentiated": next(
-            (f"In[{cell}] line {line}: {text}" for cell, line, text in code.undifferentiated), None
-        ),
+        "history_appends": len(code.sites.get("detach_history", ())),
         "stepped_bytes": sum(one.parameter_bytes for one in code.steppers) if code.steppers else None,
         "foreach": any(one.foreach for one in code.steppers) if code.steppers else None,
         "most_classes": max(code.classes, default=None),
         "stale": ", ".join(name for name, _ in code.stale) or None,
         "batch_norm": any(model.batch_norm for model in code.models),
     }
-
-
-def _said(cell: int, line: int, source: str) -> str:
-    return f"In[{cell}] line {line}: {source}"
 
 
 def _trains(incident: Incident) -> bool:

@@ -295,6 +295,10 @@ EVALUATE = """
 """
 
 
+def kept(found: CodeFacts) -> tuple[tuple[int, int, str], ...]:
+    return tuple((one.cell, one.line, one.text) for one in found.sites.get("detach_history", ()))
+
+
 @pytest.mark.parametrize(
     ("keep", "found"),
     [
@@ -312,9 +316,9 @@ EVALUATE = """
     ],
 )
 def test_kept_graphs(keep: str, found: bool) -> None:
-    got = read(EVALUATE.format(context="if True:", keep=keep), **live()).history_appends
+    got = kept(read(EVALUATE.format(context="if True:", keep=keep), **live()))
     assert got == (((1, 7, keep),) if found else ())
-    assert read(EVALUATE.format(context="with torch.no_grad():", keep=keep), **live()).history_appends == ()
+    assert kept(read(EVALUATE.format(context="with torch.no_grad():", keep=keep), **live())) == ()
 
 
 def test_sums_that_backward_needs_are_left_alone() -> None:
@@ -328,12 +332,12 @@ def test_sums_that_backward_needs_are_left_alone() -> None:
                 parts.append(step)
             (loss + torch.stack(parts).sum()).backward()
     """
-    assert read(source, **live()).history_appends == ()
+    assert kept(read(source, **live())) == ()
 
 
 def test_sum_in_a_training_loop_hardly_leaks_but_a_list_of_outputs_does() -> None:
     source = PLAIN.rstrip() + "\n        total += loss\n        kept.append(logits)\n"
-    found = read("total, kept = 0, []", source, **live()).history_appends
+    found = kept(read("total, kept = 0, []", source, **live()))
     assert [text for *_, text in found] == ["kept.append(logits)"]
 
 
@@ -361,7 +365,7 @@ KEEPING = """
 )
 def test_what_is_only_measured_is_a_leak(use: str) -> None:
     for order in ((use, KEEPING), (KEEPING + textwrap.indent(use, "    "),)):
-        found = read("kept, total = [], 0", *order, **live()).history_appends
+        found = kept(read("kept, total = [], 0", *order, **live()))
         assert [text for *_, text in found] == ["kept.append(model(x))", "total += criterion(model(x), y)"]
 
 
@@ -400,22 +404,22 @@ def test_what_may_be_differentiated_is_no_leak(use: str) -> None:
     for name, text in (("kept", "kept.append(model(x))"), ("total", "total += criterion(model(x), y)")):
         written = use.format(name)
         for order in ((written, KEEPING), (textwrap.dedent(KEEPING) + written,)):
-            found = read("kept, total = [], 0", *order, **live()).history_appends
+            found = kept(read("kept, total = [], 0", *order, **live()))
             assert text not in [found_text for *_, found_text in found]
 
 
 def test_what_starts_out_of_sight_is_no_leak() -> None:
-    assert read(KEEPING, **live()).history_appends == ()
-    assert read("def f(kept, total):" + textwrap.indent(KEEPING, "    "), "f(a, b)", **live()).history_appends == ()
+    assert kept(read(KEEPING, **live())) == ()
+    assert kept(read("def f(kept, total):" + textwrap.indent(KEEPING, "    "), "f(a, b)", **live())) == ()
 
 
 def test_the_local_list_of_a_function() -> None:
     body = "\n        kept, total = [], 0" + textwrap.indent(KEEPING, "    ")
     measured = "def f():" + body + "        return len(kept), total.item()\n"
     returned = "def f():" + body + "        return kept, total\n"
-    assert len(read(measured, "f()", **live()).history_appends) == 2
-    assert read(returned, "f()", **live()).history_appends == ()
-    assert read("kept = total = 0", measured, "f()", **live()).history_appends == ()
+    assert len(kept(read(measured, "f()", **live()))) == 2
+    assert kept(read(returned, "f()", **live())) == ()
+    assert kept(read("kept = total = 0", measured, "f()", **live())) == ()
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 from observed import facts
 from torch import nn
 
-from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
 
-def read(*sources: str) -> CodeFacts:
+def read(*sources: str) -> Any:
     history = tuple(Cell(number=n, source=textwrap.dedent(s).strip("\n")) for n, s in enumerate(sources, 1))
     modules = [("rnn", nn.GRU(4, 4)), ("head", nn.Linear(4, 4))]
-    return facts(Cells(history=history), dict(modules), modules, loaded=())
+    return facts(Cells(history=history), dict(modules), modules, loaded=()).first("detach_state")
 
 
 EVALUATION = """
@@ -53,8 +53,8 @@ TRAINING = """
 )
 def test_a_state_of_an_evaluation_is_carried_and_differentiated_by_nothing(sources, place) -> None:
     found = read(*sources)
-    assert found.carries_state == f"{place}: out, hidden = rnn(x, hidden)"
-    assert found.state_undifferentiated
+    assert (str(found), found.kind) == (f"{place}: out, hidden = rnn(x, hidden)", "idle")
+    assert found.names == ("hidden",)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,9 @@ def test_a_state_of_an_evaluation_is_carried_and_differentiated_by_nothing(sourc
 )
 def test_a_state_that_is_cut_or_differentiated_or_without_graph_is_none(source) -> None:
     found = read(source)
-    assert found.carries_state is None
-    assert not found.state_undifferentiated
+    assert found is None
 
 
 def test_a_loop_that_trains_comes_first() -> None:
     found = read(FUNCTION, TRAINING + "    evaluate(rnn, chunks)\n")
-    assert found.carries_state == "In[2] line 3: out, hidden = rnn(x, hidden)"
-    assert not found.state_undifferentiated
+    assert (str(found), found.kind) == ("In[2] line 3: out, hidden = rnn(x, hidden)", "carried")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.site import Site
 
 
 def read(*sources: str, line: int | None = None, loaded: tuple[str, ...] = (), **namespace: Any) -> CodeFacts:
@@ -23,9 +24,9 @@ def read(*sources: str, line: int | None = None, loaded: tuple[str, ...] = (), *
     return facts(Cells(history=history), namespace, *found, line=line, loaded=loaded)
 
 
-def said(text: str | None) -> str | None:
+def said(fact: str | Site | None) -> str | None:
     """What a fact quotes, without the place."""
-    return None if text is None else text.partition(": ")[2]
+    return None if fact is None else str(fact).partition(": ")[2]
 
 
 def loop(*lines: str, head: str = "for x, y in loader:") -> str:
@@ -56,9 +57,9 @@ def test_what_a_function_of_another_cell_does_counts_only_if_the_failing_cell_ru
     step = "def step(x):\n    model(x).sum().backward(retain_graph=True)\n    opt.zero_grad(set_to_none=False)"
     found = read(step, loop("step(x)")).first("drop_retain_graph")
     assert str(found) == "In[1] line 2: model(x).sum().backward(retain_graph=True)"
-    assert read(step, loop("step(x)")).keeps_gradients is not None
+    assert read(step, loop("step(x)")).first("set_to_none") is not None
     assert read(step, loop("model(x)")).first("drop_retain_graph") is None
-    assert read(step, loop("model(x)")).keeps_gradients is None
+    assert read(step, loop("model(x)")).first("set_to_none") is None
 
 
 def test_methods_count_because_a_framework_may_call_them() -> None:
@@ -82,7 +83,7 @@ def test_methods_count_because_a_framework_may_call_them() -> None:
     ],
 )
 def test_gradients_that_are_zeroed_and_not_freed(call: str, counts: bool) -> None:
-    assert (read(loop(call)).keeps_gradients is not None) == counts
+    assert (read(loop(call)).first("set_to_none") is not None) == counts
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ TRAINS = ("loss = criterion(out, y)", "loss.backward()")
     ],
 )
 def test_state_carried_from_step_to_step(feed: str) -> None:
-    assert said(read(loop(feed, *TRAINS)).carries_state) == feed
+    assert said(read(loop(feed, *TRAINS)).first("detach_state")) == feed
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,12 @@ def test_state_carried_from_step_to_step(feed: str) -> None:
     ],
 )
 def test_state_that_is_cut_or_made_anew(lines: tuple[str, ...]) -> None:
-    assert read(loop(*lines, *TRAINS)).carries_state is None
+    assert read(loop(*lines, *TRAINS)).first("detach_state") is None
 
 
 def test_state_of_a_loop_that_does_not_train_is_not_looked_at() -> None:
-    assert read("for t in range(9):\n    out, h = rnn(x[t], h)").carries_state is None
-    assert read(loop("with torch.no_grad():", "    out, h = rnn(x, h)", *TRAINS)).carries_state is None
+    assert read("for t in range(9):\n    out, h = rnn(x[t], h)").first("detach_state") is None
+    assert read(loop("with torch.no_grad():", "    out, h = rnn(x, h)", *TRAINS)).first("detach_state") is None
 
 
 MEMORY = """
@@ -205,11 +206,11 @@ MEMORY = """
 
 def test_state_kept_by_a_module() -> None:
     made, runs = "model = Memory()", loop("out = model(x)", *TRAINS)
-    assert said(read(MEMORY, made, runs).carries_state) == "out, self.h = self.rnn(x, self.h)"
-    assert read(MEMORY, made, loop("model.h = None", "out = model(x)", *TRAINS)).carries_state is None
+    assert said(read(MEMORY, made, runs).first("detach_state")) == "out, self.h = self.rnn(x, self.h)"
+    assert read(MEMORY, made, loop("model.h = None", "out = model(x)", *TRAINS)).first("detach_state") is None
     cut = MEMORY.replace("            return out", "            self.h = self.h.detach()\n            return out")
-    assert read(cut, made, runs).carries_state is None
-    assert read(MEMORY, "model = Other()", runs).carries_state is None
+    assert read(cut, made, runs).first("detach_state") is None
+    assert read(MEMORY, "model = Other()", runs).first("detach_state") is None
 
 
 MAKES_HOOK = "def get(n):\n    def hook(m, i, o):\n        acts[n] = o\n    return hook"

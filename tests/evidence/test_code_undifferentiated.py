@@ -76,7 +76,8 @@ def found(*sources: str, line: int | None = None, **namespace: Any) -> list[tupl
     cells = Cells(history=tuple(Cell(number=n, source=textwrap.dedent(s)) for n, s in enumerate(sources, 1)))
     live = LIVE | namespace
     modules = [(name, value) for name, value in live.items() if isinstance(value, nn.Module)]
-    return list(facts(cells, live, modules, [], line=line).undifferentiated)
+    sites = facts(cells, live, modules, [], line=line).sites.get("no_grad_eval", ())
+    return [(one.cell, one.line, one.text) for one in sites]
 
 
 @pytest.mark.parametrize("before", ["", TRAIN])

@@ -247,20 +247,20 @@ def test_graphs_that_gathered_outputs_or_a_carried_state_keep_as_well_are_not_fr
     )
     found = live.evidence(holdings=holdings)
 
-    def proposed(**facts: Any) -> Any:
-        appends = ((2, 4, "total += loss"),)
-        return propose(live.INCIDENT, replace(found, code=replace(found.code, history_appends=appends, **facts)))
+    def proposed(**sites: Any) -> Any:
+        appends = {"detach_history": (site("In[2] line 4: total += loss", "", "total", "total += loss.detach()"),)}
+        return propose(live.INCIDENT, replace(found, code=replace(found.code, sites=appends | sites)))
 
-    def gathering(name: str) -> dict[str, Any]:
-        return {"offload_predictions": (site(f"In[2] line 3: {name}.append(out)", "", name),)}
+    def gathering(name: str) -> Any:
+        return (site(f"In[2] line 3: {name}.append(out)", "", name),)
 
     assert not isinstance(proposed(), Refused)
-    assert not isinstance(proposed(sites=gathering("outs")), Refused)
-    gathered = proposed(sites=gathering("preds"))
+    assert not isinstance(proposed(offload_predictions=gathering("outs")), Refused)
+    gathered = proposed(offload_predictions=gathering("preds"))
     assert isinstance(gathered, Refused)
     assert gathered.reason == "`preds` keeps the same graphs alive, whether `total` does or not"
-    assert not isinstance(proposed(carries_state="In[1] line 3: out, h = rnn(x, h)"), Refused)
-    carried = proposed(carries_state="In[2] line 3: out, h = rnn(x, h)")
+    assert not isinstance(proposed(detach_state=(site("In[1] line 3: out, h = rnn(x, h)"),)), Refused)
+    carried = proposed(detach_state=(site("In[2] line 3: out, h = rnn(x, h)"),))
     assert isinstance(carried, Refused)
     assert carried.reason.startswith("the recurrent state carried over steps in In[2] line 3: out, h = rnn(x, h) keeps")
 

@@ -299,11 +299,15 @@ def test_live_is_undone_when_the_body_raises_and_refuses_what_no_module_keeps() 
             pass
 
 
-def test_a_class_of_an_earlier_cell_is_left_to_the_live_form() -> None:
+def test_a_class_of_an_earlier_cell() -> None:
     cells = cells_of(KEEPER, "model = Counter()", STEPS)
-    refused = patch(cells, evidence(cells, model=keeper()["model"]), Dose())
-    assert isinstance(refused, Refused)
-    assert "class" in refused.reason
+    made = patch(cells, evidence(cells, model=keeper()["model"]), Dose())
+    assert isinstance(made, Patch)
+    plain, fixed = keeper(), keeper()
+    exec(STEPS, plain)
+    exec(made.edits[0].replay, fixed)
+    exec(STEPS, fixed)
+    assert plain["seen"] == fixed["seen"]
 
 
 def test_proposal_for_training_says_what_changes() -> None:

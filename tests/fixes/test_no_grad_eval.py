@@ -8,7 +8,7 @@ from typing import Any
 import live
 import pytest
 import torch
-from observed import facts
+from observed import facts, site
 from torch import nn
 
 from oomdoctor.fixes.no_grad_eval import FIX, patch, propose
@@ -382,6 +382,6 @@ def test_activations_of_the_training_step_are_not_those_of_the_evaluation(
     held = Holding(bytes=1 << 20, device="cuda:0", role=Role.ACTIVATION, path=path, expression=expression)
     loop = dataclasses.replace(live.loop(1, 2), end_line=6)
     found = live.evidence(roles=ACTIVATIONS, holdings=(held,), loops=(loop,))
-    code = dataclasses.replace(found.code, undifferentiated=((1, line, "out = model(x)"),))
+    code = dataclasses.replace(found.code, sites={"no_grad_eval": (site(f"In[1] line {line}: out = model(x)"),)})
     proposed = propose(live.INCIDENT, dataclasses.replace(found, code=code))
     assert isinstance(proposed, Refused) is is_refused, proposed

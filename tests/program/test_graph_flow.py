@@ -90,7 +90,7 @@ def test_what_a_call_that_is_made_for_its_effect_keeps_counts_where_it_errs_to_y
 def appended(value: str) -> bool:
     source = f"hist = []\nfor x, y in loader:\n    out = model(x)\n    hist.append({value})\nprint(len(hist))\n"
     program = read(Cells(history=(Cell(number=1, source=textwrap.dedent(source)),)))
-    return history_appends(program, {"model": "model", "criterion": "loss"}) != ()
+    return history_appends(program, {"model": "model", "criterion": "loss"}) != []
 
 
 NO_GRAPH = """
@@ -131,4 +131,4 @@ def test_a_name_that_was_bound_to_a_number_since_keeps_no_graph() -> None:
             hist.append(loss)
     """
     program = read(Cells(history=(Cell(number=1, source=textwrap.dedent(source)),)))
-    assert history_appends(program, {"model": "model", "criterion": "loss"}) == ()
+    assert history_appends(program, {"model": "model", "criterion": "loss"}) == []

@@ -80,7 +80,7 @@ class Scene:
 
 MODEL_STATE = ((Role.PARAMETER, GIB), (Role.GRADIENT, GIB), (Role.OPTIMIZER_STATE, 2 * GIB))
 OTHER = DeviceProcess(pid=4711, bytes=3 * GIB, name="python")
-EVALUATED = CodeFacts(undifferentiated=((5, 3, "scores = model(x)"),))
+EVALUATED = CodeFacts(sites={"no_grad_eval": (site("In[5] line 3: scores = model(x)"),)})
 SCENES = (
     Scene(
         "forward_never_differentiated",
@@ -109,7 +109,7 @@ SCENES = (
         Cause.LEAK_OR_PINNED_GRAPH,
         ((Role.GRAPH_KEPT_ALIVE, 4 * GIB), (Role.PARAMETER, GIB)),
         (held(Role.GRAPH_KEPT_ALIVE, 4 * GIB, "callbacks[0] → loss → graph"),),
-        training(history_appends=((3, 7, "callbacks.append(later(loss))"),)),
+        training(sites={"detach_history": (site("In[3] line 7: callbacks.append(later(loss))"),)}),
     ),
     Scene(
         "request_exceeds_all_held",

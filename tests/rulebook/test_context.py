@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from observed import site
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
@@ -227,7 +228,7 @@ def test_facts_that_come_in_tuples_are_told_by_their_first_or_their_sum() -> Non
     normed = ModelFacts(path="net", type_name="Net", training=True, parameter_bytes=1, batch_norm=("net.bn",))
     given = CodeFacts(
         steppers=(stepper, stepper),
-        undifferentiated=((5, 3, "out = net(x)"), (5, 9, "pass")),
+        sites={"no_grad_eval": (site("In[5] line 3: out = net(x)"), site("In[5] line 9: pass"))},
         classes=(10, 50257),
         stale=(("net", True), ("opt", False)),
         models=(normed,),

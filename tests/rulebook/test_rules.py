@@ -39,7 +39,7 @@ def test_activations_that_fill_the_device_are_named_with_the_users_numbers():
 
 def test_a_leak_comes_before_what_it_makes_large():
     roles = ((Role.ACTIVATION, 4 * GIB), (Role.GRAPH_KEPT_ALIVE, 2 * GIB))
-    code = CodeFacts(history_appends=((3, 7, "losses.append(loss)"),))
+    code = CodeFacts(sites={"detach_history": (site("In[3] line 7: losses.append(loss)"),)})
     found = BOOK.match(CUDA, evidence(roles=roles, code=code))
     assert [finding.rule for finding in found[:2]] == ["graph_kept_alive", "activations_dominate"]
     assert found[0].fixes[0] == "detach_history"
