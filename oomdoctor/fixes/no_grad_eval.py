@@ -69,7 +69,11 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     models = met if met and all(met) else list(objects.models)
     trainable = not models or any(one is not None and one.training for one in models) or _has_inputs(objects.namespace)
     kind = "trainable" if trainable else "idle"
-    return tuple(Site(kind=kind, cell=c, line=line, end_line=line, text=text, names=kept) for c, line, text in places)
+    files = {scope.cell: scope.file for scope in program.scopes}
+    return tuple(
+        Site(kind=kind, cell=cell, line=line, end_line=line, text=text, names=kept, file=files[cell])
+        for cell, line, text in places
+    )
 
 
 def _has_inputs(namespace: Mapping[str, Any]) -> bool:
