@@ -1,8 +1,8 @@
 """What the user's code and objects are like, read without running any of it.
 
-The cells are read as text (their AST, with IPython's own lines masked) and the objects through their dictionaries.
-What a name leads to is taken from the namespace as it stands. Limits: code in imported files is not read, and what a
-framework calls on the user's behalf is not followed.
+The cells, and the modules of the user's own that they import, are read as text (their AST, with IPython's own lines
+masked) and the objects through their dictionaries. What a name leads to is taken from the namespace as it stands.
+Limits: installed packages are not read, and what a framework calls on the user's behalf is not followed.
 """
 
 from __future__ import annotations

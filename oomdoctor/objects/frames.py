@@ -170,7 +170,7 @@ def _is_of(name: Any, packages: frozenset[str]) -> bool:
 def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Frame:
     code = frame.f_code
     number = cells.get(code.co_filename)
-    where = f"In[{number}]" if number is not None else code.co_filename.rsplit("/", 1)[-1]
+    where = f"In[{number}]" if number is not None and number >= 0 else code.co_filename.rsplit("/", 1)[-1]
     at_top = not code.co_flags & inspect.CO_OPTIMIZED
     return Frame(
         values={} if at_top else locals_of(frame),

@@ -34,7 +34,11 @@ def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch)
     changed = f"In[{failing.number}] with {candidate.label}" if own else f"In[{failing.number}] as it is"
     print(f"the next cell has {changed}; nothing was run")
     if earlier:
-        print(f"first change and run {', '.join(f'In[{edit.cell}]' for edit in earlier)} as the diff above says")
+        cells, files = ([one.name for one in earlier if (one.file is None) is is_cell] for is_cell in (True, False))
+        if files:
+            print(f"first change {', '.join(files)} as the diff above says, and import it again")
+        if cells:
+            print(f"first change and run {', '.join(cells)} as the diff above says")
     if case.outcome.kind is OutcomeKind.HEALED:
         print("to run it now would be to run it a second time: it was run with the change when it was healed")
 

@@ -304,7 +304,9 @@ class Watch:
         made = next((one for one in case.plan.candidates if one.label in case.outcome.fixes), None)
         if made is not None and not isinstance(made.patch, Refused):
             for edit in map(self._placed, made.patch.edits):
-                print(replace(made.patch, edits=(edit,)).diff(self._part.names[edit.cell]), file=sys.stderr)
+                print(
+                    replace(made.patch, edits=(edit,)).diff(self._part.names.get(edit.cell, edit.name)), file=sys.stderr
+                )
         if self._made:
             names = ", ".join(f"`{name}`" for name in self._made)
             print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)

@@ -131,7 +131,7 @@ def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any
         rows = min(edit.after.count("\n") + 2, _MOST_ROWS)
         # Above the text, as there is little room beside it on a narrow screen.
         layout = widgets.Layout(width="auto", height="auto", flex_flow="column", align_items="stretch")
-        name, style = f"In[{int(edit.cell)}] with the change", {"description_width": "max-content"}
+        name, style = f"{edit.name} with the change", {"description_width": "max-content"}
         parts.append(widgets.Textarea(edit.after, description=name, rows=rows, style=style, layout=layout))
     return parts
 
