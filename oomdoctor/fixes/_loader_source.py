@@ -8,10 +8,10 @@ the changed call would have made it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
@@ -22,22 +22,52 @@ from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Edit, Patch
+from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import Book, Page, Place
 from oomdoctor.program.replay import node_of
-from oomdoctor.program.rewriting import exchange
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["Settings", "patch", "set_on"]
-
-Settings: TypeAlias = Mapping[str, str | None]
-"""What keywords are set to, as source text; None takes a keyword away."""
+__all__ = ["apply", "patch"]
 
 _PLACES: Final = {"num_workers": 5, "pin_memory": 7, "timeout": 9, "multiprocessing_context": 11}
 """Where settings stand without their keyword. Source: ``DataLoader.__init__``."""
+
+_NEEDS_WORKERS: Final = {
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "timeout": 0,
+    "multiprocessing_context": None,
+}
+"""What ``DataLoader`` refuses, or asserts to be unset, where it has no workers, and what a loader made without workers
+has there. Source: ``DataLoader.__init__``."""
+_HELD: Final = {"multiprocessing_context": "_DataLoader__multiprocessing_context"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """A setting of loaders that a dose makes less.
+
+    Attributes:
+        of: what a loader has.
+        none: why nothing is changed, with the number of the dose.
+    """
+
+    of: Callable[[LoaderFacts], int]
+    none: str
+
+
+_SETTINGS: Final[Mapping[str, _Setting]] = {
+    "num_workers": _Setting(of=lambda one: one.num_workers, none="no loader has more than {} workers"),
+    "prefetch_factor": _Setting(
+        of=lambda one: one.prefetch or 0, none="no loader fetches more than {} batches ahead for each worker"
+    ),
+    "pin_memory": _Setting(of=lambda one: one.pin_memory, none="no loader pins its batches"),
+    "persistent_workers": _Setting(of=lambda one: one.persistent, none="no loader keeps its workers between epochs"),
+}
+"""By the keyword of ``DataLoader``. A dose names the loaders, and the number where the setting is one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,22 +76,21 @@ class _Changes:
 
     page: Page
     parsed: rewriting.ParsedCell
-    nodes: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = field(default_factory=dict)
+    nodes: dict[cst.CSTNode, rewriting.New] = field(default_factory=dict)
     live: list[str] = field(default_factory=list)
 
 
-def patch(
-    cells: Cells,
-    evidence: Evidence,
-    loaders: Sequence[LoaderFacts],
-    settings: Settings,
-    live: Callable[[LoaderFacts], Sequence[str]],
-) -> Patch | Refused:
-    """Return the cells with other settings in the calls that make ``loaders``.
-
-    Args:
-        live: statements that give a loader which is there already the same settings.
-    """
+def patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the dose's value of a setting for each of its loaders."""
+    setting, value = _SETTINGS[keyword], _value(keyword, dose)
+    names = str(dose["loaders"]).split(", ")
+    loaders = [one for one in evidence.code.loaders if one.path in names and setting.of(one) > value]
+    if not loaders:
+        return Refused(setting.none.format(value))
+    settings: dict[str, str | None] = {keyword: repr(value)}
+    without_workers = keyword == "num_workers" and not value
+    if without_workers:
+        settings |= dict.fromkeys(_NEEDS_WORKERS)
     book = Book.read(cells)
     end = Place(page=book.failing)
     if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
@@ -81,12 +110,31 @@ def patch(
                 return Refused(why)
         bound = book.binding(root_of(loader.path), end)
         if bound is not None and bound[1].page is not book.failing:
-            changes[made[0][1].page.cell.number].live += live(loader)
+            changes[made[0][1].page.cell.number].live.append(_live(loader, keyword, value, without_workers))
     paths = {loader.path for loader in loaders}
     for other in evidence.code.loaders:
         if other.path not in paths and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
             return Refused(f"`{other.path}` is made by the same call")
-    return rewriting.join(cells, [_edit(cells, change) for change in changes.values()])
+    edits = [
+        rewriting.edit(
+            cells, one.page.cell, one.parsed, rewriting.exchange(one.parsed.module, one.nodes), one.live or None
+        )
+        for one in changes.values()
+    ]
+    return rewriting.join(cells, edits)
+
+
+def _value(keyword: str, dose: Dose) -> int | bool:
+    return dose.number(keyword) if keyword in dict(dose.values) else False
+
+
+def _live(loader: LoaderFacts, keyword: str, value: int | bool, without_workers: bool) -> str:
+    """Return what gives a loader that is there already the same settings: it guards some of its attributes."""
+    held: dict[str, object] = {keyword: value}
+    if without_workers:
+        held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
+    held |= {"_iterator": None} if loader.persistent or without_workers else {}
+    return f"vars({loader.path}).update({', '.join(f'{name}={least!r}' for name, least in held.items())})"
 
 
 def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
@@ -99,7 +147,7 @@ def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
     return changes[number]
 
 
-def _add(change: _Changes, call: ast.Call, settings: Settings) -> str | None:
+def _add(change: _Changes, call: ast.Call, settings: Mapping[str, str | None]) -> str | None:
     """Add the change of one call; return why it cannot be made."""
     where = f"line {call.lineno} of {change.page.cell}"
     if any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
@@ -111,7 +159,7 @@ def _add(change: _Changes, call: ast.Call, settings: Settings) -> str | None:
     return None
 
 
-def _with(call: cst.Call, settings: Settings) -> cst.Call:
+def _with(call: cst.Call, settings: Mapping[str, str | None]) -> cst.Call:
     for name, text in settings.items():
         at = _PLACES.get(name)
         unnamed = at is not None and len(call.args) > at and call.args[at].keyword is None
@@ -147,34 +195,17 @@ def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
     return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=space)
 
 
-def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
-    cell, parsed = change.page.cell, change.parsed
-    module = exchange(parsed.module, change.nodes)
-    if cell.file is not None:
-        return rewriting.edit(cells, cell, parsed, module, change.live)
-    after = rewriting.write(parsed, module)
-    if isinstance(after, Refused):
-        return after
-    if cell.number == cells.failing.number:
-        return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
-    pairs = zip(parsed.module.body, module.body, strict=True)
-    changed = [new for old, new in pairs if not old.deep_equals(new)]
-    if any(isinstance(one, cst.ClassDef) for one in changed):
-        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
-    functions = [parsed.code(one) for one in changed if isinstance(one, cst.FunctionDef)]
-    return Edit(cell=cell.number, before=cell.source, after=after, replay="\n".join([*functions, *change.live]))
-
-
 @contextmanager
-def set_on(session: Session, names: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Give the named loaders other attributes for as long as the context lasts.
+def apply(keyword: str, session: Session, dose: Dose) -> Iterator[None]:
+    """Give the loaders of the dose its value of a setting for as long as the context lasts.
 
     Raises:
         OomDoctorError: a loader is not there, or its workers are running and would go on as they are.
     """
-    there = dict(session.loaders)
+    there, value = dict(session.loaders), _value(keyword, dose)
+    settings = {keyword: value} | ({"timeout": 0} if keyword == "num_workers" and not value else {})
     loaders = []
-    for name in names.split(", "):
+    for name in str(dose["loaders"]).split(", "):
         if name not in there:
             raise OomDoctorError(f"`{name}` is not there yet")
         own = vars(there[name])

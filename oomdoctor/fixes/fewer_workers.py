@@ -12,28 +12,24 @@ Source: https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loadin
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
 _SLOWER, _WITHOUT = 1.2, 1.5
 """Time of a step with fewer workers and with none, as ratios. Round figures, not measured: what a step waits for its
 data is not known."""
-
-_NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
-"""What ``DataLoader`` refuses, or asserts to be unset, where it has no workers. Source: ``DataLoader.__init__``."""
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -89,34 +85,8 @@ def _why_not(loader: LoaderFacts, count: int) -> str | None:
     return None
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with ``dose["num_workers"]`` workers for each of the loaders."""
-    count = dose.number("num_workers")
-    names = str(dose["loaders"]).split(", ")
-    loaders = [one for one in evidence.code.loaders if one.path in names and one.num_workers > count]
-    if not loaders:
-        return Refused(f"no loader has more than {count} workers")
-    settings: dict[str, str | None] = {"num_workers": str(count)}
-    if not count:
-        settings |= dict.fromkeys(_NEEDS_WORKERS)
-    return _loader_source.patch(cells, evidence, loaders, settings, lambda one: _live(one, count))
-
-
-def _live(loader: LoaderFacts, count: int) -> list[str]:
-    if not count:
-        # As a loader made without workers has them; it guards some of these.
-        settings = "num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None"
-        return [f"vars({loader.path}).update({settings}, _DataLoader__multiprocessing_context=None)"]
-    anew = [f"{loader.path}._iterator = None"] if loader.persistent else []
-    return [f"{loader.path}.num_workers = {count}", *anew]
-
-
-def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Give the loaders fewer workers whenever they are iterated over."""
-    count = dose.number("num_workers")
-    settings: dict[str, Any] = {"num_workers": count} if count else {"num_workers": 0, "timeout": 0}
-    return _loader_source.set_on(session, str(dose["loaders"]), settings)
-
+patch = partial(_loader_source.patch, "num_workers")
+apply = partial(_loader_source.apply, "num_workers")
 
 FIX: Final = Fix(
     id="fewer_workers",

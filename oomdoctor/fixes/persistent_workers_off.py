@@ -12,19 +12,17 @@ Source: torch/utils/data/dataloader.py: ``_BaseDataLoaderIter.__init__`` draws `
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _host_only, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
@@ -60,24 +58,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with ``persistent_workers=False`` for the loaders."""
-    names = str(dose["loaders"]).split(", ")
-    loaders = [one for one in evidence.code.loaders if one.path in names and one.persistent]
-    if not loaders:
-        return Refused("no loader keeps its workers between epochs")
-    return _loader_source.patch(cells, evidence, loaders, {"persistent_workers": "False"}, _live)
-
-
-def _live(loader: LoaderFacts) -> list[str]:
-    # DataLoader guards the attribute; without the iterator, its workers end.
-    return [f"vars({loader.path}).update(persistent_workers=False, _iterator=None)"]
-
-
-def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Let the loaders start workers whenever they are iterated over."""
-    return _loader_source.set_on(session, str(dose["loaders"]), {"persistent_workers": False})
-
+patch = partial(_loader_source.patch, "persistent_workers")
+apply = partial(_loader_source.apply, "persistent_workers")
 
 FIX: Final = Fix(
     id="persistent_workers_off",

@@ -10,20 +10,19 @@ Source: https://docs.pytorch.org/docs/stable/data.html#memory-pinning
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from oomdoctor.model.session import Cells, Session
+    pass
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
@@ -62,24 +61,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with ``pin_memory=False`` for the loaders."""
-    names = str(dose["loaders"]).split(", ")
-    loaders = [one for one in evidence.code.loaders if one.path in names and one.pin_memory]
-    if not loaders:
-        return Refused("no loader pins its batches")
-    return _loader_source.patch(cells, evidence, loaders, {"pin_memory": "False"}, _live)
-
-
-def _live(loader: LoaderFacts) -> list[str]:
-    anew = [f"{loader.path}._iterator = None"] if loader.persistent else []
-    return [f"{loader.path}.pin_memory = False", *anew]
-
-
-def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Let the loaders leave their batches unpinned whenever they are iterated over."""
-    return _loader_source.set_on(session, str(dose["loaders"]), {"pin_memory": False})
-
+patch = partial(_loader_source.patch, "pin_memory")
+apply = partial(_loader_source.apply, "pin_memory")
 
 FIX: Final = Fix(
     id="pin_memory_off",

@@ -9,19 +9,18 @@ Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.DataLoad
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["FIX", "apply", "patch", "propose"]
 
@@ -67,25 +66,8 @@ def _proposal(loaders: list[LoaderFacts], batch: int, ahead: int) -> Proposal:
     )
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with ``dose["prefetch_factor"]`` batches ahead for each worker of the loaders."""
-    ahead, names = dose.number("prefetch_factor"), str(dose["loaders"]).split(", ")
-    loaders = [one for one in evidence.code.loaders if one.path in names and (one.prefetch or 0) > ahead]
-    if not loaders:
-        return Refused(f"no loader fetches more than {ahead} batches ahead for each worker")
-    settings = {"prefetch_factor": str(ahead)}
-    return _loader_source.patch(cells, evidence, loaders, settings, lambda one: _live(one, ahead))
-
-
-def _live(loader: LoaderFacts, ahead: int) -> list[str]:
-    anew = [f"{loader.path}._iterator = None"] if loader.persistent else []
-    return [f"{loader.path}.prefetch_factor = {ahead}", *anew]
-
-
-def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Let the loaders fetch fewer batches ahead whenever they are iterated over."""
-    return _loader_source.set_on(session, str(dose["loaders"]), {"prefetch_factor": dose.number("prefetch_factor")})
-
+patch = partial(_loader_source.patch, "prefetch_factor")
+apply = partial(_loader_source.apply, "prefetch_factor")
 
 FIX: Final = Fix(
     id="prefetch",
