@@ -94,8 +94,8 @@ def copied(container: Any) -> Any:
     base = builtin_of(container)
     if base is set:
         return SetCopy(container)
-    if issubclass(base, dict):  # a plain copy of an ordered dict would forget the order
-        return dict(OrderedDict.items(container)) if base is OrderedDict else dict.copy(container)
+    if issubclass(base, dict):  # not ``dict.copy``, which asks a class of the user's that iterates by itself
+        return dict(base.items(container))
     return list(base.__iter__(container))
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "PerType",
     "child_path",
+    "closure_of",
     "has_slots",
     "held_by",
     "is_made_in_c",
@@ -271,6 +272,15 @@ def slots_of(value: object) -> Iterator[tuple[str, Any]]:
             yield name, members_of(mro[at])[name].__get__(value)
 
 
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of outer functions that a function holds, as far as they are bound."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # an empty cell
+            found[name] = cell.cell_contents
+    return found
+
+
 def held_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function, a bound method or a partial holds beside its globals, with the part of a path for it."""
     is_bound = type(function) is MethodType
@@ -278,9 +288,7 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", function.__self__
         function = function.__func__
     if type(function) is FunctionType:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            with suppress(ValueError):  # an empty cell
-                yield f" → {name}", cell.cell_contents
+        yield from ((f" → {name}", item) for name, item in closure_of(function).items())
         # Both may be of classes derived from these.
         defaults, by_name = function.__defaults__, function.__kwdefaults__
         yield from ((".__defaults__", value) for value in (() if defaults is None else tuple.__iter__(defaults)))

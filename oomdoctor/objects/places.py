@@ -10,7 +10,6 @@ import copy
 import ctypes
 import threading
 from collections.abc import Callable, MappingView
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
@@ -20,6 +19,7 @@ from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import (
     PerType,
+    closure_of,
     has_slots,
     is_made_in_c,
     members_of,
@@ -77,14 +77,6 @@ def _of_function(function: FunctionType) -> dict[str, Any]:
     return {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
 
 
-def _of_closure(function: FunctionType) -> dict[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # an empty cell
-            found[name] = cell.cell_contents
-    return found
-
-
 def _cell(function: FunctionType, name: str) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
 
@@ -127,7 +119,7 @@ ATTRIBUTES: Final = Place(_class_attributes, type.__setattr__, type.__delattr__)
 ITEMS: Final = Place(_of_array, _set_item, path="{}[{}]".format)
 _SLOTS: Final = Place(lambda value: dict(slots_of(value)))
 _FUNCTION: Final = Place(_of_function)
-_CLOSURE: Final = Place(_of_closure, _set_in_closure, _delete_in_closure, "{} → {}".format, grows=False)
+_CLOSURE: Final = Place(closure_of, _set_in_closure, _delete_in_closure, "{} → {}".format, grows=False)
 
 
 def _of_exception(exc: BaseException) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from oomdoctor.objects.containers import (
+    CONTAINERS,
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     REFILLED,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shape"]
 
-_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET})
+_CONTAINERS: Final = CONTAINERS - {Kind.TUPLE}
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _SHELLS: Final = ("_ih", "_oh", "_dh", "In", "Out")
