@@ -21,14 +21,13 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import import_lines, rewriting, words
 from oomdoctor.program.called_functions import called_with
+from oomdoctor.program.words import Result
 
 __all__ = ["rewrite"]
 
-_KEEPING_ROWS: Final = frozenset(
-    {"to", "cuda", "cpu", "float", "half", "double", "bfloat16", "long", "int", "bool", "contiguous", "detach", "clone"}
-)
+_KEEPING_ROWS: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED) | {"detach"}
 """Methods of a tensor whose result has the same rows."""
 
 _OF_A_TENSOR: Final = frozenset(

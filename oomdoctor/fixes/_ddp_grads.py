@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.model.session import Cells
+from oomdoctor.program import words
 from oomdoctor.program.magics import parsed
+from oomdoctor.program.words import Result
 
 __all__ = ["held"]
 
 _MEASURES: Final = frozenset(
     {
-        *("norm", "abs", "mean", "max", "min", "sum", "std", "var", "square", "pow", "clone", "any", "all", "numel"),
-        *("isnan", "isfinite", "isinf", "item", "size", "element_size", "dim"),
+        *words.names_of(Result.REDUCED, Result.DISCRETE),
+        *("abs", "square", "pow", "clone", "numel", "item", "size", "element_size", "dim"),
         *("zero_", "mul_", "div_", "add_", "sub_", "clamp_", "copy_", "nan_to_num_"),
     }
 )

@@ -11,11 +11,11 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.program import rewriting
+from oomdoctor.program import rewriting, words
 
 __all__ = ["moved_inwards"]
 
-_MOVES: Final = frozenset({"cpu", "cuda", "detach", "double", "float", "half", "to"})
+_MOVES: Final = words.MOVES | words.CASTS | {"detach"}
 """Methods that treat each number alone, so that they may as well be called on a part."""
 
 

@@ -9,6 +9,7 @@ from oomdoctor.fixes._seen import root, tensors
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Role
+from oomdoctor.program import words
 from oomdoctor.program.book import Book
 from oomdoctor.program.settings import FUNCTIONS, default_of, parameters
 
@@ -16,9 +17,8 @@ __all__ = ["is_floating_tensor"]
 
 _MOVES: Final = frozenset({"to", "cuda", "cpu", "float"})
 """Methods that are there where ``to`` is."""
-_TENSORS: Final = _MOVES | {
-    *("add", "clone", "contiguous", "detach", "div", "double", "expand", "flatten", "half", "mul", "permute"),
-    *("repeat", "reshape", "squeeze", "sub", "transpose", "unsqueeze", "view"),
+_TENSORS: Final = (words.MOVES | words.CASTS | words.SHAPES | {"add", "detach", "div", "mul", "repeat", "sub"}) - {
+    *("chunk", "split", "tensor_split", "unbind", "type"),
 }
 """Methods of a tensor that give one."""
 _MAKERS: Final = frozenset(

@@ -9,27 +9,13 @@ from typing import Final, TypeAlias
 from oomdoctor.fixes._loss_forms import NotProven, called
 from oomdoctor.fixes._sample_values import Shape
 from oomdoctor.fixes._samples import Samples
+from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
+from oomdoctor.program.words import Result
 
 __all__ = ["Parts", "gathered", "numbers_used", "to_hoist", "unmoved", "used_after"]
 
-_MOVES: Final = frozenset(
-    {
-        "to",
-        "cuda",
-        "cpu",
-        "float",
-        "double",
-        "half",
-        "long",
-        "int",
-        "view",
-        "reshape",
-        "flatten",
-        "unsqueeze",
-        "squeeze",
-    }
-)
+_MOVES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
 DEVICE_MOVES: Final = frozenset({"to", "cuda"})
 
 Parts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, TypeAlias
 
 from oomdoctor.model.session import Cells
+from oomdoctor.program import words
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.names import call_name, own_nodes
 
@@ -71,8 +72,7 @@ class Scope:
     def disables_grad(self) -> bool:
         """Whether a decorator runs all of it without autograd."""
         return self.function is not None and any(
-            call_name(node).rpartition(".")[2] in {"no_grad", "inference_mode"}
-            for node in self.function.node.decorator_list
+            call_name(node).rpartition(".")[2] in words.GRADLESS for node in self.function.node.decorator_list
         )
 
 
@@ -151,7 +151,7 @@ def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless:
 
 def is_gradless(item: ast.withitem) -> bool:
     """Whether a ``with`` of this runs without autograd."""
-    return call_name(item.context_expr).rpartition(".")[2] in {"no_grad", "inference_mode"}
+    return call_name(item.context_expr).rpartition(".")[2] in words.GRADLESS
 
 
 def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -30,11 +30,6 @@ __all__ = ["Flow", "Way"]
 
 _TRIES: Final = (ast.Try, ast.TryStar)
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
-_RAISING_ON: Final = words.GRADLESS | {
-    *("enable_grad", "set_grad_enabled", "autocast", "tqdm", "trange", "record_function", "profile", "device"),
-    *("sdpa_kernel", "open", "accumulate", "save_on_cpu", "no_sync"),
-}
-"""Contexts that let every error through."""
 
 
 def _never(_: ast.Call) -> bool:
@@ -233,8 +228,8 @@ class Way:
             self._gradless = off and self._flow.of_graphs
         after = self._block(node.body, names)
         self._gradless = outside
-        is_raising = all(call_name(item.context_expr).rpartition(".")[2] in _RAISING_ON for item in node.items)
-        return after if is_raising else after | self.ever
+        heads = {call_name(item.context_expr).rpartition(".")[2] for item in node.items}
+        return after if heads <= words.LETS_ERRORS_THROUGH else after | self.ever
 
     def _try(self, node: ast.Try | ast.TryStar, names: set[str]) -> set[str]:
         after = self._block(node.orelse, self._block(node.body, names))

@@ -25,9 +25,9 @@ __all__ = ["gathers_predictions", "history_appends", "hooks"]
 
 _READERS: Final = frozenset({"len", "print", "float", "int", "bool"})
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
-_NUMBERS: Final = frozenset({"item", "tolist", "detach"})
-_SHAPING: Final = frozenset({"mean", "sum", "min", "max", "cpu", "float", "double"})
-_JOINING: Final = frozenset({"sum", "torch.stack", "torch.cat", "torch.sum", "torch.mean"})
+_CUTTING: Final = words.NO_GRAPH - words.WANTS_GRADIENT - {"register_post_accumulate_grad_hook"}
+_SHAPING: Final = words.MOVES | words.CASTS | words.SHAPES | words.REDUCTIONS
+_JOINING: Final = {"sum"} | {f"torch.{name}" for name in words.JOINS | words.REDUCTIONS}
 _BY_TEXT: Final = frozenset({"globals", "locals", "vars", "eval", "exec"})
 _EMPTY: Final = frozenset({"list", "set", "deque", "collections.deque"})
 _ZERO: Final = frozenset({"torch.zeros", "torch.tensor"})
@@ -188,7 +188,7 @@ def _is_harmless(program: Program, node: ast.AST, parents: Mapping[ast.AST, ast.
                 return False
             if method in _FILLING | {"clear"}:
                 return isinstance(node, ast.Name) and isinstance(parents.get(call), ast.Expr)
-            return method in _NUMBERS or (method in _SHAPING and _is_harmless(program, call, parents))
+            return method in _CUTTING or (method in _SHAPING and _is_harmless(program, call, parents))
         case ast.Call(func=func, args=args) if node in args:
             named = call_name(func)
             if program.function(named) is not None:

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
+from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.names import call_name
 
@@ -17,10 +18,6 @@ __all__ = ["unreached"]
 
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _REPEATING: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
-_PASSING: Final = frozenset(
-    {"no_grad", "inference_mode", "enable_grad", "set_grad_enabled", "autocast", "open", "device"}
-)
-"""Contexts that let every error through."""
 
 
 def unreached(program: Program, line: int | None, running: Collection[tuple[int, int]]) -> frozenset[int]:
@@ -92,7 +89,7 @@ def _behind(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
         yield from _behind(now.body, line)
     elif isinstance(now, ast.With):
         yield from _behind(now.body, line)
-        if not all(call_name(item.context_expr).rpartition(".")[2] in _PASSING for item in now.items):
+        if not all(call_name(item.context_expr).rpartition(".")[2] in words.LETS_ERRORS_THROUGH for item in now.items):
             return
     yield from waiting[at + 1 :]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from oomdoctor.model.code import TrainingLoop
+from oomdoctor.program import words
 from oomdoctor.program.definitions import Loop, Program, Scope, target_names
 from oomdoctor.program.names import call_name, own_nodes
 
@@ -29,8 +30,7 @@ _MODEL: Final = re.compile(
 )
 _DRAWS: Final = re.compile(
     r"^((torch|np|numpy|random)\.|np\.random\.|numpy\.random\.|torch\.distributions\.)?"
-    r"(rand|randn|randint|randperm|rand_like|randn_like|randint_like|normal|normal_|bernoulli|multinomial|uniform_"
-    r"|dropout|alpha_dropout|random|choice|shuffle|uniform|rsample|sample|gumbel_softmax)$"
+    rf"({'|'.join(sorted(words.DRAWS))}|random|choice|shuffle|uniform|rsample|sample)$"
 )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "HOST",
     "INDEXED",
     "JOINS",
+    "LETS_ERRORS_THROUGH",
     "MOVES",
     "NO_GRAPH",
     "PLAIN_ATTRIBUTES",
@@ -123,6 +124,13 @@ TAKES_GRADIENT: Final = frozenset(
     | {"grad_and_value", "minimize", "fit_one_cycle"}
 )
 """Functions and methods that take a gradient."""
+LETS_ERRORS_THROUGH: Final = (
+    GRADLESS
+    | GRADFUL
+    | {"autocast", "tqdm", "trange", "record_function", "profile", "device", "sdpa_kernel", "open", "accumulate"}
+    | {"save_on_cpu", "no_sync"}
+)
+"""Contexts that swallow no error."""
 WANTS_GRADIENT: Final = (
     TAKES_GRADIENT
     | GRADFUL
