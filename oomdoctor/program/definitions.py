@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Final, TypeAlias
 
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import words
 from oomdoctor.program.magics import MaskedCell, mask, parsed
-from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.names import call_name, imports_in, own_nodes
 
 __all__ = [
     "Function",
@@ -83,6 +84,7 @@ class Program:
     Attributes:
         scopes: the top level of each cell and every live function, in the order of the cells.
         running: those of them that the failing cell runs.
+        aliases: names that the program knows modules of the user's own by.
         arguments: for each live function the ``(parameter, argument text)`` pairs on which all its calls agree.
     """
 
@@ -91,6 +93,19 @@ class Program:
     running: tuple[Scope, ...]
     masked: Mapping[int, MaskedCell]
     arguments: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    aliases: frozenset[str] = frozenset()
+
+    def is_own(self, text: str) -> bool:
+        """Whether what is called ``text`` may be a function of the program: by its name, of ``self`` or of a module."""
+        root, _, rest = text.partition(".")
+        return not rest or (root in {"self", *self.aliases} and "." not in rest)
+
+    def seen_from(self, scope: Scope) -> Program:
+        """Return the program as a module sees it, whose own functions hide others of their name."""
+        if scope.file is None:
+            return self
+        own = [one for one in self.scopes if one.cell == scope.cell]
+        return replace(self, scopes=(*(one for one in self.scopes if one.cell != scope.cell), *own))
 
     def function(self, name: str) -> Scope | None:
         """Return the live function called ``name``, or the one method of that name."""
@@ -131,7 +146,18 @@ def read(cells: Cells) -> Program:
         running=running,
         masked=masked,
         arguments={function.name: _arguments(function, scopes) for function in kept},
+        aliases=frozenset(
+            name
+            for cell in (cells.history if files else ())
+            for name, home in imports_in(cell.source)
+            if any(_is_file_of(home, module) for module in cells.modules)
+        ),
     )
+
+
+def _is_file_of(home: str, module: Cell) -> bool:
+    path = "/" + home.replace(".", "/")
+    return PurePath(module.file or "").as_posix().endswith((f"{path}.py", f"{path}/__init__.py"))
 
 
 def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless: bool = False) -> Iterator[Statement]:

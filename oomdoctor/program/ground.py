@@ -44,7 +44,8 @@ def ground(program: Program) -> Ground:
     for scope in reversed([one for one in program.scopes if one.function is None and one.cell != program.failing]):
         if kept := trail.back(scope.body):
             before.insert(0, replace(scope, body=tuple(kept)))
-    named = _closed(definitions, _mentioned((*program.running, *before), definitions))
+    basis = (*program.running, *before)
+    named = _closed(definitions, _mentioned(basis, definitions) | _of_modules(basis, program))
     functions = [scope for scope in program.scopes if scope.function is not None and _owner(scope.function) in named]
     methods = [scope for scope in functions if scope.function is not None and scope.function.in_class]
     called = _closed(definitions, _mentioned(methods, definitions))
@@ -137,6 +138,13 @@ def _mentioned(scopes: Iterable[Scope], definitions: Mapping[str, ast.stmt]) -> 
             named = {name for node in scope.body for name in _loaded(node)}
             found |= _reads(scope.body) | (named & definitions.keys())
     return found
+
+
+def _of_modules(scopes: Iterable[Scope], program: Program) -> set[str]:
+    """Return what ``scopes`` take from modules of the user's own: ``models.Net``."""
+    nodes = (node for scope in scopes for part in scope.body for node in ast.walk(part))
+    taken = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    return {node.attr for node in taken if node.value.id in program.aliases}  # type: ignore[attr-defined]
 
 
 def _names(node: ast.stmt) -> set[str]:

@@ -92,7 +92,7 @@ def read(source: str) -> ParsedCell | Refused:
     """Return ``source`` parsed, once for a text, or why it could not be."""
     masked = mask(source)
     try:
-        wrapper = MetadataWrapper(cst.parse_module(masked.text))
+        wrapper = MetadataWrapper(cst.parse_module(masked.text), unsafe_skip_copy=True)  # nobody else has it
     except cst.ParserSyntaxError as error:
         return Refused(f"line {error.raw_line} of the cell is not Python that can be rewritten")
     positions = {

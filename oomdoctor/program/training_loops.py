@@ -56,11 +56,10 @@ def training_loops(
         line: of the failing cell, the one that was running.
         running: ``(cell, line)`` of all that was running, functions included.
     """
-    found = [(scope, loop) for scope in program.scopes for loop in _loops(program, scope)]
-    return tuple(
-        replace(_facts(program, scope, loop, kinds), was_running=_was_running(program, scope, loop, line, running))
-        for scope, loop in found
-    )
+    found = [(scope, loop) for scope in program.scopes for loop in _loops(program.seen_from(scope), scope)]
+    told = [_facts(program.seen_from(scope), scope, loop, kinds) for scope, loop in found]
+    ran = [_was_running(program, scope, loop, line, running) for scope, loop in found]
+    return tuple(replace(facts, was_running=was) for facts, was in zip(told, ran, strict=True))
 
 
 def _was_running(
@@ -185,7 +184,7 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
             yield event
             if method == "step" and call.args and (closure := program.function(call_name(call.args[0]))) is not None:
                 yield from _events(program, list(closure.body), roles, 0)
-        elif depth and (called := program.function(method)) is not None and "." not in text.removeprefix("self."):
+        elif depth and (called := program.function(method)) is not None and program.is_own(text):
             if _has_loop_of_its_own(program, called, depth - 1):
                 continue  # an epoch around a function that trains: the loop to change is the function's
             arguments = dict(program.arguments.get(called.function.name, ())) if called.function else {}

@@ -6,12 +6,17 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from oomdoctor.model.fix import Edit
+from oomdoctor import fixes
+from oomdoctor.evidence.code import facts
+from oomdoctor.evidence.moment import unlooked
+from oomdoctor.model.fix import Dose, Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.homes import own_modules
 from oomdoctor.program import recompiling
@@ -211,6 +216,84 @@ def test_functions_follow_wherever_they_are_bound_and_are_put_back(folder: Path)
 def test_what_ran_when_the_module_was_imported_is_not_changed(folder: Path, old: str, new: str) -> None:
     del folder
     assert recompiling.why_not(TRAIN, TRAIN.replace(old, new)) is not None
+
+
+PRACTICES = """\
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.heads = heads
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).split(c, dim=2)
+        q = q.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        k = k.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        v = v.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = F.softmax(att, dim=-1)
+        y = att @ v
+        return y.transpose(1, 2).contiguous().view(b, t, c)
+
+
+def evaluate(model, loader):
+    correct = 0
+    for x, y in loader:
+        out = model(x)
+        correct += (out.argmax(-1) == y).sum().item()
+    return correct
+
+
+def fit(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x).view(-1, 64), y.view(-1))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fix", "dose", "line"),
+    [
+        ("chunked_loss", {"chunks": 2}, "loss = chunked_cross_entropy("),
+        ("save_on_cpu", {"pin_memory": False}, "with torch.autograd.graph.save_on_cpu():"),
+        ("sdpa_attention", {}, "y = F.scaled_dot_product_attention(q, k, v)"),
+        ("drop_retain_graph", {}, "loss.backward()"),
+        ("no_grad_eval", {}, "with torch.no_grad():"),
+        ("set_to_none", {}, "optimizer.zero_grad(set_to_none=True)"),
+        ("autocast", {"dtype": "bfloat16"}, "with torch.autocast("),
+        ("chunked_forward", {"chunks": 2}, "from torch.utils.checkpoint import checkpoint"),
+    ],
+)
+def test_practices_of_a_module_are_mended_in_its_file(folder: Path, fix: str, dose: dict[str, Any], line: str) -> None:
+    of = module(folder, f"practices_{fix}", PRACTICES)
+    model = of.Attention(64, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    found = cells(
+        f"import practices_{fix} as p\nmodel = p.Attention(64, 4)\nopt = make()",
+        "p.fit(model, data, opt)\np.evaluate(model, data)",
+    )
+    objects = [("model", model)], [("opt", optimizer)]
+    code = facts(found, {"model": model, "opt": optimizer}, *objects, detectors=fixes.detectors())
+    patch = fixes.get(fix).patch(found, replace(unlooked(), code=code), Dose.of(**dose))
+    assert isinstance(patch, Patch), patch
+    (edit,) = patch.edits
+    assert edit.name == f"practices_{fix}.py"
+    assert any(one.startswith("+") and line in one for one in patch.diff().splitlines())
+    x, before = torch.randn(2, 8, 64), of.fit.__code__
+    there = model(x)
+    back = recompiling.put_in_place(edit)
+    torch.testing.assert_close(model(x), there)
+    back()
+    assert of.fit.__code__ is before
 
 
 def test_micro_batch_of_a_module_heals(folder: Path) -> None:
