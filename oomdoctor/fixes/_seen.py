@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.memory import Holding
 
-__all__ = ["containers", "root", "tensors"]
+__all__ = ["containers", "root"]
 
 _PATH: Final = re.compile(r"(local `)?(?P<path>(?P<name>[^\W\d]\w*)[^`→]*)(` of [^→]*)?")
 """A path of the census that leads to a tensor itself, and not to what its graph holds."""
@@ -19,11 +19,6 @@ def root(held: Holding) -> str | None:
     """Return the name that a holding is found from, None where it is found from none."""
     found = _PATH.match(held.path)
     return None if found is None else found["name"]
-
-
-def tensors(evidence: Evidence) -> frozenset[str]:
-    """Return the expressions for tensors that were met, on whatever device."""
-    return frozenset(path for _, path in _met(evidence))
 
 
 def containers(evidence: Evidence) -> frozenset[str]:

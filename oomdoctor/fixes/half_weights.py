@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._precision_dtype import native
-from oomdoctor.fixes._precision_given import is_floating_tensor
 from oomdoctor.fixes._precision_inference import Run, first_lines, numpy_calls, preceded, runs
+from oomdoctor.fixes._seen import root
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -42,6 +42,7 @@ _Tails: TypeAlias = dict[int, list[tuple[ast.expr, str]]]
 """By the number of the cell, expressions and the call of a method that is to follow each."""
 
 _CASTS: Final = re.compile(r"\.half\(\)|\.bfloat16\(\)|torch\.(bfloat16|float16|half)\b")
+_MAY_BE_TENSORS: Final = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp, ast.UnaryOp)
 _DIGITS: Final = {"bfloat16": 8, "float16": 11}
 
 
@@ -102,9 +103,10 @@ def _tails(book: Book, found: list[Run], evidence: Evidence, dtype: str) -> _Tai
     """Return, by cell, the expressions to follow by another call, with that call."""
     out: _Tails = {}
     for run in found:
-        given = [*run.call.args, *(keyword.value for keyword in run.call.keywords)]
-        for one in given:
-            is_floating = is_floating_tensor(one, book, evidence)
+        if any(isinstance(one, ast.Starred) for one in run.call.args) or any(k.arg is None for k in run.call.keywords):
+            return Refused(f"what `{ast.unparse(run.call)}` unpacks would have to be cast, one by one")
+        for one in (*run.call.args, *(keyword.value for keyword in run.call.keywords)):
+            is_floating = _is_floating(one, evidence)
             if isinstance(is_floating, Refused):
                 return is_floating
             if is_floating:
@@ -115,6 +117,20 @@ def _tails(book: Book, found: list[Run], evidence: Evidence, dtype: str) -> _Tai
                 return Refused(f"`{ast.unparse(call)}` may get bfloat16, which NumPy does not have")
             out.setdefault(page.cell.number, []).append((base, ".float()"))
     return out
+
+
+def _is_floating(node: ast.expr, evidence: Evidence) -> bool | Refused:
+    """Tell whether an argument is a floating-point tensor, by what the census saw; another object fails loudly."""
+    if isinstance(node, ast.Constant):
+        return False
+    if not isinstance(node, _MAY_BE_TENSORS):
+        return Refused(f"the model is given `{ast.unparse(node)}`, which is no tensor")
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    typed = [held for held in evidence.census.holdings if held.dtype]
+    # In a loop that does not train, the census does not know the batch from other tensors of the user's.
+    seen = [held for held in typed if root(held) in names] or [held for held in typed if held.role is Role.BATCH]
+    kinds = {str(held.dtype).removeprefix("torch.").startswith(("float", "bfloat")) for held in seen}
+    return kinds.pop() if len(kinds) == 1 else Refused(f"of which type `{ast.unparse(node)}` is was not seen")
 
 
 def _written(cells: Cells, tails: _Tails, first: Mapping[int, Sequence[str]]) -> Patch | Refused:

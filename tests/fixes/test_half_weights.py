@@ -158,40 +158,6 @@ def test_peak_goes_down() -> None:
     assert peaks[1] < 0.6 * peaks[0]
 
 
-CACHED = """
-    with torch.no_grad():
-        for x, _ in batches:
-            logits, cache = model(x, cache)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "path"),
-    [
-        (CACHED, "cache[0][1]"),
-        ("cache = None\n" + textwrap.dedent(CACHED), "cache"),
-        (CACHED.replace("x, cache)", "x, hidden := None)"), "hidden"),
-        (CACHED.replace("x, cache)", "[x, x])"), "cache"),
-        (CACHED.replace("x, cache)", "prepare(x))"), "cache"),
-        (CACHED.replace("x, cache)", "x, **cache)"), "cache['keys']"),
-        (CACHED.replace("x, cache)", "x, len(cache))"), "cache"),
-    ],
-)
-def test_an_argument_that_may_be_no_tensor_is_refused(source: str, path: str) -> None:
-    refuses(path, source)
-
-
-def test_a_parameter_that_is_none_by_default_is_refused() -> None:
-    refuses("local `cache` of step at In[2] line 2", "def step(x, cache=None):\n    return model(x, cache)", "step(x)")
-
-
-def refuses(path: str, *sources: str) -> None:
-    cells = cells_of("import torch", *sources)
-    made = patch(cells, evidence(cells, batch("x"), batch(path)), BF16)
-    assert isinstance(made, Refused), made.diff()
-    assert "was not seen to be a tensor at every call" in made.reason
-
-
 @pytest.mark.parametrize(
     ("argument", "path"),
     [
@@ -225,6 +191,8 @@ REFUSALS = {
     "training": (TRAIN, "the failing cell trains"),
     "no model": ("print(1)", "no call of a model"),
     "unpacked": (PREDICT.replace("model(x)", "model(*x)"), "cast, one by one"),
+    "a dictionary unpacked": (PREDICT.replace("model(x)", "model(x, **cache)"), "cast, one by one"),
+    "a list": (PREDICT.replace("model(x)", "model([x, x])"), "which is no tensor"),
 }
 
 
