@@ -11,7 +11,7 @@ No operation is dispatched, nothing is allocated on a device, and no code of the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import itemgetter
@@ -26,7 +26,7 @@ from oomdoctor.model.memory import Census, Role
 from oomdoctor.objects.containers import items_of, pairs_of
 from oomdoctor.objects.frames import Frame, in_backward_elsewhere
 from oomdoctor.objects.graph import DEEPEST, Graphs, Saved
-from oomdoctor.objects.held import bounds_of, is_empty, sort_of
+from oomdoctor.objects.held import bounds_of, sort_of
 from oomdoctor.objects.kinds import Kind, is_plain_key, kind_of, parts_of, plain_dict, registered
 from oomdoctor.objects.lines import Holder, Ways, are_all_known
 from oomdoctor.objects.paths import Found, Origin, Path, Root, member
@@ -218,7 +218,7 @@ class _Count:
             own = plain_dict(module)
             if not path.root.place:
                 self._modules.add(path, module)
-            for at, (name, parameter) in _registered(module, own, "_parameters"):
+            for at, (name, parameter) in enumerate(registered(module, "_parameters", own)):
                 if kind_of(type(parameter)) is Kind.TENSOR:
                     here = path.child(member(module, name, "_parameters", at))
                     self._claim((parameter,), Role.PARAMETER, here)
@@ -227,7 +227,7 @@ class _Count:
                     if not here.root.place:
                         self._parameters[id(parameter)] = here
                         self._modules.note_parameters(path, at + 1)
-            for at, (name, buffer) in _registered(module, own, "_buffers"):
+            for at, (name, buffer) in enumerate(registered(module, "_buffers", own)):
                 if kind_of(type(buffer)) is Kind.TENSOR:
                     role = Role.KV_CACHE if name in CACHE_NAMES else Role.BUFFER
                     self._claim((buffer,), role, path.child(member(module, name, "_buffers", at)))
@@ -484,10 +484,9 @@ def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:
     began: set[bool] = set()
     for frame in frames:
         module = frame.values.get("self")
-        if kind_of(type(module)) is Kind.MODULE:
-            own = plain_dict(module)
-            if not (is_empty(own, "_modules") and is_empty(own, "_parameters")):
-                began.add(frame.ends)
+        is_module = kind_of(type(module)) is Kind.MODULE
+        if is_module and (registered(module, "_modules") or registered(module, "_parameters")):
+            began.add(frame.ends)
         if frame.ends in began:
             yield frame.place
 
@@ -500,10 +499,6 @@ def _stepped(optimizer: Any) -> Iterator[tuple[int, int, Any]]:
         for index, parameter in enumerate(_items(parameters)):
             if kind_of(type(parameter)) is Kind.TENSOR:
                 yield at, index, parameter
-
-
-def _registered(module: Any, own: dict[str, Any] | None, register: str) -> Iterable[tuple[int, tuple[Any, Any]]]:
-    return () if is_empty(own, register) else enumerate(registered(module, register))
 
 
 def _items(held: Any) -> Sequence[Any]:

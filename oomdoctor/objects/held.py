@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache, partial
@@ -31,6 +31,7 @@ from oomdoctor.objects.chain import traceback_of
 from oomdoctor.objects.containers import CONTAINERS, items_of
 from oomdoctor.objects.frames import holds_the_users, leads_nowhere, locals_of
 from oomdoctor.objects.kinds import (
+    BUILTIN,
     Kind,
     PerType,
     has_slots,
@@ -60,7 +61,6 @@ __all__ = [
     "elements_of",
     "hangs_on",
     "held_in",
-    "is_empty",
     "is_users_class",
     "keys_in",
     "objects_of",
@@ -68,8 +68,6 @@ __all__ = [
 ]
 
 _SIMPLE: Final = frozenset(map(id, (bool, int, float, str, type(None))))
-_REGISTERS: Final = frozenset(map(id, (dict, OrderedDict, list, set, tuple)))
-"""A module has a dozen of them, and most are empty."""
 _BARE: Final = frozenset(map(id, (dict, list, set, frozenset, tuple, deque)))
 """Containers that hold their items alone: they have no attributes."""
 _CLAIMED_APART: Final = {
@@ -200,8 +198,8 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         yield from ((f"{ARROW}constant", tensor) for tensor in _constants(value))
     elif kind is Kind.MODULE:
         own = plain_dict(value)
-        modules = () if is_empty(own, "_modules") else enumerate(registered(value, "_modules"))
-        yield from ((member(value, name, "_modules", at), child) for at, (name, child) in modules)
+        modules = registered(value, "_modules", own)
+        yield from ((member(value, name, "_modules", at), child) for at, (name, child) in enumerate(modules))
         if not issubclass(cls, sys.modules["torch"].jit.ScriptModule):
             yield from attributes(value, own)
         else:
@@ -244,18 +242,12 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(items_of(value, kind)))
 
 
-def is_empty(own: dict[str, Any] | None, register: str) -> bool:
-    """Return whether a module, by its ``__dict__``, holds nothing in one of its registers."""
-    table = (own or {}).get(register)
-    return id(type(table)) in _REGISTERS and not table
-
-
 def attributes(value: Any, own: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield what the ``__dict__`` and slots of an object hold, with the part of a path for each."""
     apart = _CLAIMED_APART.get(kind_of(type(value)), frozenset())
     for name, item in list((own or plain_dict(value) or {}).items()):
         key = id(type(item))
-        if key in _SIMPLE or (key in _REGISTERS and not item):
+        if key in _SIMPLE or (key in BUILTIN and not item):
             continue
         if name not in apart:
             yield f".{name}" if is_attribute(name) else f"{ARROW}{name!r}", item

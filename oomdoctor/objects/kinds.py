@@ -7,8 +7,8 @@ and so does ``type(x) in (int, str)``. Names that are no plain ``str`` are copie
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import isfinite
@@ -20,6 +20,7 @@ from weakref import ref
 from oomdoctor.model.session import Kind
 
 __all__ = [
+    "BUILTIN",
     "Kind",
     "PerType",
     "child_path",
@@ -45,6 +46,8 @@ __all__ = [
 
 _KEY_BITS: Final = 256
 _STR: Final = frozenset({id(str)})
+BUILTIN: Final = frozenset(map(id, (dict, OrderedDict, list, set, tuple)))
+"""Containers that answer for themselves; a module has a dozen of them, and most are empty."""
 _of_types: Final = vars(type)
 # What a class is, asked past its metaclass.
 mro_of: Final[Callable[[type], tuple[type, ...]]] = _of_types["__mro__"].__get__
@@ -326,12 +329,15 @@ def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         todo += [(child_path(path, name), child) for name, child in children if child is not None]
 
 
-def registered(module: Any, register: str) -> list[tuple[Any, Any]]:
+def registered(module: Any, register: str, own: dict[str, Any] | None = None) -> Sequence[tuple[Any, Any]]:
     """Return what a module holds in ``_parameters``, ``_buffers`` or ``_modules``, by name (None for odd ones).
 
-    A scripted module holds them in C++. Source: ``OrderedDictWrapper``, ``OrderedModuleDict`` in torch/jit/_script.py.
+    A scripted module holds them in C++. ``own`` is the module's ``__dict__``, where that was read before. Source:
+    ``OrderedDictWrapper``, ``OrderedModuleDict`` in torch/jit/_script.py.
     """
-    table: Any = (plain_dict(module) or {}).get(register)
+    table: Any = (own or plain_dict(module) or {}).get(register)
+    if id(type(table)) in BUILTIN and not table:
+        return ()
     if kind_of(type(table)) is not Kind.MAPPING:
         wrapped = plain_dict(table) or {}
         if type(wrapped.get("_python_modules")) is dict:
