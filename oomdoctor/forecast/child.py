@@ -38,7 +38,6 @@ from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
-from oomdoctor.forecast.loaders import orphan_workers
 from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
@@ -54,6 +53,7 @@ from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
 from oomdoctor.sandbox.openmp import keep_one_thread
+from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import forbid
 
 if TYPE_CHECKING:

@@ -29,16 +29,10 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["orphan_workers", "replace_loaders"]
+__all__ = ["replace_loaders"]
 
 _FEW: Final = 16
 """So many samples stand for all of a batch. To take one of a fake tensor costs a millisecond."""
-
-
-def orphan_workers() -> None:
-    """Keep this process from shutting down the workers of its parent when it drops a loader's iterator."""
-    iterator: Any = _MultiProcessingDataLoaderIter
-    iterator._shutdown_workers = iterator.__del__ = lambda self: None
 
 
 def replace_loaders(tracker: Tracker, pace: Pace) -> None:

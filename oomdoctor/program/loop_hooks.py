@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias
 
 __all__ = [
+    "HOOK_PREFIX",
     "FunctionKey",
     "LoopHooks",
     "compile_hooked",
@@ -29,8 +30,8 @@ __all__ = [
 FunctionKey: TypeAlias = tuple[str, int]
 """Qualified name and first line of a function."""
 
-_PREFIX: Final = "_oomdoctor_"
-_COUNT: Final = f"{_PREFIX}count"
+HOOK_PREFIX: Final = "_oomdoctor_"
+_COUNT: Final = f"{HOOK_PREFIX}count"
 _JUMP_BACK: Final = frozenset(code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name)
 _PLAIN: Final = (
     *(ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.Subscript),
@@ -63,11 +64,14 @@ class LoopHooks:
 def install_hooks(hooks: LoopHooks) -> None:
     """Let rewritten code of this process call ``hooks``, in the place of those that it called before."""
     for field in fields(hooks):
-        setattr(builtins, _PREFIX + field.name, getattr(hooks, field.name))
+        setattr(builtins, HOOK_PREFIX + field.name, getattr(hooks, field.name))
 
 
-def compile_hooked(text: str, filename: str, flags: int = 0) -> CodeType:
+def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None = None) -> CodeType:
     """Return the code of a Python text whose loops and branches call the hooks; it may await at its top level.
+
+    Args:
+        last: the name that the value of an expression is bound to with which the text ends; None for none.
 
     Raises:
         SyntaxError: it is not Python.
@@ -75,6 +79,9 @@ def compile_hooked(text: str, filename: str, flags: int = 0) -> CodeType:
     """
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     tree = compile(text, filename, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+    if last is not None and tree.body and isinstance(end := tree.body[-1], ast.Expr):
+        kept = ast.Assign(targets=[ast.Name(id=last, ctx=ast.Store())], value=end.value)
+        tree.body[-1] = ast.copy_location(kept, end)
     hooked = ast.fix_missing_locations(_Hooking(filename, _counters_of(tree)).visit(tree))
     code: CodeType = compile(hooked, filename, "exec", flags=flags, dont_inherit=True)
     return code
@@ -155,7 +162,7 @@ class _Hooking(ast.NodeTransformer):
         self._whiles += 1
         name, test = f"rounds_{self._whiles}", node.test
         node.test = ast.copy_location(ast.BoolOp(op=ast.And(), values=[_call(name), test]), test)
-        target = ast.Name(id=_PREFIX + name, ctx=ast.Store())
+        target = ast.Name(id=HOOK_PREFIX + name, ctx=ast.Store())
         begun = ast.Assign(targets=[target], value=_call("rounds", ast.Constant(self._depth == 0)))
         return [ast.copy_location(begun, node), node]
 
@@ -177,7 +184,7 @@ class _Hooking(ast.NodeTransformer):
 
 
 def _call(hook: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(func=ast.Name(id=_PREFIX + hook, ctx=ast.Load()), args=list(args), keywords=[])
+    return ast.Call(func=ast.Name(id=HOOK_PREFIX + hook, ctx=ast.Load()), args=list(args), keywords=[])
 
 
 def _counters_of(tree: ast.AST) -> dict[str, bool]:

@@ -1,0 +1,192 @@
+"""A cell cut to a step or two on a few rows, in a process that was forked to be thrown away.
+
+A loop of the unchanged program ends after two optimizer steps, or after three batches where it takes none; a loop that
+only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of the line that the
+loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``), fetched in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from oomdoctor.objects.homes import is_users_file
+from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
+from oomdoctor.trial.rows import batch_size, few_rows
+
+__all__ = ["Progress", "cut_functions", "cut_loaders", "cut_loops"]
+
+_OWN: Final = __name__.partition(".")[0]
+_STEPS: Final = 2
+_BATCHES: Final = 3
+_MOST_TURNS: Final = 32
+"""Turns of a loop with backward passes after which it ends though no optimizer has stepped."""
+
+
+class Progress:
+    """What the run has come to: optimizer steps and backward passes.
+
+    Attributes:
+        known: the lines of the unchanged program: its loops begin on them.
+        was_cut: whether a loop ended before its time.
+    """
+
+    def __init__(self, known: Collection[str]) -> None:
+        self.known = frozenset(known)
+        self.steps = self.backwards = 0
+        self.was_cut = False
+
+    def count(self) -> None:
+        """Count from now on."""
+        register_optimizer_step_post_hook(self._stepped)
+        backward, owner = torch.autograd.backward, sys.modules["torch.autograd"]
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            backward(*args, **kwargs)
+
+        owner.backward = counted  # type: ignore[attr-defined]
+
+    def _stepped(self, *_args: Any) -> None:
+        self.steps += 1
+
+    def is_over(self, loop: Loop, *, gives_batches: bool) -> bool:
+        """Tell whether a loop has shown enough."""
+        if loop.line not in self.known:
+            return False
+        if self.steps > loop.steps:
+            over = self.steps - loop.steps >= _STEPS
+        elif self.backwards > loop.backwards:
+            over = loop.turns >= _MOST_TURNS
+        else:
+            over = gives_batches and loop.turns >= _BATCHES
+        self.was_cut = self.was_cut or over
+        return over
+
+
+class Loop:
+    """One loop that is running, with what had come to pass when it began."""
+
+    __slots__ = ("backwards", "line", "progress", "steps", "turns")
+
+    def __init__(self, progress: Progress, line: str) -> None:
+        self.progress, self.line, self.turns = progress, line, 0
+        self.steps, self.backwards = progress.steps, progress.backwards
+
+
+def _items(progress: Progress, iterable: Any, line: str) -> Iterator[Any]:
+    loop, items, gives_batches = Loop(progress, line), iter(iterable), False
+    while not progress.is_over(loop, gives_batches=gives_batches):
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        loop.turns += 1
+        gives_batches = gives_batches or _is_batch(item)
+        yield item
+        del item
+
+
+def _is_batch(item: Any) -> bool:
+    if isinstance(item, torch.Tensor):
+        return item.ndim > 0 and not isinstance(item, torch.nn.Parameter)
+    if isinstance(item, dict):
+        return any(map(_is_batch, item.values()))
+    return isinstance(item, tuple | list) and any(map(_is_batch, item))
+
+
+def _rounds(progress: Progress, line: str) -> Callable[[], bool]:
+    loop = Loop(progress, line)
+
+    def asked() -> bool:
+        goes_on = not progress.is_over(loop, gives_batches=False)
+        loop.turns += 1
+        return goes_on
+
+    return asked
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def cut_loops(progress: Progress) -> None:
+    """Let ``progress`` answer the loops of this process."""
+    install_hooks(
+        LoopHooks(
+            items=lambda iterable, _outside: _items(progress, iterable, _line(sys._getframe(1))),
+            rounds=lambda _outside: _rounds(progress, _line(sys._getframe(1))),
+        )
+    )
+
+
+def cut_functions(namespace: dict[str, Any]) -> set[str]:
+    """Give the user's functions that are alive and loop code whose loops ask; return the lines of their files."""
+    found: dict[str, list[FunctionType]] = {}
+    for function in gc.get_objects():
+        if type(function) is FunctionType and _is_users(function, namespace) and has_loop(function.__code__):
+            found.setdefault(function.__code__.co_filename, []).append(function)
+    known: set[str] = set()
+    for name, functions in found.items():
+        text = linecache.getlines(name)
+        known |= {line.strip() for line in text}
+        codes = hooked_functions("".join(text), name)
+        for function in functions:
+            code = codes.get(function_key(function.__code__))
+            if code is not None and code.co_freevars == function.__code__.co_freevars:
+                function.__code__ = code
+    return known
+
+
+def _is_users(function: FunctionType, namespace: dict[str, Any]) -> bool:
+    names = function.__globals__
+    is_own = str(names.get("__name__", "")).partition(".")[0] == _OWN
+    return names is namespace or (not is_own and is_users_file(names.get("__file__")))
+
+
+def cut_loaders(most: int) -> list[int]:
+    """Have every ``DataLoader`` give at most ``most`` rows of each batch; return a list that the sizes are noted in."""
+    sizes: list[int] = []
+    cls: Any = DataLoader
+
+    def iterate(loader: Any) -> Iterator[Any]:
+        loader.__dict__.update(
+            num_workers=0,
+            pin_memory=False,
+            persistent_workers=False,
+            timeout=0,
+            prefetch_factor=None,
+            worker_init_fn=None,
+        )
+        loader.__dict__["_DataLoader__multiprocessing_context"] = None
+        return _Few(_SingleProcessDataLoaderIter(loader), most, sizes)
+
+    cls.__iter__ = iterate
+    return sizes
+
+
+class _Few:
+    """An iterator over batches that gives a few rows of each."""
+
+    def __init__(self, batches: Any, most: int, sizes: list[int]) -> None:
+        self._batches, self._most, self._sizes = batches, most, sizes
+
+    def __iter__(self) -> _Few:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._sizes.append(batch_size(batch) or 0)
+        return few_rows(batch, self._most)

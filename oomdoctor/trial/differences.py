@@ -1,0 +1,116 @@
+"""What two ends of a run differ in, beyond what rounding explains.
+
+How far rounding alone carries is not assumed but measured: a *control*, the unchanged program begun with parameters
+that are off in their last digit, shows how much of such a difference is left at the end. Where an optimizer divides a
+gradient that is nothing but noise by its own size, that is as much as a whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from oomdoctor.trial.ends import Leaf
+
+__all__ = ["Difference", "differences", "is_blurred", "rounding"]
+
+_TIMES_NOISE: Final = 30.0
+"""How many times as large as that of the control a difference may be: a part's sums round in another order."""
+_LEAST: Final = 2e-6
+"""Relative difference that is rounding in any program: some twenty of float32's last digits."""
+_BLURRED: Final = 0.02
+"""Relative noise from which on a leaf tells nothing."""
+_MOST_BLURRED: Final = 0.25
+"""Share of leaves with numbers that may tell nothing in an end that is said to be the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One leaf that differs.
+
+    Attributes:
+        size: of the difference, as a share of the largest entry; None where it is not one of numbers.
+        is_rows: it is the same kind of tensor with another number of rows.
+    """
+
+    path: str
+    why: str
+    size: float | None = None
+    is_rows: bool = False
+
+
+def differences(
+    before: Mapping[str, Leaf], after: Mapping[str, Leaf], control: Mapping[str, Leaf] | None
+) -> Iterator[Difference]:
+    """Yield what the changed program leaves otherwise than the unchanged one; what it leaves besides is its own.
+
+    Args:
+        before: the end of the unchanged program; ``after``: of the changed one.
+        control: the end of the control; None asks for the same bit for bit.
+    """
+    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    for path, leaf in before.items():
+        other = after.get(path)
+        if other is None:
+            yield Difference(path=path, why="is not there")
+        elif leaf.frame != other.frame:
+            yield _of_frames(path, leaf, other)
+        elif leaf.exact != other.exact:
+            size = _size(leaf, other, steepest)
+            if control is None or size is None or size > _allowed(leaf, control.get(path), steepest):
+                yield Difference(path=path, why=_told(leaf, other, size), size=size)
+
+
+def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> float:
+    """Return the largest difference of numbers between two ends, each as a share of its largest entry."""
+    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    pairs = ((leaf, after[path]) for path, leaf in before.items() if path in after and leaf.frame == after[path].frame)
+    return max((_size(leaf, other, steepest) or 0.0 for leaf, other in pairs), default=0.0)
+
+
+def is_blurred(before: Mapping[str, Leaf], control: Mapping[str, Leaf]) -> bool:
+    """Tell whether rounding alone changes so much of the end that nothing can be told from it."""
+    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    noisy = [_noise(leaf, control.get(path), steepest) > _BLURRED for path, leaf in before.items() if leaf.numbers]
+    return sum(noisy) > _MOST_BLURRED * len(noisy)
+
+
+def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
+    if leaf.rows is not None and other.rows is not None and leaf.rows != other.rows:
+        same = leaf.frame.replace(f"({leaf.rows},", "(,", 1) == other.frame.replace(f"({other.rows},", "(,", 1)
+        return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=same)
+    return Difference(path=path, why=f"is {other.frame} in place of {leaf.frame}")
+
+
+def _told(leaf: Leaf, other: Leaf, size: float | None) -> str:
+    if size is not None:
+        return f"differs by {size:.2g} of its largest value" if size < math.inf else "is not finite in one of the two"
+    return f"is {other.exact} in place of {leaf.exact}" if len(leaf.exact + other.exact) < 80 else "differs"
+
+
+def _scale(leaf: Leaf, steepest: float) -> float:
+    return max(leaf.scale, steepest if leaf.is_gradient else 0.0)
+
+
+def _size(leaf: Leaf, other: Leaf, steepest: float) -> float | None:
+    """Return the largest difference of the numbers, as a share of their scale; None where they have none."""
+    if not leaf.numbers or len(leaf.numbers) != len(other.numbers):
+        return None
+    scale, largest = max(_scale(leaf, steepest), other.scale), 0.0
+    for one, another in zip(leaf.numbers, other.numbers, strict=True):
+        if one != another and not (math.isnan(one) and math.isnan(another)):
+            apart = abs(one - another)
+            largest = max(largest, apart if math.isfinite(apart) else math.inf)
+    return largest / scale if scale and largest < math.inf else largest and math.inf
+
+
+def _noise(leaf: Leaf, control: Leaf | None, steepest: float) -> float:
+    if control is None or leaf.frame != control.frame:
+        return 0.0
+    return _size(leaf, control, steepest) or 0.0
+
+
+def _allowed(leaf: Leaf, control: Leaf | None, steepest: float) -> float:
+    return max(_LEAST, _TIMES_NOISE * _noise(leaf, control, steepest))

@@ -1,0 +1,82 @@
+"""The trial's answer on each pair of programs beside the one that running both to their end measures."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.trial import Trial
+from oomdoctor.trial import compare
+
+PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
+STRICTER: Final = {
+    "same_linear_hook": "how often a hook runs is compared too",
+    "same_tqdm_postfix": "its weights are right for batches of 16 rows alone, and a trial takes 13",
+}
+"""Pairs that end alike and are told to differ, each with the reason."""
+ROUNDING: Final = frozenset({"differs_bfloat16_parts", "differs_key_bias_under_adam", "differs_adam_scales_rounding"})
+"""Pairs that differ by what rounding alone makes of the unchanged program: the answer tells how much that is."""
+
+
+def cells_of(program: Path) -> dict[str, list[str]]:
+    parts = re.split(r"^# %% *(.*)\n", program.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    cells: dict[str, list[str]] = {}
+    for kind, text in zip(parts[::2], parts[1::2], strict=True):
+        cells.setdefault(kind.strip(), []).append(text)
+    return cells
+
+
+def tried(cells: dict[str, list[str]], effect: Effect = Effect.EQUIVALENT) -> Trial:
+    """Run the setup in a copy of this process, and try the change there."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, json.dumps(asdict(_tried(cells, effect))).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    found = json.loads(told)
+    return Trial(**{**found, "beside": tuple(found["beside"])})
+
+
+def _tried(cells: dict[str, list[str]], effect: Effect) -> Trial:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    *earlier, last = cells["setup"]
+    again = cells.get("setup after", [])
+    for at, text in enumerate(earlier if again else cells["setup"]):
+        name = f"<cell {at} of a pair>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), namespace)
+    (before,), (after,) = cells["before"], cells["after"]
+    shown = Cells(history=(Cell(number=1, source=before),))
+    session: Any = Session(namespace=namespace, cells=shown, accelerator=None)
+    unchanged = Attempt(source=before, replays=(last,) if again else ())
+    return compare(
+        session, lambda: None, unchanged, Attempt(source=after, replays=tuple(again)), effect=effect, aim_s=0.3
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_what_differs_is_never_told_to_be_the_same(program: Path) -> None:
+    kind, name = program.stem.split("_")[0], program.stem
+    trial = tried(cells_of(program))
+    if kind == "differs" and name not in ROUNDING:
+        assert trial.same is False, trial
+        assert trial.why
+    elif kind == "same" and name not in STRICTER:
+        assert trial.same is True, trial
+    if trial.same and name in ROUNDING:
+        assert float(trial.basis.partition("up to ")[2].split()[0]) > 1e-4
