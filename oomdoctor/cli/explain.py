@@ -6,7 +6,6 @@ The text never leaves the machine, and no torch is imported. Of a long text the 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import stat
@@ -24,6 +23,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import UsageError
 from oomdoctor.incident import describe
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program.compiled import keyword_in
 from oomdoctor.views.words import clean, place
 
 if TYPE_CHECKING:
@@ -219,10 +219,5 @@ def _title(fix: str) -> str:
     To import the fixes takes half as long again as everything else here: they bring what reads and writes source code.
     """
     source = Path(fixes.__path__[0], f"{fix}.py")
-    calls = ast.walk(ast.parse(source.read_bytes())) if source.is_file() else ()
-    for call in calls:
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Fix":
-            for word in call.keywords:
-                if word.arg == "title" and isinstance(word.value, ast.Constant):
-                    return str(word.value.value)
-    return fix
+    title = keyword_in(source.read_text(encoding="utf-8"), "Fix", "title") if source.is_file() else None
+    return fix if title is None else str(title)

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-import tokenize
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import OutcomeKind
+from oomdoctor.program.compiled import source_of
 
 if TYPE_CHECKING:
     from oomdoctor.cli.run_shell import ScriptShell
@@ -91,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: Path) -> str:
     try:
-        with tokenize.open(path) as file:  # in the encoding that it declares
-            return file.read()
+        return source_of(path)
     except OSError as exc:
         raise UsageError(f"{path} {_UNREADABLE}: {exc.strerror or exc}") from None
     except (SyntaxError, UnicodeError, ValueError) as exc:

@@ -7,7 +7,6 @@ to the code that forked it: both end in ``os._exit``, so that no handler and no 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import gc
@@ -49,6 +48,7 @@ from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
+from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
@@ -225,7 +225,7 @@ def _run(
             return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
         missed = _failure(error)
     note_roles(tracker, start.modules)
-    course = course_of(tracker.ledger, tracker.meter, _statements(attempt.source))
+    course = course_of(tracker.ledger, tracker.meter, statement_lines(attempt.source))
     reading = reading_of(
         tracker,
         pace,
@@ -273,19 +273,10 @@ def _compiled(source: str, shell: Any, name: str) -> CodeType:
         code = compile_followed(masked.text, name, getattr(getattr(shell, "compile", None), "flags", 0))
     except (SyntaxError, ValueError) as error:
         raise ForecastError(f"the cell is not Python: {one_sentence(error)}") from error
-    if source.lstrip().startswith("%%") and not _does_anything(masked.text):
+    if source.lstrip().startswith("%%") and does_nothing(source):
         raise ForecastError(f"the cell is not Python: it begins with {source.split(maxsplit=1)[0]}")
     linecache.cache[name] = (len(masked.text), None, masked.text.splitlines(keepends=True), name)
     return code
-
-
-def _statements(source: str) -> list[int]:
-    """Return the lines at which the statements of a cell begin, in order."""
-    return sorted({node.lineno for node in ast.walk(ast.parse(mask(source).text)) if isinstance(node, ast.stmt)})
-
-
-def _does_anything(text: str) -> bool:
-    return any(not isinstance(node, ast.Pass) for node in ast.parse(text).body)
 
 
 def _follow(

@@ -1,19 +1,15 @@
-"""Which of the user's names a cell may get at, told before each cell in microseconds; errs towards all of them.
+"""Which objects a cell that does not mention them may get at all the same: by way of a library, or of what holds them.
 
-A cell gets at what its text mentions, and at what the functions mention that it can get at. What no text and no
-function mentions that it leads to needs no look before the cell, however large it is.
+What no text and no function mentions that a cell leads to needs no look before the cell, however large it is.
 """
 
 from __future__ import annotations
 
 import gc
-import re
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable
-from dis import get_instructions
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any, Final
 from weakref import ReferenceType
 
@@ -21,66 +17,12 @@ from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_users
-from oomdoctor.program.names import read_names
+from oomdoctor.program.code_names import names_of
 
-__all__ = ["EVERYTHING", "held_elsewhere", "is_fixed", "mentioned", "mentioned_by", "shares"]
+__all__ = ["held_elsewhere", "is_fixed", "shares"]
 
-EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
-"""Stands for all names."""
-_BARE: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "get_ipython", "await", "__name__", "builtins"})
-"""Names by which code gets at whatever there is, if they stand alone: ``model.eval`` is no such."""
-_ANYWHERE: Final = frozenset(
-    {
-        *("__main__", "__globals__", "f_globals", "f_locals", "tb_frame", "_getframe", "currentframe", "user_ns"),
-        *("run_line_magic", "run_cell_magic", "run_cell", "get_objects", "get_referrers", "import_module"),
-    }
-)
-_SHOWN: Final = frozenset({"_", "__", "___", "Out", "_oh"})
-"""The shell's names for what cells have shown, if they are read."""
-_MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*modules", re.MULTILINE)
-_WORDS: Final = re.compile(r"\w+")
-_ALONE: Final = re.compile(r"(?<![.\w])\w+")
-_GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
-_REMEMBERED: Final = 4096
 _MOST_LOOKED_AT: Final = 400
 _MOST_HELD: Final = 3_000_000
-_known: Final[dict[int, tuple[CodeType, frozenset[str]]]] = {}
-
-
-def mentioned(source: str) -> frozenset[str]:
-    """Return the words of a cell's text, its strings and comments included: a name may be looked up by its text."""
-    if not source.isascii():  # as Python reads identifiers
-        source = f"{source}\n{unicodedata.normalize('NFKC', source)}"
-    words = frozenset(_WORDS.findall(source))
-    if _MAGIC.search(source) or not _ANYWHERE.isdisjoint(words):
-        return EVERYTHING
-    if not _BARE.isdisjoint(words) and not _BARE.isdisjoint(_ALONE.findall(source)):
-        return EVERYTHING
-    if not _SHOWN.isdisjoint(words) and not _SHOWN.isdisjoint(read_names(source)):
-        return EVERYTHING
-    return words
-
-
-def mentioned_by(code: CodeType) -> frozenset[str]:
-    """Return the globals that a function and those defined in it mention; read once for each code."""
-    known = _known.get(id(code))
-    if known is None:
-        if len(_known) >= _REMEMBERED:
-            _known.clear()
-        known = _known[id(code)] = code, _read(code)
-    return known[1]
-
-
-def _read(code: CodeType) -> frozenset[str]:
-    codes = [code]
-    for one in codes:  # it grows on the way
-        codes += [constant for constant in one.co_consts if type(constant) is CodeType]
-    names = frozenset(name for one in codes for name in one.co_names)
-    loaded = frozenset(step.argval for one in codes for step in get_instructions(one) if step.opname.endswith(_GLOBAL))
-    texts = {word for one in codes for text in one.co_consts if type(text) is str for word in _WORDS.findall(text)}
-    if not (_BARE | _SHOWN).isdisjoint(loaded) or not _ANYWHERE.isdisjoint(names) or "__main__" in texts:
-        return EVERYTHING
-    return EVERYTHING if {"sys", "modules"} <= names else loaded
 
 
 def shares(value: Any) -> bool:
@@ -174,7 +116,7 @@ def _widgets() -> list[Any]:
 def _mentioned_by_own(value: Any) -> frozenset[str]:
     """Return what a function mentions, or the methods of a class. Its own frame holds neither when it has returned."""
     own = [value] if type(value) is FunctionType else [one for one in vars(value).values() if type(one) is FunctionType]
-    return frozenset[str]().union(*(mentioned_by(one.__code__) for one in own))
+    return frozenset[str]().union(*(names_of(one.__code__).mentioned for one in own))
 
 
 def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:

@@ -44,7 +44,8 @@ from oomdoctor.objects.places import (
 )
 from oomdoctor.objects.recipes import Recipe, attribute_path
 from oomdoctor.objects.rng import Stream, is_random
-from oomdoctor.retry.mentions import EVERYTHING, shares
+from oomdoctor.program.code_names import EVERYTHING
+from oomdoctor.retry.mentions import shares
 
 if TYPE_CHECKING:
     from oomdoctor.retry.shape import Shape

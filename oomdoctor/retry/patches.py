@@ -6,28 +6,26 @@ too many to be kept. What is put there by way of an attribute, an item or an arg
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
-from types import FunctionType, ModuleType
-from typing import Any, Final
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final, TypeAlias
 
+from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
-from oomdoctor.objects.kinds import members_of
-from oomdoctor.objects.places import REGISTRY
-from oomdoctor.program.magics import parsed
-from oomdoctor.program.names import call_name, read_names
-from oomdoctor.retry.patching import Assigned, assigned_by
+from oomdoctor.objects.kinds import members_of, module_of, mro_of
+from oomdoctor.objects.places import REGISTRY, functions_in
+from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
+from oomdoctor.program.names import read_names
 
 __all__ = ["Patches"]
 
 _ABSENT: Final = object()
 _STREAMS: Final = ("stdin", "stdout", "stderr")
 """What ``surroundings`` puts back of ``sys``."""
-_ANY: Final = "*"
-"""Stands for a name that the text does not tell."""
+_MOST: Final = 500
+"""Functions that are followed from one cell."""
 _OF_FUNCTIONS: Final = (
     "__code__",
     "__defaults__",
@@ -37,6 +35,9 @@ _OF_FUNCTIONS: Final = (
     "__qualname__",
     "__module__",
 )
+
+_Write: TypeAlias = tuple[AttributeWrite, Mapping[str, Any]]
+"""An assignment, and the globals that its code reads."""
 
 
 class Patches:
@@ -49,27 +50,26 @@ class Patches:
     def __init__(self, source: str, namespace: Mapping[str, Any]) -> None:
         self._namespace = namespace
         self._kept: list[tuple[Any, str, Any]] = []
-        self._later: list[Assigned] = []
+        self._later: list[_Write] = []
         self._unnamed: list[str] = []
         self._left: list[Any] | None = None
         self._registries: list[tuple[type, dict[str, Any]]] = []
-        targets, imports, registering = _assigned(source)
+        writes, imports, registering = attributes_written(source)
         for path in registering:
-            owner = _found(path, imports, namespace)
+            owner = _found(path, dict(imports), namespace)
             if isinstance(owner, type) and "_abc_impl" in members_of(owner):
                 self._registries.append((owner, REGISTRY.read(owner)))
         mentioned = [namespace[name] for name in read_names(source) if name in namespace]
-        assigned = [Assigned(path, name, imports, namespace) for path, name in targets]
-        for one in (*assigned, *assigned_by(mentioned)):
-            path, name, known, names = one
+        for write, names in (*((one, namespace) for one in writes), *_written_by(mentioned)):
+            path, name, known = write
             owner = _found(path, known, names)
-            if name == _ANY:
+            if name == ANY_NAME:
                 self._unnamed += [path] if isinstance(owner, (ModuleType, type)) and _is_librarys(owner) else []
             elif isinstance(owner, (ModuleType, type)) or (type(owner) is FunctionType and _is_librarys(owner)):
                 if owner is not sys or name not in _STREAMS:
                     self._kept.append((owner, name, _attribute(owner, name)))
             elif owner is None:
-                self._later.append(one)
+                self._later.append((write, names))
 
     def end(self) -> None:
         """Note what the cell leaves. What a later cell has put there since is left alone."""
@@ -79,7 +79,7 @@ class Patches:
         """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
         for path in self._unnamed:
             yield f"attributes of `{path}` may have been set by names that the cell makes up"
-        for path, name, known, names in self._later:
+        for (path, name, known), names in self._later:
             owner = _found(path, known, names)
             if isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
                 yield f"`{path}.{name}` was replaced, and what it was before is not known"
@@ -107,32 +107,6 @@ def _attribute(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _ABSENT)
 
 
-@lru_cache(maxsize=64)
-def _assigned(source: str) -> tuple[tuple[tuple[str, str], ...], dict[str, str], frozenset[str]]:
-    """Return ``(path of the owner, name)`` of attributes that are assigned to, what the cell imports as what.
-
-    And the paths of what it registers something with, which may be abstract classes.
-    """
-    nodes = list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
-    found: list[tuple[str, str]] = []
-    imports: dict[str, str] = {}
-    registering = {
-        call_name(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "register"
-    }
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            found.append((call_name(node.value), node.attr))
-        elif isinstance(node, ast.Call) and call_name(node) in ("setattr", "delattr") and len(node.args) > 1:
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else _ANY
-            if type(name) is str:
-                found.append((call_name(node.args[0]), name))
-        elif isinstance(node, ast.Import):
-            imports |= {(one.asname or one.name): one.name for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            imports |= {(one.asname or one.name): f"{node.module}.{one.name}" for one in node.names}
-    return tuple(dict.fromkeys((path, name) for path, name in found if path)), imports, frozenset(registering)
-
-
 def _found(path: str, imports: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
     """Return the module, class or value that a dotted path stands for; None where nothing is there yet."""
     root, *names = path.split(".")
@@ -148,3 +122,38 @@ def _found(path: str, imports: Mapping[str, str], namespace: Mapping[str, Any]) 
             return None if isinstance(value, ModuleType) else _ABSENT
         value = vars(value)[name]
     return value
+
+
+def _written_by(values: Iterable[Any]) -> Iterator[_Write]:
+    """Yield what functions, and those that they mention, assign to, with the globals that they read.
+
+    Args:
+        values: functions, classes, their objects and anything else, of which the user's own are looked into.
+    """
+    waiting = [function for value in values if type(value) not in LIGHT_TYPES for function in _functions_of(value)]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        names, own = function.__globals__, names_of(function.__code__)
+        yield from ((write, names) for write in own.written)
+        for name in own.names:
+            if name in names and type(value := names[name]) not in LIGHT_TYPES:
+                waiting += _functions_of(value)
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return a function, or those of a class or of the class of an object, as far as they are the user's."""
+    kind: Any = type(value)
+    if kind is MethodType:
+        value, kind = value.__func__, FunctionType
+    if kind is FunctionType:
+        return [] if is_installed(value.__globals__.get("__name__")) else [value]
+    cls = value if isinstance(value, type) else kind
+    if is_installed(module_of(cls)):  # and so is what it derives from
+        return []
+    items = [item for one in mro_of(cls) if not is_installed(module_of(one)) for item in members_of(one).values()]
+    found = [item if type(item) is FunctionType else inner for item in items for inner in functions_in(item) or (item,)]
+    return [one for one in found if type(one) is FunctionType and not is_installed(one.__globals__.get("__name__"))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dis import get_instructions
 from functools import cached_property
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -17,6 +16,7 @@ from typing import Any, Final
 from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
+from oomdoctor.program.code_names import names_of
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 from oomdoctor.program.writes import last_name, names_written_by, written_names
 
@@ -64,7 +64,7 @@ class Reach:
         """Return whether the code has one of these names, as a global, an attribute or an import."""
         if not names.isdisjoint(re.findall(r"\w+", self._source)):
             return True
-        return any(not names.isdisjoint(code.co_names) for own in self._codes for code in _with_inner(own))
+        return any(not names.isdisjoint(names_of(code).names) for code in self._codes)
 
     @cached_property
     def _written(self) -> frozenset[str]:
@@ -114,17 +114,8 @@ class Reach:
         if is_installed(function.__module__):
             return
         self._codes.append(function.__code__)
-        for code in _with_inner(function.__code__):
-            names = {step.argval for step in get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME"))}
-            if function.__globals__ is self._namespace:
-                self._read(names)
-            else:
-                yield from (function.__globals__[name] for name in names if name in function.__globals__)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and that of the functions in it."""
-    codes = [code]
-    while codes:
-        yield (one := codes.pop())
-        codes += [constant for constant in one.co_consts if type(constant) is CodeType]
+        names = names_of(function.__code__).loaded
+        if function.__globals__ is self._namespace:
+            self._read(names)
+        else:
+            yield from (function.__globals__[name] for name in names if name in function.__globals__)

@@ -31,8 +31,8 @@ from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reach
 from oomdoctor.objects.named import is_users
 from oomdoctor.objects.places import is_bare
 from oomdoctor.objects.recipes import Recipe, attribute_path, weak
+from oomdoctor.program.code_names import EVERYTHING, mentioned, names_of
 from oomdoctor.program.writes import given_names, last_name, written_names
-from oomdoctor.retry.mentions import EVERYTHING, mentioned, mentioned_by
 from oomdoctor.retry.notes import (
     BOUND,
     DEPTH,
@@ -128,7 +128,7 @@ class Shape:
 
     def mention_code(self, function: FunctionType) -> None:
         """Have the names looked at that a function mentions."""
-        names = mentioned_by(function.__code__)
+        names = names_of(function.__code__).mentioned
         if names is EVERYTHING or function.__globals__ is self._namespace:
             self.mention(names)
 

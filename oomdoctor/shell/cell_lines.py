@@ -7,7 +7,6 @@ says what the cell's own lines are.
 
 from __future__ import annotations
 
-import ast
 import linecache
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Final
 
 from oomdoctor.model.session import Cell
 from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.program.compiled import defines
 
 __all__ = ["as_in_the_cell"]
 
@@ -99,11 +99,4 @@ def _moved(steps: list[TracebackType], before: int, bodies: tuple[str, ...], fil
 
 def _is_defined(code: CodeType, source: str, before: int) -> bool:
     """Return whether a function is one that the body of the cell defines where ``code`` says."""
-    body = "\n" * before + "\n".join(source.split("\n")[before:])
-    try:
-        nodes = list(ast.walk(ast.parse(body)))
-    except (SyntaxError, ValueError):
-        return False
-    functions = [one for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-    firsts = [(one.name, min([one.lineno, *(each.lineno for each in one.decorator_list)])) for one in functions]
-    return (code.co_name, code.co_firstlineno + before) in firsts
+    return defines("\n".join(source.split("\n")[before:]), code.co_name, code.co_firstlineno)

@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.program.state_changes import may_change
 from oomdoctor.retry.remedies import Remedies
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell import failing
@@ -21,7 +22,6 @@ from oomdoctor.shell.borders import Borders, quietly
 from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun, find_oom
-from oomdoctor.shell.looking import may_change
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport

@@ -6,7 +6,6 @@ retries, as if it had been typed without the first line.
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ USAGE: Final = """Forecast the cell below without running it: what it needs, whe
 _TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
 _FLAGS: Final = frozenset({"run"})
 _HELP: Final = frozenset({"--help", "-h"})
-_AWAITS: Final = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +207,12 @@ def check_source(text: str, what: str) -> None:
     Raises:
         UsageError: the line to show.
     """
-    from oomdoctor.program.magics import mask
+    from oomdoctor.program.compiled import fault_in
 
-    try:
-        compile(mask(text).text, "<cell>", "exec", flags=_AWAITS, dont_inherit=True)
-    except (SyntaxError, ValueError) as exc:
-        line = f" (line {exc.lineno} of it)" if isinstance(exc, SyntaxError) and exc.lineno else ""
-        told = exc.msg if isinstance(exc, SyntaxError) else str(exc)
-        raise UsageError(f"{what} is not Python: {one_line(told)}{line}") from None
+    fault = fault_in(text)
+    if fault is not None:
+        line = f" (line {fault.line} of it)" if fault.line else ""
+        raise UsageError(f"{what} is not Python: {one_line(fault.message)}{line}")
 
 
 def _pairs(words: list[str]) -> dict[str, str | None]:

@@ -12,7 +12,8 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Session
-from oomdoctor.shell.changed import as_cell, placed, texts_of
+from oomdoctor.program.compiled import on_their_lines
+from oomdoctor.shell.changed import as_cell, texts_of
 from oomdoctor.shell.running import Run
 from oomdoctor.shell.script_watch import left_alone
 from oomdoctor.shell.showing import Shown
@@ -86,7 +87,7 @@ class _Attempts:
         run_source = functools.partial(self.extension.run_source, run)
         with left_alone():
             for replay, cell in zip_longest(attempt.replays, attempt.cells):
-                text, number = (placed(replay, cell.source), cell.number) if cell else (replay, None)
+                text, number = (on_their_lines(replay, cell.source), cell.number) if cell else (replay, None)
                 with as_cell(self.extension.shell, number):
                     answer = await run_source(text, {**self.kwargs, "silent": True})
                 if error := _error_of(answer):

@@ -6,20 +6,22 @@ parameter's name otherwise, which is then bound among the globals while the call
 
 from __future__ import annotations
 
-import ast
 import inspect
 import keyword
+import linecache
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import isfinite
-from types import FunctionType
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.objects.named import is_users
-from oomdoctor.shell.script_source import global_names, has_changed
+from oomdoctor.program.compiled import defines, global_names, is_compiled_from, statement_end
 
-__all__ = ["RESULT", "Call", "home_of", "spell", "unreadable"]
+__all__ = ["RESULT", "Call", "begun", "home_of", "spell", "text_of", "unreadable"]
 
 RESULT: Final = "_oomdoctor_result"
 _LONGEST: Final = 60
@@ -91,22 +93,28 @@ def unreadable(function: Callable[..., Any], text: str) -> str | None:
         return "it is defined within another function: write it at the module's top level, and hand it what it needs"
     if not text:
         return "its source cannot be read"
-    if has_changed(text, home.__code__):
+    code = home.__code__
+    # Of a cell of a notebook there is no file: its text is kept as it was run.
+    if Path(code.co_filename).exists() and not is_compiled_from(code, text):
         return "its file was changed after it was loaded"
-    return None if _is_defined(home, text) else "its definition was not found in the text of its module"
+    is_found = defines(text, home.__name__, code.co_firstlineno)
+    return None if is_found else "its definition was not found in the text of its module"
 
 
-def _is_defined(home: FunctionType, text: str) -> bool:
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):
-        return False
-    defined = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    line = home.__code__.co_firstlineno
-    return any(
-        node.name == home.__name__ and line in (node.lineno, *(one.lineno for one in node.decorator_list))
-        for node in defined
-    )
+def text_of(code: CodeType, namespace: dict[str, Any]) -> str:
+    """Return the text of the file or the cell that ``code`` comes from, nothing where it cannot be had."""
+    return "".join(linecache.getlines(code.co_filename, namespace))
+
+
+def begun(text: str, filename: str) -> str:
+    """Return ``text`` up to the end of the statement that its top level is running, all of it where that has ended."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "<module>":
+        return text
+    end = statement_end(text, frame.f_lineno)
+    return text if end is None else "".join(f"{one}\n" for one in text.split("\n")[:end])
 
 
 def _parameter_name(parameters: list[inspect.Parameter], at: int) -> str:

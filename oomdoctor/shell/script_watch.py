@@ -7,7 +7,6 @@ Each stage stands behind a border: a failure of ours prints one line, and the us
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
 import inspect
@@ -26,15 +25,14 @@ from typing import Any, Final, TypeVar
 from oomdoctor.model import baseline
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
-from oomdoctor.model.fix import Edit
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.program.compiled import compile_python
 from oomdoctor.program.names import bound_names
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
-from oomdoctor.shell.script_call import RESULT
-from oomdoctor.shell.script_source import begun, indented
+from oomdoctor.shell.script_call import RESULT, begun
 from oomdoctor.shell.stragglers import beside, end_since, pools_since, processes_since
 
 __all__ = [
@@ -80,7 +78,6 @@ class Part:
         module: what the text around it is called: ``train.py``.
         filename: of the code; ``text``: what stands there; ``flags``: the compiler's, for its futures.
         source: the part as a cell.
-        indent: what the lines of the part begin with where it stands in the text.
         bound: what has to be among the globals for it.
         refused: why it cannot be run again, None if it can.
     """
@@ -92,7 +89,6 @@ class Part:
     text: str = ""
     flags: int = 0
     source: str = ""
-    indent: str = ""
     bound: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
     is_async: bool = False
@@ -276,8 +272,7 @@ class Watch:
                 self._transaction.set_aside()
             linecache.cache[filename] = _listed(source, filename)
             try:
-                awaits = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if part.is_async else 0
-                code = compile(source, filename, "exec", flags=part.flags | awaits, dont_inherit=True)
+                code = compile_python(source, filename, part.flags, awaits=part.is_async)
                 if code.co_flags & inspect.CO_COROUTINE:
                     await eval(code, part.namespace)
                 else:
@@ -288,7 +283,7 @@ class Watch:
             else:
                 continue
             await end_since(before, waits=False)
-            # A block is run again within the handling of its failure, which is no reason of what it raises now.
+            # A call may be made while another error is handled, which is no reason of what it raises now.
             for one in chained(failed):
                 if handled is not None and one.__context__ is handled:
                     one.__context__ = None
@@ -303,20 +298,12 @@ class Watch:
             return
         made = next((one for one in case.plan.candidates if one.label in case.outcome.fixes), None)
         if made is not None and not isinstance(made.patch, Refused):
-            for edit in map(self._placed, made.patch.edits):
-                print(
-                    replace(made.patch, edits=(edit,)).diff(self._part.names.get(edit.cell, edit.name)), file=sys.stderr
-                )
+            for edit in made.patch.edits:
+                name = self._part.names.get(edit.cell, edit.name)
+                print(replace(made.patch, edits=(edit,)).diff(name), file=sys.stderr)
         if self._made:
             names = ", ".join(f"`{name}`" for name in self._made)
             print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)
-
-    def _placed(self, edit: Edit) -> Edit:
-        """Return a change of the part as one of the text that it stands in."""
-        if edit.cell != _PART:
-            return edit
-        before, after = (indented(text, self._part.indent) for text in (edit.before, edit.after))
-        return replace(edit, before=before, after=after)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""``oomdoctor.heal`` for scripts: a function, or a block at the top level, that is healed should memory run out.
+"""``oomdoctor.heal`` for scripts: a function whose calls are healed should memory run out.
 
-    @oomdoctor.heal                           with oomdoctor.heal():
-    def train(model, optimizer): ...              train(model, optimizer)
+    @oomdoctor.heal
+    def train(model, optimizer): ...
 
 What runs out of memory is taken back and run again with a change in place, as a cell of a notebook is; what cannot be
 is diagnosed, and raises the error that it raised.
@@ -13,18 +13,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import PurePath
-from threading import get_ident
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Final, Literal, TypeVar, overload
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
 from oomdoctor.objects.chain import set_traceback, traceback_of
-from oomdoctor.shell.script_call import RESULT, home_of, spell, unreadable
-from oomdoctor.shell.script_source import body_of, future_flags, text_of
+from oomdoctor.program.compiled import future_flags
+from oomdoctor.shell.script_call import RESULT, home_of, spell, text_of, unreadable
 from oomdoctor.shell.script_watch import (
     Part,
     Settings,
@@ -37,7 +35,7 @@ from oomdoctor.shell.script_watch import (
     ran_out,
 )
 
-__all__ = ["Heal", "heal"]
+__all__ = ["heal"]
 
 _AUTOS: Final = ("exact", "any", "off")
 
@@ -49,15 +47,16 @@ def heal(function: F, /) -> F: ...
 
 
 @overload
-def heal(*, auto: Literal["exact", "any", "off"] = "exact", attempts: int = 3, time_s: float = 3600) -> Heal: ...
+def heal(
+    *, auto: Literal["exact", "any", "off"] = "exact", attempts: int = 3, time_s: float = 3600
+) -> Callable[[F], F]: ...
 
 
 def heal(function: Any = None, /, *, auto: str = "exact", attempts: int = 3, time_s: float = 3600) -> Any:
-    """Heal a function, or a block, that runs out of memory.
+    """Heal a function whose call runs out of memory: a decorator, with arguments or without.
 
-    As a decorator: what a call that ran out of memory did is taken back, and the call is made again with a change in
-    place. As a context manager at the top level of a script or a notebook: the same for the block. The diagnosis, and
-    what was changed, go to the standard error. What cannot be healed raises what it raised.
+    What the call did is taken back, and the call is made again with a change in place. The diagnosis, and what was
+    changed, go to the standard error. What cannot be healed raises what it raised.
 
     Args:
         auto: ``exact``: with changes that keep the result, up to rounding; ``any``: with any change; ``off``: diagnose
@@ -74,50 +73,28 @@ def heal(function: Any = None, /, *, auto: str = "exact", attempts: int = 3, tim
         raise UsageError(f"attempts takes a whole number from 1 on, not {attempts!r}")
     if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not time_s >= 0:
         raise UsageError(f"time_s takes a number of seconds, not {time_s!r}")
-    made = Heal(Settings(auto=auto, attempts=attempts, time_s=float(time_s)))
-    return made if function is None else made(function)
+    settings = Settings(auto=auto, attempts=attempts, time_s=float(time_s))
+    return functools.partial(_healed, settings=settings) if function is None else _healed(function, settings)
 
 
-class Heal:
-    """What ``heal(...)`` returns: decorates functions, and stands in ``with``."""
+def _healed(function: F, settings: Settings) -> F:
+    """Return ``function``, healed."""
+    _check(function)
+    healer = _Healer(function, settings)
+    if inspect.iscoroutinefunction(function):
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._open: list[_Block] = []
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await healer.call_async(args, kwargs)
+    else:
 
-    def __call__(self, function: F) -> F:
-        """Return ``function``, healed."""
-        _check(function)
-        healer = _Healer(function, self._settings)
-        if inspect.iscoroutinefunction(function):
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return healer.call(args, kwargs)
 
-            @functools.wraps(function)
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return await healer.call_async(args, kwargs)
-        else:
-
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return healer.call(args, kwargs)
-
-        healer.wrapper = wrapper
-        vars(wrapper)["__oomdoctor__"] = healer
-        return wrapper  # type: ignore[return-value]
-
-    def __enter__(self) -> None:
-        """Watch the block that begins."""
-        self._open.append(_Block(sys._getframe(1), self._settings))
-
-    def __exit__(self, kind: Any, exc: BaseException | None, traceback: TracebackType | None) -> bool:
-        """Run the block again with a change in place, if it ran out of memory; return whether that healed it."""
-        # One object may stand in blocks of several threads and tasks at a time. An ``ExitStack`` leaves from another
-        # frame than it entered from.
-        place, thread = _place_of(sys._getframe(1)), get_ident()
-        same = [block for block in self._open if block.place == place]
-        block = (same or [block for block in self._open if block.place[0] == thread])[-1]
-        self._open.remove(block)
-        block.leave()
-        return isinstance(exc, Exception) and block.heals(exc)
+    healer.wrapper = wrapper
+    vars(wrapper)["__oomdoctor__"] = healer
+    return wrapper  # type: ignore[return-value]
 
 
 class _Healer:
@@ -235,73 +212,6 @@ class _Healer:
         if type(now) is FunctionType and now not in (self.wrapper, self.function) and "." not in home.__qualname__:
             self.take(now)
         return None, result
-
-
-class _Block:
-    """One ``with`` block, from where it was entered to where it is left.
-
-    Attributes:
-        place: tells it from others.
-    """
-
-    def __init__(self, frame: FrameType, settings: Settings) -> None:
-        self.place, self._handled = _place_of(frame), sys.exc_info()[1]
-        self._armed = ExitStack()
-        self._watch: Watch | None = None
-        if not is_left_alone():
-            self._part = _part_of(frame)
-            self._watch = Watch(self._part, settings)
-            self._armed.enter_context(self._watch.armed)
-
-    def leave(self) -> None:
-        """Make no more copies."""
-        self._armed.close()
-
-    def heals(self, failure: Exception) -> bool:
-        """Run the block again, if ``failure`` says that it ran out of memory; return whether that healed it."""
-        with apart_from(self._handled, failure):
-            return self._watch is not None and ran_out(failure) and self._run_again(failure, self._watch)
-
-    def _run_again(self, failure: Exception, watch: Watch) -> bool:
-        traceback = traceback_of(failure)
-        if traceback is None or self._part.refused is not None:
-            drive(watch.answer(failure))
-            return False
-        own = traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno
-        set_traceback(failure, entered(self._part, traceback.tb_lineno, traceback.tb_next))
-        del traceback
-        healed, error = drive(watch.answer(failure))
-        _leave(failure)
-        set_traceback(failure, TracebackType(traceback_of(failure), *own))
-        if error is not None and (healed or not is_oom(error)):
-            raise error
-        return healed
-
-
-def _part_of(frame: FrameType) -> Part:
-    """Return the block that ``frame`` is about to enter."""
-    code, namespace = frame.f_code, frame.f_globals
-    text, file = text_of(code, namespace), PurePath(code.co_filename).name
-    name = f"the `with` block on line {frame.f_lineno}"
-    part = Part(
-        name=name,
-        module=file,
-        filename=code.co_filename,
-        namespace=namespace,
-        text=text,
-        flags=future_flags(code),
-    )
-    if code.co_flags & inspect.CO_OPTIMIZED or frame.f_locals is not namespace:
-        reason = "it does not stand at the top level: write its lines as a function under `@oomdoctor.heal`"
-        return replace(part, refused=f"{name} cannot be run again: {reason}")
-    body = body_of(frame, text)
-    if isinstance(body, Refused):
-        return replace(part, refused=f"{name} cannot be run again: {body.reason}")
-    return replace(part, text=body.before, source=body.source, indent=body.indent)
-
-
-def _place_of(frame: FrameType) -> tuple[int, int]:
-    return get_ident(), id(frame)
 
 
 def _enter(part: Part, failure: BaseException) -> None:

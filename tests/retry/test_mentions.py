@@ -16,8 +16,9 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
+from oomdoctor.program.code_names import EVERYTHING, mentioned
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.mentions import EVERYTHING, held_elsewhere, mentioned
+from oomdoctor.retry.mentions import held_elsewhere
 
 
 class Slotted:

@@ -110,7 +110,9 @@ if sys.argv[1] != "-":
     from oomdoctor.allocator import virtual
     device = virtual.switch_on(sys.argv[1])
 optimizer, seen, score = main()
-with oomdoctor.heal():
+
+@oomdoctor.heal
+def train(model, optimizer, seen):
     # What lies within a string stays as it is.
     text = """
         indented
@@ -123,10 +125,12 @@ with oomdoctor.heal():
     outputs = []
     for step in range(20):
         outputs.append(model(torch.randn(256, 64)))
-    marks = [output.sum().item() for output in outputs]
+    return text, [output.sum().item() for output in outputs]
+
+text, marks = train(model, optimizer, seen)
 
 from oomdoctor.objects.digest import state_digests
-names = frozenset({"model", "optimizer", "seen", "score", "text", "marks", "step", "calls"})
+names = frozenset({"model", "optimizer", "seen", "score", "text", "marks", "calls"})
 for name, digest in sorted(state_digests(globals(), names=names).items()):
     print(name, digest)
 print(sorted(name for name in globals() if name not in ("device", "virtual")))
@@ -192,16 +196,15 @@ def run(path: Path, source: str, word: str) -> subprocess.CompletedProcess[str]:
 def test_a_healed_script_leaves_what_the_fixed_one_leaves(tmp_path: Path) -> None:
     healed = run(tmp_path / "script.py", SCRIPT, BUDGET)
     assert healed.returncode == 0, healed.stderr
-    line = 1 + SCRIPT.splitlines().index("with oomdoctor.heal():")
     assert re.findall("Healed: .*", healed.stderr) == [
         "Healed: the call of `both` ran to its end with 1 change in place, after 1 attempt.",
-        f"Healed: the `with` block on line {line} ran to its end with 1 change in place, after 1 attempt.",
+        "Healed: the call of `train` ran to its end with 1 change in place, after 1 attempt.",
     ]
     assert "From now on `both` in script.py is what the change made of it." in healed.stderr
     assert healed.stderr.count("exact: bit-identical results") >= 2
     # The fixed script, by both diffs.
-    for name in ("script.py", f"the `with` block on line {line}"):
-        (tmp_path / "fix.diff").write_text(diff_of(healed.stderr, name), encoding="utf-8")
+    for told in diffs_of(healed.stderr, "script.py"):
+        (tmp_path / "fix.diff").write_text(told, encoding="utf-8")
         before = (tmp_path / "script.py").read_text(encoding="utf-8")
         subprocess.run(["patch", "-p0", "script.py", "fix.diff"], check=True, cwd=tmp_path, capture_output=True)
         assert (tmp_path / "script.py").read_text(encoding="utf-8") != before
@@ -211,11 +214,11 @@ def test_a_healed_script_leaves_what_the_fixed_one_leaves(tmp_path: Path) -> Non
     assert healed.stdout.splitlines() == fresh.stdout.splitlines()
 
 
-def diff_of(told: str, name: str) -> str:
+def diffs_of(told: str, name: str) -> list[str]:
     lines = told.splitlines(keepends=True)
-    start = lines.index(f"--- {name}\n")
-    end = next(at for at in range(start, len(lines)) if not lines[at].strip())
-    return "".join(lines[start:end])
+    starts = [at for at, line in enumerate(lines) if line == f"--- {name}\n"]
+    ends = [next(at for at in range(start, len(lines)) if not lines[at].strip()) for start in starts]
+    return ["".join(lines[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 FILL = """\
@@ -254,7 +257,7 @@ def test_a_script_that_is_run_with_the_futures_of_another_is_healed(tmp_path: Pa
     import __future__
 
     path = tmp_path / "script.py"
-    path.write_text(f"{EVALUATE}with oomdoctor.heal():\n{BLOCK}", encoding="utf-8")
+    path.write_text(f"{EVALUATE}{PART}", encoding="utf-8")
     flags = __future__.annotations.compiler_flag
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with simulate(BUDGET):
@@ -572,14 +575,21 @@ def test_what_cannot_be_healed_is_refused_in_one_line(load: Any, line: str, reas
     assert "\n" not in str(caught.value)
 
 
-# Blocks -------------------------------------------------------------------------------------------------------------
+# The moment of the failure ----------------------------------------------------------------------------------------
 
 SETUP = EVALUATE + f"from oomdoctor.allocator import virtual\nvirtual.switch_on({BUDGET!r})\n"
-BLOCK = """\
-    calls.append("begun")
+PART = """\
+@oomdoctor.heal
+def part():
+    begin()
     outputs = []
     for step in range(20):
         outputs.append(model(torch.randn(256, 64)))
+
+def begin():
+    calls.append("begun")
+
+part()
 """
 
 
@@ -591,29 +601,24 @@ def switched_off() -> Iterator[None]:
     virtual.switch_off()
 
 
-@pytest.mark.usefixtures("switched_off")
-def test_a_block_in_a_loop_is_healed_each_time(load: Any) -> None:
-    before = len(pipeline.cases())
-    block = textwrap.indent("with oomdoctor.heal():\n" + BLOCK, "    ")
-    module = load(f"{SETUP}\nif True:\n  for epoch in range(2):\n{block}\nafter = len(calls)\n")
-    assert [case.outcome.kind for case in pipeline.cases()[before:]] == [OutcomeKind.HEALED] * 2
-    assert (module.calls, module.after, module.epoch, len(module.outputs)) == (["begun", "begun"], 2, 1, 20)
-
-
 HOOKED = """\
 import weakref
 inputs = []
 model.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage())))
-with oomdoctor.heal():
-    outputs = [model(torch.randn(8192, 64)).sum() for step in range(20)]
+
+@oomdoctor.heal
+def run():
+    return [model(torch.randn(8192, 64)).sum() for step in range(20)]
+
+outputs = run()
 """
 
 
 @pytest.mark.usefixtures("switched_off")
-def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_block_is_run_again(
+def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_call_is_made_again(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The closure of ``_call_impl.<locals>.inner`` has it, and the interpreter hands the traceback to ``__exit__``.
+    # The closure of ``_call_impl.<locals>.inner`` has it.
     alive, release = [], script_watch._release
 
     def released(failure: BaseException) -> None:
@@ -629,50 +634,9 @@ def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_block_is_run_agai
 
 
 @pytest.mark.usefixtures("switched_off")
-def test_a_block_on_one_line_is_healed(load: Any) -> None:
-    source = SETUP.replace("@oomdoctor.heal\n", "")
-    module = load(f"{source}with oomdoctor.heal() : score = evaluate(model, 20); found = 1\n")
-    assert last().outcome.kind is OutcomeKind.HEALED
-    assert (module.calls, module.found) == ([20], 1)
-
-
-@pytest.mark.usefixtures("switched_off")
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (
-            f"def f():\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}\nf()",
-            "does not stand at the top level",
-        ),
-        (f"class F:\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}", "does not stand at the top level"),
-        (
-            f"import contextlib as c\nwith c.ExitStack() as some:\n    some.enter_context(oomdoctor.heal())\n{BLOCK}",
-            "does not stand at the top level",
-        ),
-        (
-            f"for _ in range(2):\n    with oomdoctor.heal():\n{textwrap.indent(BLOCK, '    ')}        continue",
-            "cannot be run on its own ('continue' not properly in loop)",
-        ),
-        (f"with torch.enable_grad(), oomdoctor.heal():\n{BLOCK}", "there are other managers"),
-        (f"with oomdoctor.heal():\n{BLOCK}    next(numbers)", "is an iterator"),
-    ],
-)
-def test_a_block_that_cannot_be_run_again_is_left_as_it_failed(load: Any, block: str, reason: str) -> None:
-    with pytest.raises(out_of_memory()) as caught:
-        load(f"{SETUP}numbers = iter([1])\n{block}\n")
-    assert last().outcome.kind is OutcomeKind.REFUSED
-    assert reason in last().outcome.why
-    frames = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("script_0.py")]
-    assert frames[-1].line == "outputs.append(model(torch.randn(256, 64)))"
-    assert not any("<oomdoctor" in frame.filename for frame in traceback.extract_tb(caught.tb))
-
-
-@pytest.mark.usefixtures("switched_off")
-def test_a_timer_of_the_failed_block_does_not_fire_and_that_of_its_retry_does(load: Any) -> None:
-    block = (
-        f"import threading\nwith oomdoctor.heal():\n    threading.Timer(600, calls.append, ['timer']).start()\n{BLOCK}"
-    )
-    load(SETUP + block)
+def test_a_timer_of_the_failed_call_does_not_fire_and_that_of_its_retry_does(load: Any) -> None:
+    begin = "import threading\n    threading.Timer(600, calls.append, ['timer']).start()"
+    load(SETUP + PART.replace('calls.append("begun")', begin))
     waiting = [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]
     for timer in waiting:
         timer.cancel()
@@ -681,31 +645,15 @@ def test_a_timer_of_the_failed_block_does_not_fire_and_that_of_its_retry_does(lo
 
 
 @pytest.mark.usefixtures("switched_off")
-def test_a_block_beside_a_pool_that_goes_on_with_its_work_is_left_as_it_failed(load: Any) -> None:
+def test_a_call_beside_a_pool_that_goes_on_with_its_work_is_left_as_it_failed(load: Any) -> None:
     done = threading.Event()
     setup = "import builtins, concurrent.futures\npool = concurrent.futures.ThreadPoolExecutor(1)\n"
+    submits = PART.replace('calls.append("begun")', "pool.submit(builtins.done.wait, 60)")
     with mock.patch.object(builtins, "done", done, create=True), pytest.raises(out_of_memory()):
-        load(f"{SETUP}{setup}with oomdoctor.heal():\n    pool.submit(builtins.done.wait, 60)\n{BLOCK}")
+        load(f"{SETUP}{setup}{submits}")
     done.set()
     assert last().outcome.kind is OutcomeKind.REFUSED
     assert "goes on with what the cell gave it" in last().outcome.why
-
-
-@pytest.mark.usefixtures("switched_off")
-def test_an_error_of_the_block_in_the_retry_is_raised(load: Any) -> None:
-    with pytest.raises(ValueError, match="mine") as caught:
-        load(f"{SETUP}with oomdoctor.heal():\n{BLOCK}    int('mine')\n")
-    assert last().outcome.kind is OutcomeKind.FAILED
-    assert last().outcome.state == "restored"
-    assert isinstance(caught.value.__context__, out_of_memory())
-
-
-@pytest.mark.usefixtures("switched_off")
-def test_other_errors_of_a_block_pass(load: Any) -> None:
-    before = len(pipeline.cases())
-    with pytest.raises(ValueError, match="mine"):
-        load(f"{SETUP}with oomdoctor.heal():\n    raise ValueError('mine')\n")
-    assert len(pipeline.cases()) == before
 
 
 # Beside the others ----------------------------------------------------------------------------------------------------
@@ -757,8 +705,6 @@ def test_in_a_notebook_one_of_the_two_acts(capsys: pytest.CaptureFixture[str]) -
     with started("detach_history") as shell, simulate(BUDGET):
         assert shell.run_cell(EVALUATE, store_history=True).success
         assert shell.run_cell("evaluate(model, 20)", store_history=True).success
-        block = "with oomdoctor.heal():\n    scores = evaluate.__wrapped__(model, 30)[0]"
-        assert shell.run_cell(block, store_history=True).success
         shell.run_cell("@oomdoctor.heal(auto='off')\n" + EVALUATE.rpartition("@oomdoctor.heal\n")[2])
         assert not shell.run_cell("evaluate(model, 20)", store_history=True).success
     kinds = [case.outcome.kind for case in pipeline.cases()[before:]]

@@ -1,0 +1,173 @@
+"""Which names a cell's text or a function's code mentions, and which attributes of others they assign to.
+
+``torch.foo = 1``, ``F.gelu += 1``, ``del torch.foo`` and ``setattr(torch, "foo", 1)`` are assignments to attributes. A
+function is read from its code, which is at hand where its text is not, once for each code, as it is asked about before
+each cell. What is assigned by way of an attribute of an object, an item or an argument is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dis import get_instructions, opmap
+from functools import cached_property, lru_cache
+from types import CodeType
+from typing import Final, NamedTuple
+
+from oomdoctor.program.compiled import with_inner
+from oomdoctor.program.magics import parsed
+from oomdoctor.program.names import call_name, imported, read_names
+
+__all__ = ["ANY_NAME", "EVERYTHING", "AttributeWrite", "CodeNames", "attributes_written", "mentioned", "names_of"]
+
+EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
+"""Stands for all names."""
+ANY_NAME: Final = "*"
+"""Stands for the name of an attribute that the text does not tell."""
+_BARE: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "get_ipython", "await", "__name__", "builtins"})
+"""Names by which code gets at whatever there is, if they stand alone: ``model.eval`` is no such."""
+_ANYWHERE: Final = frozenset(
+    {
+        *("__main__", "__globals__", "f_globals", "f_locals", "tb_frame", "_getframe", "currentframe", "user_ns"),
+        *("run_line_magic", "run_cell_magic", "run_cell", "get_objects", "get_referrers", "import_module"),
+    }
+)
+_SHOWN: Final = frozenset({"_", "__", "___", "Out", "_oh"})
+"""The shell's names for what cells have shown, if they are read."""
+_MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*modules", re.MULTILINE)
+_WORDS: Final = re.compile(r"\w+")
+_ALONE: Final = re.compile(r"(?<![.\w])\w+")
+_GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
+_STORES: Final = ("STORE_ATTR", "DELETE_ATTR")
+_STORE_CODES: Final = frozenset(opmap[name] for name in _STORES)
+_BY_NAME: Final = ("setattr", "delattr")
+_REMEMBERED: Final = 4096
+
+
+class AttributeWrite(NamedTuple):
+    """One assignment to an attribute.
+
+    Attributes:
+        path: of the owner, as it is written. name: of the attribute.
+        imports: what names stand for that the same code imports.
+    """
+
+    path: str
+    name: str
+    imports: Mapping[str, str]
+
+
+def mentioned(source: str) -> frozenset[str]:
+    """Return the words of a cell's text, its strings and comments included: a name may be looked up by its text."""
+    if not source.isascii():  # as Python reads identifiers
+        source = f"{source}\n{unicodedata.normalize('NFKC', source)}"
+    words = frozenset(_WORDS.findall(source))
+    if _MAGIC.search(source) or not _ANYWHERE.isdisjoint(words):
+        return EVERYTHING
+    if not _BARE.isdisjoint(words) and not _BARE.isdisjoint(_ALONE.findall(source)):
+        return EVERYTHING
+    if not _SHOWN.isdisjoint(words) and not _SHOWN.isdisjoint(read_names(source)):
+        return EVERYTHING
+    return words
+
+
+@lru_cache(maxsize=64)
+def attributes_written(source: str) -> tuple[tuple[AttributeWrite, ...], frozenset[tuple[str, str]], frozenset[str]]:
+    """Return the assignments to attributes in a cell, its imports, and the paths of what it registers something with.
+
+    The last may be abstract classes.
+    """
+    nodes = list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    registering = frozenset(call_name(node.value) for node in attributes if node.attr == "register")
+    imports = dict(pair for node in nodes if not getattr(node, "level", 0) for pair in imported(node))
+    found = [(call_name(node.value), node.attr) for node in attributes if not isinstance(node.ctx, ast.Load)]
+    for node in nodes:
+        if isinstance(node, ast.Call) and call_name(node) in _BY_NAME and len(node.args) > 1:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ANY_NAME
+            if type(name) is str:
+                found.append((call_name(node.args[0]), name))
+    writes = tuple(AttributeWrite(path, name, imports) for path, name in dict.fromkeys(found) if path)
+    return writes, frozenset(imports.items()), registering
+
+
+class CodeNames:
+    """The names of a function's code, and of the functions in it; each kind is read when it is first asked for."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.codes = tuple(with_inner(code))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that are no locals: globals, attributes, imports."""
+        return frozenset(name for code in self.codes for name in code.co_names)
+
+    @cached_property
+    def loaded(self) -> frozenset[str]:
+        """The globals."""
+        steps = (step for code in self.codes for step in get_instructions(code))
+        return frozenset(step.argval for step in steps if step.opname.endswith(_GLOBAL))
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """The globals that it may get at: all where it may get at any."""
+        texts = (text for code in self.codes for text in code.co_consts if type(text) is str)
+        if not (_BARE | _SHOWN).isdisjoint(self.loaded) or not _ANYWHERE.isdisjoint(self.names):
+            return EVERYTHING
+        if {"sys", "modules"} <= self.names or any("__main__" in _WORDS.findall(text) for text in texts):
+            return EVERYTHING
+        return self.loaded
+
+    @cached_property
+    def written(self) -> tuple[AttributeWrite, ...]:
+        """The assignments to attributes."""
+        return tuple(write for code in self.codes for write in _written(code))
+
+
+_known: Final[dict[int, tuple[CodeType, CodeNames]]] = {}
+
+
+def names_of(code: CodeType) -> CodeNames:
+    """Return the names of ``code``; they are read once for each."""
+    known = _known.get(id(code))
+    if known is None:
+        if len(_known) >= _REMEMBERED:
+            _known.clear()
+        known = _known[id(code)] = code, CodeNames(code)
+    return known[1]
+
+
+def _written(code: CodeType) -> Iterator[AttributeWrite]:
+    if _STORE_CODES.isdisjoint(code.co_code[::2]) and not set(_BY_NAME).intersection(code.co_names):
+        return
+    imports: dict[str, str] = {}
+    owner, copied, module, member, given = "", "", "", "", None
+    is_by_name = is_from = False
+    for step in get_instructions(code):
+        kind, value = step.opname, step.argval
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") or (kind.startswith(("LOAD_FAST", "LOAD_DEREF")) and value in imports):
+            is_by_name = is_by_name or value in _BY_NAME
+            owner = "" if value in _BY_NAME else value
+        elif kind in ("LOAD_ATTR", "LOAD_METHOD") and owner:
+            owner += f".{value}"
+        elif kind in _STORES:
+            if owner or copied:
+                yield AttributeWrite(owner or copied, value, imports)
+            owner = copied = ""
+        elif kind in ("COPY", "DUP_TOP"):  # ``torch.foo += 1``
+            copied = owner
+        elif kind == "LOAD_CONST":
+            if is_by_name and owner and type(value) is str:
+                yield AttributeWrite(owner, value, imports)
+            owner, is_by_name, given = "", False, value
+        elif kind == "IMPORT_NAME":
+            module, is_from, member = value, given is not None, ""
+        elif kind == "IMPORT_FROM":
+            member = value
+        elif kind.startswith("STORE_") and module and type(value) is str:
+            of_package = module if value != module.partition(".")[0] else value
+            imports[value] = f"{module}.{member}" if is_from else of_package
+        elif not kind.startswith(("SWAP", "ROT_TWO", "POP_TOP", "CACHE")):
+            owner = module = ""
