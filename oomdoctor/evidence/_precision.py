@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters, sizes
 from oomdoctor.objects.kinds import module_of, registered, submodules
-from oomdoctor.program.definitions import place
+from oomdoctor.program.calls import Call, calls, decorators
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.sandbox.fork import answered
 from oomdoctor.sandbox.walls import raise_limits
 
@@ -31,39 +29,26 @@ _TRAINERS: Final = re.compile(r"(Trainer|TrainingArguments|Fabric|Accelerator)$"
 
 def autocast(ground: Ground) -> bool:
     """Whether some mixed precision is in force: ``autocast``, apex, or a trainer that was told so."""
-    running = any(
-        call_name(node).rpartition(".")[2] == "autocast" and _is_on(node)
-        for scope in ground.reach
-        for node in [*_calls(scope.body), *(scope.function.node.decorator_list if scope.function else ())]
-    )
-    return running or any(map(_tells_mixed, _all_calls(ground))) or apex(ground) is not None
+    entered = (*calls(ground.reach), *decorators(ground.reach))
+    running = any(one.tail == "autocast" and one.literals.get("enabled") is not False for one in entered)
+    return running or any(map(_tells_mixed, calls(ground.basis))) or apex(ground) is not None
 
 
-def _is_on(node: ast.AST) -> bool:
-    given = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
-    enabled = given.get("enabled")
-    return not (isinstance(enabled, ast.Constant) and enabled.value is False)
-
-
-def _tells_mixed(call: ast.Call) -> bool:
-    if not _TRAINERS.search(call_name(call)):
+def _tells_mixed(call: Call) -> bool:
+    if not _TRAINERS.search(call.name):
         return False
-    for keyword in call.keywords:
-        told = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if keyword.arg in {"fp16", "bf16"} and told is True:
+    for keyword, told in call.literals.items():
+        if keyword in {"fp16", "bf16"} and told is True:
             return True
-        if keyword.arg in {"precision", "mixed_precision"} and _MIXED.search(str(told)) and "true" not in str(told):
+        if keyword in {"precision", "mixed_precision"} and _MIXED.search(str(told)) and "true" not in str(told):
             return True
     return False
 
 
 def apex(ground: Ground) -> str | None:
     """Return the call of apex's mixed precision, which PyTorch's own has replaced."""
-    for scope in ground.basis:
-        for call in _calls(scope.body):
-            if re.search(r"(^|\.)amp\.(initialize|scale_loss)$", call_name(call)):
-                return place(scope, call)
-    return None
+    scaling = (call for call in calls(ground.basis) if re.search(r"(^|\.)amp\.(initialize|scale_loss)$", call.name))
+    return next((call.place for call in scaling), None)
 
 
 def half_weights(ground: Ground, modules: Iterable[tuple[str, Any]]) -> bool:
@@ -73,7 +58,7 @@ def half_weights(ground: Ground, modules: Iterable[tuple[str, Any]]) -> bool:
         counts[each] = counts.get(each, 0) + count
     if counts:
         return max(counts, key=lambda each: counts[each]) == 2
-    return any(map(_makes_half, _all_calls(ground)))
+    return any(map(_makes_half, calls(ground.basis)))
 
 
 def native_bfloat16() -> bool | None:
@@ -151,18 +136,10 @@ def _lacks_bfloat16(torch: Any, layer: Any) -> bool:
     return False
 
 
-def _makes_half(call: ast.Call) -> bool:
-    receiver, _, method = ast.unparse(call.func).rpartition(".")
-    if method in {"half", "bfloat16"} and re.search(r"model|net|unet|pipe|encoder|decoder", receiver, re.IGNORECASE):
+def _makes_half(call: Call) -> bool:
+    named = re.search(r"model|net|unet|pipe|encoder|decoder", call.receiver, re.IGNORECASE)
+    if call.method in {"half", "bfloat16"} and named:
         return True
-    if method in {"from_pretrained", "from_config"}:
-        return any(k.arg in {"torch_dtype", "dtype"} and _HALF.match(ast.unparse(k.value)) for k in call.keywords)
-    return call_name(call).endswith("set_default_dtype") and any(_HALF.match(ast.unparse(arg)) for arg in call.args)
-
-
-def _calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
-    return (node for node in own_nodes(body) if isinstance(node, ast.Call))
-
-
-def _all_calls(ground: Ground) -> Iterator[ast.Call]:
-    return (call for scope in ground.basis for call in _calls(scope.body))
+    if call.method in {"from_pretrained", "from_config"}:
+        return any(_HALF.match(call.keywords.get(name, "")) for name in ("torch_dtype", "dtype"))
+    return call.name.endswith("set_default_dtype") and any(map(_HALF.match, call.arguments))

@@ -9,16 +9,17 @@ two levels deep.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from oomdoctor.evidence._models import parameters
 from oomdoctor.objects.containers import pairs_of
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.named import is_users
+from oomdoctor.program.compiled import is_in_definition
 from oomdoctor.program.definitions import Program
-from oomdoctor.program.names import FirstUse, first_uses, own_nodes, read_names
+from oomdoctor.program.names import FirstUse, binding_ends, first_uses, read_names
+from oomdoctor.program.naming import names_in
 
 __all__ = ["stale"]
 
@@ -37,12 +38,11 @@ def stale(
         namespace: the globals as they stood at the failure.
         line: of the failing cell, the one that was running.
     """
-    top = next((s for s in program.scopes if s.cell == program.failing and s.function is None), None)
-    if line is None or top is None or _is_in_definition(top.body, line):
+    if line is None or is_in_definition(source, line):
         return ()
     uses, read = first_uses(source), _read(program, source)
     heavy = {name: value for name, value in namespace.items() if is_users(name) and kind_of(type(value)) in _HEAVY}
-    ends = _binding_ends(top.body)
+    ends = binding_ends(source)
     rebound = [name for name in heavy if uses.get(name) is FirstUse.BINDS and ends.get(name, 0) >= line]
     named = list(rebound)
     weights = {id(one) for name in rebound for one in _weights(heavy[name])}
@@ -60,34 +60,10 @@ def stale(
 
 def _read(program: Program, source: str) -> frozenset[str]:
     """Return the names that the failing cell reads, and those that the functions which it calls read."""
-    inner = {
-        node.id
-        for scope in program.running
-        if scope.function is not None
-        for node in ast.walk(scope.function.node)
-        if isinstance(node, ast.Name)
-    }
+    functions = (scope.function.node for scope in program.running if scope.function is not None)
+    inner = set[str]().union(*map(names_in, functions))
     bound_first = {name for name, use in first_uses(source).items() if use is FirstUse.BINDS}
     return frozenset((read_names(source) | inner) - bound_first)
-
-
-def _is_in_definition(body: Iterable[ast.stmt], line: int) -> bool:
-    return any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-        for node in own_nodes(body)
-    )
-
-
-def _binding_ends(body: Iterable[ast.stmt]) -> dict[str, int]:
-    """Return the last line of the first statement that binds each name."""
-    ends: dict[str, int] = {}
-    for node in own_nodes(body):
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    ends.setdefault(part.id, node.end_lineno or node.lineno)
-    return ends
 
 
 def _weights(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import textwrap
@@ -13,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from oomdoctor.evidence import _models, _optimizers
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.program.calls import calls_in_text
 
 __all__ = ["Setting", "length", "of_lightning", "of_loader", "of_transformers"]
 
@@ -163,12 +163,11 @@ def _passes_on(model: Any) -> bool:
     if type(forward) is not FunctionType:
         return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        source = textwrap.dedent(inspect.getsource(forward))
     except (OSError, TypeError, SyntaxError):
         return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    losses = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
-    return bool(losses) and all(any(k.arg is None for k in call.keywords) for call in losses)
+    losses = [call for call in calls_in_text(source) if call.name == "self.loss_function"]
+    return bool(losses) and all(call.passes_keywords_on for call in losses)
 
 
 def _own(held: Mapping[str, Any], trainer: Any) -> str | None:

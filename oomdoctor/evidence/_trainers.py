@@ -7,7 +7,6 @@ is another case: its loop is the user's own, and what it does is told by the cal
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -18,9 +17,10 @@ from oomdoctor.model.code import TrainerFacts, TrainingLoop
 from oomdoctor.objects.chain import chained, traceback_of
 from oomdoctor.objects.frames import home_of, locals_of
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
-from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.calls import Call, calls, imports_of
+from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, imported, own_nodes
+from oomdoctor.program.looping import steps_within
 
 __all__ = ["Passed", "passed", "trainers"]
 
@@ -40,7 +40,7 @@ _MAKERS: Final = {
 _EVALUATES: Final = frozenset({"evaluate", "predict", "evaluation_loop", "prediction_step"})
 _EVALUATION_LOOPS: Final = (".loops.evaluation_loop", ".loops.prediction_loop")
 
-_Maker: TypeAlias = tuple[str, Scope, ast.Call]
+_Maker: TypeAlias = tuple[str, Call]
 
 
 class Passed(NamedTuple):
@@ -110,21 +110,21 @@ def trainers(
     loops: Sequence[TrainingLoop],
 ) -> tuple[TrainerFacts, ...]:
     """Return the trainer that the failure went through, or the ``Accelerator`` that its loop accumulates by."""
-    calls = list(_calls(program, under))
+    makers = list(_makers(program, under))
     if found is None:
-        return _accelerators(under, calls, dict(loaders), loops)
-    makers = [(scope, call) for library, scope, call in calls if library == found.library]
-    place = makers[0] if len(makers) == 1 else None
+        return _accelerators(under, makers, dict(loaders), loops)
+    own = [call for library, call in makers if library == found.library]
+    maker = own[0] if len(own) == 1 else None
     facts = _facts(found, modules)
-    if any("optimizers" in {keyword.arg for keyword in call.keywords} for call in _named_trainers(under)):
+    if any(call.name.endswith("Trainer") and "optimizers" in call.keywords for call in calls(under.basis)):
         facts["given_optimizer"] = True
     return (
         TrainerFacts(
             library=found.library,
             phase=found.phase,
-            cell=place[0].cell if place else None,
-            line=place[1].lineno if place else None,
-            call=call_name(place[1]) if place else "",
+            cell=maker.cell if maker else None,
+            line=maker.line if maker else None,
+            call=maker.name if maker else "",
             **facts,
         ),
     )
@@ -138,67 +138,42 @@ def _facts(found: Passed, modules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _accelerators(
-    under: Ground, calls: Sequence[_Maker], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
+    under: Ground, makers: Sequence[_Maker], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
 ) -> tuple[TrainerFacts, ...]:
-    makers = [(scope, call) for library, scope, call in calls if library == "accelerate"]
+    own = [call for library, call in makers if library == "accelerate"]
     running = [loop for loop in loops if loop.in_failing_run]
-    if len(makers) != 1 or len(running) != 1:
+    if len(own) != 1 or len(running) != 1:
         return ()
-    scope, call = makers[0]
-    given = {k.arg: _literal(k.value) for k in call.keywords}
+    call = own[0]
+    given = {name: _plain(value) for name, value in call.literals.items()}
     path = dict(running[0].stands_for).get(running[0].loader, running[0].loader)
     loader = loaders.get(path)
     return (
         TrainerFacts(
             library="accelerate",
             phase="train",
-            cell=scope.cell,
-            line=call.lineno,
-            call=call_name(call),
+            cell=call.cell,
+            line=call.line,
+            call=call.name,
             settings=(
                 ("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1)),
                 ("mixed_precision", given.get("mixed_precision")),
                 *of_loader(loader),
             ),
-            weighs="parts" if _accumulates(under, running[0]) else "",
+            weighs="parts" if steps_within(under.reach, running[0], ".accumulate", "sync_gradients") else "",
             samples=length((plain_dict(loader) or {}).get("dataset")),
         ),
     )
 
 
-def _accumulates(under: Ground, loop: TrainingLoop) -> bool:
-    """Whether the loop steps as ``Accelerator.accumulate`` says, and by no count of its own."""
-    for scope in under.reach:
-        for node in own_nodes(scope.body) if scope.cell == loop.cell else ():
-            if isinstance(node, ast.For) and node.lineno == loop.line:
-                inner = list(own_nodes(node.body))
-                items = [item.context_expr for one in inner if isinstance(one, ast.With) for item in one.items]
-                tests = [one.test for one in inner if isinstance(one, ast.If)]
-                counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
-                # Gradients of parts must not be clipped before they are all there.
-                waits = "clip" not in loop.order or any("sync_gradients" in ast.unparse(test) for test in tests)
-                return waits and not counts and any(call_name(one).endswith(".accumulate") for one in items)
-    return False
-
-
-def _literal(node: ast.expr) -> Setting:
-    value = node.value if isinstance(node, ast.Constant) else "..."
+def _plain(value: object) -> Setting:
     return value if value is None or isinstance(value, bool | int | float | str) else "..."
 
 
-def _calls(program: Program, under: Ground) -> Iterator[_Maker]:
+def _makers(program: Program, under: Ground) -> Iterator[_Maker]:
     """Yield the calls that the failing cell rests on and that make settings of a library known here."""
-    imports = dict(pair for scope in program.scopes for node in own_nodes(scope.body) for pair in imported(node))
-    for scope in under.basis:
-        for node in own_nodes(scope.body):
-            if isinstance(node, ast.Call):
-                head, dot, rest = call_name(node).partition(".")
-                dotted = imports.get(head, head) + dot + rest
-                yield from ((name, scope, node) for name, maker in _MAKERS.items() if maker.match(dotted))
-
-
-def _named_trainers(under: Ground) -> Iterator[ast.Call]:
-    for scope in under.basis:
-        for node in own_nodes(scope.body):
-            if isinstance(node, ast.Call) and call_name(node).endswith("Trainer"):
-                yield node
+    imports = imports_of(program)
+    for call in calls(under.basis):
+        head, dot, rest = call.name.partition(".")
+        dotted = imports.get(head, head) + dot + rest
+        yield from ((name, call) for name, maker in _MAKERS.items() if maker.match(dotted))

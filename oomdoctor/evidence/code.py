@@ -7,9 +7,8 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +25,10 @@ from oomdoctor.model.session import Cells
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
-from oomdoctor.program.definitions import Program, is_gradless, read
+from oomdoctor.program.definitions import read
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import FirstUse, first_uses
-from oomdoctor.program.reaching import unreached
+from oomdoctor.program.reaching import is_gradless_at, unreached
 from oomdoctor.program.training_loops import training_loops
 from oomdoctor.program.undifferentiated import runs_model
 
@@ -92,7 +91,7 @@ def facts(
         runs_model=runs_model(program, kinds),
         not_repeatable=once,
         not_reached=ahead,
-        grad_disabled=_grad_disabled(program, {(program.failing, line), *running}),
+        grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),
         generates=_setup.generates(program),
@@ -141,24 +140,3 @@ def _from_before(cells: Cells, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names that the failing cell may have found bound: an iterator that it makes itself is made again."""
     uses = first_uses(cells.failing.source)
     return {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
-
-
-def _grad_disabled(program: Program, running: Collection[tuple[int, int | None]]) -> bool:
-    """Whether a line that was running stands under ``no_grad`` or ``inference_mode``."""
-    for scope in program.scopes:
-        lines = [line for number, line in running if number == scope.cell and line is not None]
-        gradless: list[ast.stmt] = [
-            node
-            for statement in scope.body
-            for node in ast.walk(statement)
-            if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
-        ]
-        if scope.disables_grad and scope.function is not None:
-            gradless.append(scope.function.node)
-        if any(_covers(node, line) for node in gradless for line in lines):
-            return True
-    return False
-
-
-def _covers(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)

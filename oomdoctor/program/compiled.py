@@ -28,6 +28,7 @@ __all__ = [
     "future_flags",
     "global_names",
     "is_compiled_from",
+    "is_in_definition",
     "keyword_in",
     "on_their_lines",
     "source_of",
@@ -124,6 +125,14 @@ def defines(text: str, name: str, line: int) -> bool:
     """Return whether a function of this name begins on ``line``, that of its first decorator included."""
     functions = (node for node in ast.walk(_tree(text)) if isinstance(node, _Defining) and node.name == name)
     return any(line in (node.lineno, *(each.lineno for each in node.decorator_list)) for node in functions)
+
+
+def is_in_definition(cell: str, line: int) -> bool:
+    """Return whether a line of a cell stands in a function or a class."""
+    return any(
+        isinstance(node, ast.ClassDef | _Defining) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        for node in ast.walk(_tree(cell))
+    )
 
 
 def statement_end(text: str, line: int) -> int | None:

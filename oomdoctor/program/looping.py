@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.names import call_name, own_nodes
 
-__all__ = ["looped"]
+__all__ = ["looped", "steps_within"]
 
 _WRAPPERS: Final = frozenset({"enumerate", "tqdm", "notebook_tqdm", "track", "progress_bar"})
 
@@ -21,6 +22,25 @@ def looped(program: Program, path: str) -> bool:
     """Return whether a loop goes through the loader, and nothing else in the cells begins with it."""
     found = [_uses(program, scope, path) for scope in program.scopes]
     return any(loops for loops, _ in found) and not any(others for _, others in found)
+
+
+def steps_within(scopes: Iterable[Scope], loop: TrainingLoop, context: str, flag: str) -> bool:
+    """Return whether a loop steps as a context of a library says, and by no count of its own.
+
+    Args:
+        context: how the name of what the loop enters ends.
+        flag: what is asked before gradients are clipped: those of parts must not be before they are all there.
+    """
+    for scope in scopes:
+        for node in own_nodes(scope.body) if scope.cell == loop.cell else ():
+            if isinstance(node, ast.For) and node.lineno == loop.line:
+                inner = list(own_nodes(node.body))
+                items = [item.context_expr for one in inner if isinstance(one, ast.With) for item in one.items]
+                tests = [one.test for one in inner if isinstance(one, ast.If)]
+                counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+                waits = "clip" not in loop.order or any(flag in ast.unparse(test) for test in tests)
+                return waits and not counts and any(call_name(one).endswith(context) for one in items)
+    return False
 
 
 def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from oomdoctor.program.magics import parsed
 
 __all__ = [
     "FirstUse",
+    "binding_ends",
     "bound_names",
     "call_name",
     "first_uses",
@@ -89,6 +90,17 @@ def bound_names(source: str) -> frozenset[str]:
     for statement in _body(source):
         names.update(_bound_by(statement))
     return frozenset(names)
+
+
+def binding_ends(source: str) -> dict[str, int]:
+    """Return the last line of the first assignment of a cell's top level that binds each name."""
+    ends: dict[str, int] = {}
+    for node in own_nodes(_body(source)):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    ends.setdefault(part.id, node.end_lineno or node.lineno)
+    return ends
 
 
 @lru_cache(maxsize=1024)

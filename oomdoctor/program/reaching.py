@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.definitions import Program, Scope, is_gradless
 from oomdoctor.program.names import call_name
 
-__all__ = ["unreached"]
+__all__ = ["is_gradless_at", "unreached"]
 
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _REPEATING: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
@@ -45,6 +45,25 @@ def unreached(program: Program, line: int | None, running: Collection[tuple[int,
             del lines[one]
     never = [scope for scope in program.running if scope is not top and scope not in callers]
     return frozenset(behind | {id(node) for scope in never for one in scope.body for node in ast.walk(one)})
+
+
+def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]) -> bool:
+    """Return whether a line that was running stands under ``no_grad`` or ``inference_mode``.
+
+    Args:
+        running: ``(cell, line)`` of each; of no line where that is not known.
+    """
+    for scope in program.scopes:
+        lines = [line for number, line in running if number == scope.cell and line is not None]
+        nodes = (node for statement in scope.body for node in ast.walk(statement))
+        gradless: list[ast.stmt] = [
+            node for node in nodes if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
+        ]
+        if scope.disables_grad and scope.function is not None:
+            gradless.append(scope.function.node)
+        if any(_covers(node, line) for node in gradless for line in lines):
+            return True
+    return False
 
 
 def _is_hidden(program: Program, line: int) -> bool:

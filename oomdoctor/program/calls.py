@@ -1,0 +1,131 @@
+"""The calls that cells make, as values: what is called, with which literals, and where it stands.
+
+What a rule or a fix asks of a program is most often whether it calls something with some setting. Names are the text of
+the cells, or what that stands for by their imports.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from oomdoctor.program.definitions import Program, Scope, place
+from oomdoctor.program.magics import parsed
+from oomdoctor.program.names import call_name, imported, own_nodes
+
+__all__ = ["NO_LITERAL", "Call", "calls", "calls_in_text", "decorators", "imported_modules", "imports_of"]
+
+
+class _NoLiteral:
+    """Stands for an argument that is computed."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+NO_LITERAL: Final = _NoLiteral()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call.
+
+    Attributes:
+        cell: number of the cell that it stands in; ``line``: where it begins there.
+        name: dotted name of what is called, empty where that is not a plain name.
+    """
+
+    cell: int
+    line: int
+    name: str
+    _scope: Scope = field(repr=False)
+    _node: ast.expr = field(repr=False)
+
+    @property
+    def tail(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def receiver(self) -> str:
+        """The text of what a method is called on, empty for a plain function."""
+        called = self._node.func if isinstance(self._node, ast.Call) else self._node
+        return ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+
+    @property
+    def method(self) -> str:
+        """The name of the method, or of a plain function."""
+        called = self._node.func if isinstance(self._node, ast.Call) else self._node
+        return called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)
+
+    @property
+    def place(self) -> str:
+        """Where it stands, and its text: ``In[3] line 7: loss.backward()``."""
+        return place(self._scope, self._node)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The texts of what is passed by position."""
+        return tuple(map(ast.unparse, self._node.args)) if isinstance(self._node, ast.Call) else ()
+
+    @property
+    def keywords(self) -> Mapping[str, str]:
+        """The texts of what is passed by keyword."""
+        return {name: ast.unparse(value) for name, value in self._given()}
+
+    @property
+    def literals(self) -> Mapping[str, object]:
+        """What is passed by keyword, ``NO_LITERAL`` for what is computed."""
+        given = self._given()
+        return {name: value.value if isinstance(value, ast.Constant) else NO_LITERAL for name, value in given}
+
+    @property
+    def passes_keywords_on(self) -> bool:
+        """Whether it is called with ``**names``."""
+        return isinstance(self._node, ast.Call) and any(keyword.arg is None for keyword in self._node.keywords)
+
+    def _given(self) -> list[tuple[str, ast.expr]]:
+        words = self._node.keywords if isinstance(self._node, ast.Call) else []
+        return [(keyword.arg, keyword.value) for keyword in words if keyword.arg is not None]
+
+
+def calls(scopes: Iterable[Scope]) -> Iterator[Call]:
+    """Yield the calls of scopes, in the order of the text."""
+    for scope in scopes:
+        yield from (_call(scope, node) for node in own_nodes(scope.body) if isinstance(node, ast.Call))
+
+
+def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
+    """Yield the decorators of the functions among scopes."""
+    for scope in scopes:
+        if scope.function is not None:
+            yield from (_call(scope, node) for node in scope.function.node.decorator_list)
+
+
+def calls_in_text(text: str) -> tuple[Call, ...]:
+    """Return every call of a text, those in functions included; none where it is not Python."""
+    tree = parsed(text) or ast.Module(body=[], type_ignores=[])
+    whole = Scope(cell=0, function=None, body=tuple(tree.body))
+    return tuple(_call(whole, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def imports_of(program: Program) -> dict[str, str]:
+    """Return what the names stand for that the cells import."""
+    return dict(pair for scope in program.scopes for node in own_nodes(scope.body) for pair in imported(node))
+
+
+def imported_modules(program: Program) -> frozenset[str]:
+    """Return the modules that the cells import, or import from."""
+    found: set[str] = set()
+    for node in (node for scope in program.scopes for node in own_nodes(scope.body)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return frozenset(found)
+
+
+def _call(scope: Scope, node: ast.expr) -> Call:
+    return Call(cell=scope.cell, line=node.lineno, name=call_name(node), _scope=scope, _node=node)
