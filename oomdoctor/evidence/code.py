@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from oomdoctor.evidence import _feeding, _models, _precision, _replicas, _setup
+from oomdoctor.evidence._live_names import NamespaceNames
 from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
-from oomdoctor.evidence._repeating import not_repeatable
 from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, TrainingLoop
@@ -29,6 +29,7 @@ from oomdoctor.program.definitions import read
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import FirstUse, first_uses
 from oomdoctor.program.reaching import is_gradless_at, unreached
+from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
 from oomdoctor.program.undifferentiated import runs_model
 
@@ -68,7 +69,8 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    once, ahead = not_repeatable(program, _from_before(cells, namespace), under, unreached(program, line, running))
+    live = NamespaceNames(_from_before(cells, namespace))
+    once, ahead = not_repeatable(program, live, under, unreached(program, line, running))
     loops = training_loops(program, kinds, line, running)
     objects = Objects(
         namespace=namespace,

@@ -1,7 +1,7 @@
 """What a second run of the cell would do a second time: writes, requests, consumed iterators, commands.
 
-What is called is followed to where its name comes from: imports, ``name = dotted.name`` in any cell, and the functions,
-classes and modules that the namespace has. A listed function that is only mentioned (in a dictionary, a ``partial``, a
+What is called is followed to where its name comes from: imports, ``name = dotted.name`` in any cell, and what the live
+names stand for. A listed function that is only mentioned (in a dictionary, a ``partial``, a
 default) counts as called: what is done with it later has no name. Writes into a tensor past autograd, through ``.data``
 or ``.numpy()``, count: a snapshot does not notice them. The list is one of names, so it misses what a function of a
 library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
@@ -10,21 +10,15 @@ library does inside, what is fetched by a computed name, and a write to a tensor
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import partial
-from inspect import getattr_static
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final, TypeGuard
+from collections.abc import Container, Iterable, Iterator
+from typing import Final, Protocol, TypeGuard
 
-from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, imported
 
-__all__ = ["not_repeatable"]
+__all__ = ["LiveNames", "not_repeatable"]
 
 _FUNCTIONS: Final = re.compile(
     r"^(input|raw_input|atexit\.register"
@@ -58,15 +52,28 @@ _MOST_NAMES: Final = 100
 """Of one expression; two names that are assigned from each other's attributes have no end of them."""
 
 
+class LiveNames(Protocol):
+    """What is known of names beside the text of the cells."""
+
+    def homes(self, name: str) -> tuple[str, ...]:
+        """Return the dotted name by which a module, function or class is defined that a name stands for."""
+
+    def is_function(self, dotted: str) -> bool:
+        """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
+
+    def is_iterator(self, name: str) -> bool:
+        """Return whether a name stands for what can be gone through once."""
+
+
 def not_repeatable(
-    program: Program, namespace: Mapping[str, Any], under: Ground, ahead: Container[int] = ()
+    program: Program, live: LiveNames, under: Ground, ahead: Container[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
 
     Args:
         ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
     """
-    names = _Names(program, namespace)
+    names = _Names(program, live)
     reached, followed = _followed(program, names, ahead), _followed(program, names, ())
     behind: list[tuple[int, int, str]] = []
     later: list[tuple[int, int, str]] = []
@@ -84,10 +91,10 @@ def not_repeatable(
 
 
 class _Names:
-    """What dotted names stand for, by the imports and assignments of all cells and by the namespace."""
+    """What dotted names stand for, by the imports and assignments of all cells and by the live names."""
 
-    def __init__(self, program: Program, namespace: Mapping[str, Any]) -> None:
-        self.namespace = namespace
+    def __init__(self, program: Program, live: LiveNames) -> None:
+        self.live = live
         self.bound: set[str] = set()
         self._homes: dict[str, list[str]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
@@ -113,17 +120,11 @@ class _Names:
 
     def is_function(self, dotted: str) -> bool:
         """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
-        root, *rest = dotted.split(".")
-        if not rest:
-            return root not in self.bound and hasattr(builtins, root)
-        value: Any = sys.modules.get(root)
-        for part in rest:
-            value = getattr_static(value, part, None)
-        return callable(value) and not (type(value) is type and issubclass(value, BaseException))
+        return ("." in dotted or dotted not in self.bound) and self.live.is_function(dotted)
 
     def _next(self, dotted: str) -> Iterator[str]:
         root, dot, rest = dotted.partition(".")
-        homes = [*self._homes.get(root, ()), *_home(self.namespace.get(root))]
+        homes = [*self._homes.get(root, ()), *self.live.homes(root)]
         yield from (home + dot + rest for home in homes if not f"{dotted}.".startswith(f"{home}."))
         if dot:
             yield from self._homes.get(f".{rest.rpartition('.')[2]}", ())
@@ -153,19 +154,6 @@ def _is_dotted(node: ast.AST | None) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name)
-
-
-def _home(value: object) -> tuple[str, ...]:
-    """Return the dotted name of a module, or of a function or class by its definition."""
-    if type(value) is partial:
-        return _home(value.func)
-    if type(value) is ModuleType:
-        name = vars(value).get("__name__")
-        return (name,) if type(name) is str else ()
-    if any(type(value) is one for one in (FunctionType, BuiltinFunctionType, type)):
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        return (f"{module}.{name}",) if type(module) is str else ()
-    return ()
 
 
 def _followed(program: Program, names: _Names, without: Container[int]) -> list[Scope]:
@@ -281,7 +269,7 @@ def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, 
     for node in _nodes(scope.body):
         if _is_once(node, names) or _is_mention(node, names) or _assigns_past_autograd(node):
             yield node, short(ast.unparse(node))
-        elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names.namespace):
+        elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names):
             yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
 
 
@@ -341,13 +329,13 @@ def _writes(call: ast.Call, name: str) -> bool:
 
 
 def _consumes(call: ast.Call, names: _Names) -> bool:
-    return any(_is_iterator(argument, names.namespace) for argument in call.args[:1]) and not _CONSUMING.isdisjoint(
+    return any(_is_iterator(argument, names) for argument in call.args[:1]) and not _CONSUMING.isdisjoint(
         names.of(call_name(call))
     )
 
 
-def _is_iterator(node: ast.AST, namespace: Mapping[str, Any]) -> bool:
-    return isinstance(node, ast.Name) and kind_of(type(namespace.get(node.id))) is Kind.ITERATOR
+def _is_iterator(node: ast.AST, names: _Names) -> bool:
+    return isinstance(node, ast.Name) and names.live.is_iterator(node.id)
 
 
 def _commands(program: Program, number: int) -> Iterator[tuple[int, str]]:
