@@ -230,7 +230,7 @@ def fix_row(fix_id: str, program: Any) -> Row | None:
 
     from oomdoctor import fixes, pipeline
     from oomdoctor.errors import OomDoctorError
-    from oomdoctor.forecast.ladder import attempt_with
+    from oomdoctor.forecast.attempts import attempt_with
 
     fix, failure, sources = fixes.get(fix_id), fail(program), program.cells()
     proposals = fix.propose(failure.incident, failure.evidence)

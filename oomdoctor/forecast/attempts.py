@@ -1,14 +1,75 @@
-"""The way in which cells are run that a patch changes."""
+"""How the failing cell is run with one fix, or with two: as its text after a patch, or with live objects changed.
+
+Two fixes are composed by patching the patched program. Each reads the text that it changes and shows on it that the
+change is right, so the second one's reasons hold for what the first has written. What was found out about lines of the
+unchanged text is said of the same lines where they stand afterwards; of lines that were changed nothing is said any
+more. Two changes of live objects are never made together: they may be of the same object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Final, TypeAlias
 
-from oomdoctor.model.fix import Patch
-from oomdoctor.model.session import Attempt, Cell
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import TrainerFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Edit, Fix, Patch
+from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.site import Site
+from oomdoctor.program.dataflow import loop_at
+from oomdoctor.program.magics import parsed
 
-__all__ = ["patched"]
+__all__ = ["attempt_with", "attempt_with_all", "composed", "patched"]
+
+_SAME_PLACE: Final = Refused("both change the same place of the source")
+
+_Lines: TypeAlias = Mapping[int, Mapping[int, int]]
+"""Of each changed cell, where the lines stand now that are as they were."""
+
+
+def attempt_with(
+    fix: Fix, dose: Dose, session: Session, evidence: Evidence
+) -> tuple[Patch | Refused, Attempt | Refused]:
+    """Return how to run the failing cell with one fix: by its patch where there is one, else on the live objects."""
+    failing = session.cells.failing
+    patch = fix.patch(session.cells, evidence, dose)
+    if isinstance(patch, Patch):
+        numbers = {module.number for module in session.cells.modules}
+        if any(edit.file is None and edit.cell in numbers for edit in patch.edits):
+            return (why := Refused("it would change a module in a way that its loaded form does not follow")), why
+        guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
+        return patch, patched(failing, patch, guards)
+    # What is told to the loop of a library by its settings is not done to its objects behind its back.
+    if fix.apply is None or "through" in dict(dose.values):
+        return patch, Refused(patch.reason)
+    return patch, Attempt(source=failing.source, live=(partial(fix.apply, session, dose),))
+
+
+def attempt_with_all(
+    parts: Sequence[tuple[Fix, Dose]], session: Session, evidence: Evidence
+) -> tuple[Patch | Refused, Attempt | Refused]:
+    """Return how to run the failing cell with one fix or with two."""
+    made = [attempt_with(fix, dose, session, evidence) for fix, dose in parts]
+    if len(made) == 1:
+        return made[0]
+    if (refused := next(((patch, run) for patch, run in made if isinstance(run, Refused)), None)) is not None:
+        return refused
+    live = tuple(make for _, run in made if isinstance(run, Attempt) for make in run.live)
+    patches = [patch for patch, _ in made if isinstance(patch, Patch)]
+    if not patches:
+        why = Refused("both change the live objects")
+        return why, why
+    both = patches[0] if len(patches) == 1 else composed(parts, session.cells, evidence)
+    if isinstance(both, Refused):
+        return both, both
+    # Where one of them cannot be written in the source, the two cannot be either.
+    reason = next((patch for patch, _ in made if isinstance(patch, Refused)), None)
+    return reason or both, patched(session.cells.failing, both, live)
 
 
 def patched(failing: Cell, patch: Patch, live: tuple[Callable[[], AbstractContextManager[None]], ...] = ()) -> Attempt:
@@ -23,3 +84,81 @@ def patched(failing: Cell, patch: Patch, live: tuple[Callable[[], AbstractContex
         modules=modules,
         live=live,
     )
+
+
+def composed(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: Evidence) -> Patch | Refused:
+    """Return the patch of two fixes, one written into the other's text; a refusal where that goes in neither order."""
+    for (first, dose), (second, other) in (parts, parts[::-1]):
+        patch = first.patch(cells, evidence, dose)
+        known = _moved(evidence, patch) if isinstance(patch, Patch) else None
+        if isinstance(patch, Refused) or known is None:
+            continue
+        after = {edit.cell: edit.after for edit in patch.edits}
+        history = tuple(replace(cell, source=after.get(cell.number, cell.source)) for cell in cells.history)
+        written = second.patch(Cells(history=history), known, other)
+        if isinstance(written, Patch) and (both := _both(patch, written)) is not None:
+            return both
+    return _SAME_PLACE
+
+
+def _both(first: Patch, second: Patch) -> Patch | None:
+    """Return two patches as one, the second of which is of what the first has left; None where both redefine parts."""
+    edits = {edit.cell: edit for edit in first.edits}
+    for edit in second.edits:
+        before = edits.get(edit.cell)
+        if before is not None and not (before.is_whole and edit.is_whole):
+            return None
+        edits[edit.cell] = replace(edit, before=before.before if before is not None else edit.before)
+    return Patch(edits=tuple(edits[cell] for cell in sorted(edits)))
+
+
+def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
+    """Return what is known of the text after ``patch``; None where it changed the first line of a loop or a trainer."""
+    lines = {edit.cell: _unchanged(edit) for edit in patch.edits}
+    texts = {edit.cell: edit.after for edit in patch.edits}
+    code = evidence.code
+    loops = [_loop(loop, lines, texts) for loop in code.loops]
+    trainers = [_trainer(trainer, lines) for trainer in code.trainers]
+    if None in loops or None in trainers:
+        return None
+    moved = replace(
+        code,
+        loops=tuple(loop for loop in loops if loop is not None),
+        trainers=tuple(trainer for trainer in trainers if trainer is not None),
+        sites={fix: _sites(found, lines) for fix, found in code.sites.items()},
+    )
+    return replace(evidence, code=moved)
+
+
+def _unchanged(edit: Edit) -> dict[int, int]:
+    """Return where each line stands after an edit that it leaves as it is."""
+    matcher = SequenceMatcher(None, edit.before.splitlines(), edit.after.splitlines(), autojunk=False)
+    blocks = matcher.get_matching_blocks()
+    return {block.a + at + 1: block.b + at + 1 for block in blocks for at in range(block.size)}
+
+
+def _now(cell: int | None, line: int | None, lines: _Lines) -> int | None:
+    """Return where a line stands now, None where it was changed."""
+    return line if cell is None or line is None or cell not in lines else lines[cell].get(line)
+
+
+def _loop(loop: TrainingLoop, lines: _Lines, texts: Mapping[int, str]) -> TrainingLoop | None:
+    line, tree = _now(loop.cell, loop.line, lines), parsed(texts.get(loop.cell, ""))
+    if line is None or tree is None or loop.cell not in lines:
+        return loop if loop.cell not in lines else None
+    found = loop_at(tree, line)
+    return None if found is None else replace(loop, line=line, end_line=found.end_lineno)
+
+
+def _trainer(trainer: TrainerFacts, lines: _Lines) -> TrainerFacts | None:
+    line = _now(trainer.cell, trainer.line, lines)
+    return None if line is None and trainer.line is not None else replace(trainer, line=line)
+
+
+def _sites(sites: tuple[Site, ...], lines: _Lines) -> tuple[Site, ...]:
+    """Return the sites where they stand now; none where one of them was changed, as no part is the whole."""
+    now = [_now(site.cell, site.line, lines) for site in sites]
+    if None in now:
+        return ()
+    moved = [(site, line - site.line) for site, line in zip(sites, now, strict=True) if line is not None]
+    return tuple(replace(site, line=site.line + by, end_line=site.end_line + by) for site, by in moved)

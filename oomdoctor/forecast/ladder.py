@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Final
 
-from oomdoctor.forecast.attempts import patched
-from oomdoctor.forecast.in_turn import patched_in_turn
-from oomdoctor.forecast.pairs import joined
+from oomdoctor.forecast.attempts import attempt_with_all
 from oomdoctor.forecast.search import Search
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -22,7 +19,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["KEEPING", "Ladder", "Part", "attempt_with", "attempt_with_all", "taken_at_its_word"]
+__all__ = ["KEEPING", "Ladder", "Part", "taken_at_its_word"]
 
 _CAUTION: Final = 0.3
 """How far off an estimate is taken to be where it decides what to forecast or to try first."""
@@ -40,44 +37,6 @@ class Part:
 
 Rung = tuple[Part, ...]
 """A dose of the whole change: a part for each of its fixes."""
-
-
-def attempt_with(
-    fix: Fix, dose: Dose, session: Session, evidence: Evidence
-) -> tuple[Patch | Refused, Attempt | Refused]:
-    """Return how to run the failing cell with one fix: by its patch where there is one, else on the live objects."""
-    failing = session.cells.failing
-    patch = fix.patch(session.cells, evidence, dose)
-    if isinstance(patch, Patch):
-        numbers = {module.number for module in session.cells.modules}
-        if any(edit.file is None and edit.cell in numbers for edit in patch.edits):
-            return (why := Refused("it would change a module in a way that its loaded form does not follow")), why
-        guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
-        return patch, patched(failing, patch, guards)
-    # What is told to the loop of a library by its settings is not done to its objects behind its back.
-    if fix.apply is None or "through" in dict(dose.values):
-        return patch, Refused(patch.reason)
-    return patch, Attempt(source=failing.source, live=(partial(fix.apply, session, dose),))
-
-
-def attempt_with_all(
-    parts: Sequence[tuple[Fix, Dose]], session: Session, evidence: Evidence
-) -> tuple[Patch | Refused, Attempt | Refused]:
-    """Return how to run the failing cell with one fix or with two."""
-    made = [attempt_with(fix, dose, session, evidence) for fix, dose in parts]
-    if len(made) == 1:
-        return made[0]
-    (first, run_first), (second, run_second) = made
-    for patch, run in made:
-        if isinstance(run, Refused):
-            return patch, run
-    assert isinstance(run_first, Attempt)
-    assert isinstance(run_second, Attempt)
-    failing = session.cells.failing
-    both = joined(failing.source, failing.number, (first, run_first), (second, run_second))
-    apart = isinstance(both[1], Attempt) or isinstance(first, Refused) or isinstance(second, Refused)
-    written = None if apart else patched_in_turn(parts, session.cells, evidence)
-    return both if written is None else (written, patched(failing, written, (*run_first.live, *run_second.live)))
 
 
 class Ladder:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from dataclasses import replace
 from typing import Final
 
-from oomdoctor.forecast.ladder import attempt_with, attempt_with_all
+from oomdoctor.forecast.attempts import attempt_with, attempt_with_all
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
 from oomdoctor.forecast.pricing import late

@@ -1,7 +1,8 @@
-"""Two fixes that write in the same place: one is written into the text that the other has left."""
+"""Two fixes in one cell: one is written into the text that the other has left."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,13 +12,12 @@ import torch
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.evidence.moment import collect
-from oomdoctor.forecast import in_turn
-from oomdoctor.forecast.in_turn import patched_in_turn
-from oomdoctor.forecast.ladder import attempt_with_all
+from oomdoctor.forecast import attempts
+from oomdoctor.forecast.attempts import attempt_with_all, composed
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Patch
-from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.fix import Dose, Edit, Fix, Patch
+from oomdoctor.model.session import Attempt, Cell, Cells, Session
 
 SETUP = """\
 import torch
@@ -106,8 +106,8 @@ def test_what_is_known_of_lines_moves_with_them() -> None:
 
     session, evidence, _ = begun()
     parts = [(replace(autocast, patch=below_an_import), AUTOCAST[1]), (fixes.get("micro_batch"), MICRO[1])]
-    patch = patched_in_turn(parts, session.cells, evidence)
-    assert patch is not None
+    patch = composed(parts, session.cells, evidence)
+    assert isinstance(patch, Patch)
     assert patch.edits[0].after.startswith("import math\nfor x, y in data:\n")
     assert "micro_x" in patch.edits[0].after
 
@@ -123,17 +123,17 @@ def test_a_loop_whose_first_line_was_changed_is_left_alone() -> None:
 
     session, evidence, _ = begun()
     parts = [(replace(autocast, patch=of_a_list), AUTOCAST[1]), (fixes.get("micro_batch"), MICRO[1])]
-    with mock.patch.object(in_turn, "_loop", lambda loop, *_: loop):
-        assert patched_in_turn(parts, session.cells, evidence) is not None
-    assert patched_in_turn(parts, session.cells, evidence) is None
+    with mock.patch.object(attempts, "_loop", lambda loop, *_: loop):
+        assert isinstance(composed(parts, session.cells, evidence), Patch)
+    assert isinstance(composed(parts, session.cells, evidence), Refused)
 
 
 @pytest.mark.parametrize("other", [("set_to_none", Dose()), ("detach_history", Dose())])
 @pytest.mark.parametrize("first", [MICRO, LOSS])
 def test_a_text_that_both_have_written_keeps_the_results(first: tuple[str, Dose], other: tuple[str, Dose]) -> None:
     session, evidence, _ = begun(KEEPS)
-    patch = patched_in_turn([(fixes.get(name), dose) for name, dose in (first, other)], session.cells, evidence)
-    assert patch is not None
+    patch = composed([(fixes.get(name), dose) for name, dose in (first, other)], session.cells, evidence)
+    assert isinstance(patch, Patch)
     (expected, weights), (losses, others) = trained(KEEPS), trained(patch.edits[-1].after)
     assert [torch.as_tensor(loss).item() for loss in losses] == pytest.approx(
         [loss.item() for loss in expected], rel=1e-5
@@ -143,3 +143,65 @@ def test_a_text_that_both_have_written_keeps_the_results(first: tuple[str, Dose]
 
 def test_two_that_go_in_neither_order_are_refused_as_before() -> None:
     assert both(MICRO, (MICRO[0], Dose.of(parts=2))) == Refused("both change the same place of the source")
+
+
+# Who writes what ----------------------------------------------------------------------------------------------------
+
+
+def writes(fix: str, **texts: str) -> Fix:
+    """Return a fix that puts one text in another's place in the cells: ``writes("a", old="x", new="y")``."""
+
+    def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+        edits = []
+        for cell in cells.history:
+            after = cell.source.replace(texts["old"], texts["new"])
+            replay = texts.get("replay", after) if cell is not cells.failing else after
+            if after != cell.source:
+                edits.append(Edit(cell=cell.number, before=cell.source, after=after, replay=replay))
+        return Patch(edits=tuple(edits)) if edits else Refused("there is nothing to change")
+
+    return replace(fixes.get(fix), patch=patch, guard=None, apply=None)
+
+
+def run_with(*made: Fix) -> tuple[Patch | Refused, Attempt | Refused]:
+    session, evidence, _ = begun()
+    return attempt_with_all([(fix, Dose()) for fix in made], session, evidence)
+
+
+def test_changes_of_several_cells_are_all_made_the_failing_one_last() -> None:
+    patch, attempt = run_with(
+        writes("autocast", old="lr=1e-2", new="lr=1e-3"), writes("micro_batch", old="logits", new="outputs")
+    )
+    assert isinstance(patch, Patch)
+    assert isinstance(attempt, Attempt)
+    assert [edit.cell for edit in patch.edits] == [1, 2]
+    assert attempt.replays == (SETUP.replace("lr=1e-2", "lr=1e-3"),)
+    assert attempt.source == TRAIN.replace("logits", "outputs")
+
+
+def test_an_earlier_cell_of_which_each_redefines_a_part_is_refused() -> None:
+    patch, _ = run_with(
+        writes("autocast", old="lr=1e-2", new="lr=1e-3", replay="def f(): ..."),
+        writes("micro_batch", old="AdamW", new="SGD", replay="def g(): ..."),
+    )
+    assert patch == Refused("both change the same place of the source")
+
+
+def test_the_way_to_run_both_has_the_guards_of_both() -> None:
+    guards = (lambda session, dose: nullcontext(1), lambda session, dose: nullcontext(2))
+    first, second = writes("autocast", old="logits", new="outputs"), writes("micro_batch", old="loss =", new="loss=")
+    _, attempt = run_with(replace(first, guard=guards[0]), replace(second, guard=guards[1]))
+    assert isinstance(attempt, Attempt)
+    assert [made.func for made in attempt.live] == list(guards)
+
+
+def test_one_of_them_may_change_the_live_objects_and_not_both() -> None:
+    def live(session: Session, dose: Dose) -> Any:
+        return nullcontext()
+
+    unwritten = replace(writes("autocast", old="nowhere", new=""), apply=live)
+    patch, attempt = run_with(unwritten, writes("micro_batch", old="logits", new="outputs"))
+    assert patch == Refused("there is nothing to change")
+    assert isinstance(attempt, Attempt)
+    assert (attempt.source, [made.func for made in attempt.live]) == (TRAIN.replace("logits", "outputs"), [live])
+    assert run_with(unwritten, unwritten)[1] == Refused("both change the live objects")
