@@ -6,7 +6,8 @@ from typing import Final
 
 from state_shell import besides, known, run, said, started
 
-from oomdoctor.shell.changed import changed_cells, placed
+from oomdoctor.program.compiled import on_their_lines
+from oomdoctor.shell.changed import changed_cells
 
 MADE: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 torch.manual_seed(0)
@@ -55,8 +56,8 @@ def test_a_second_failure_in_a_changed_function_is_told_and_healed_where_it_stan
 
 def test_statements_stand_on_the_lines_that_they_have_in_their_cell() -> None:
     cell = "!ls\nimport os\n\n@wraps\ndef f():\n    # why\n    return 1\ng = 2"
-    assert placed("@wraps\ndef f():\n    return 1", cell) == "#\n\n\n@wraps\ndef f():\n    # why\n    return 1\n"
-    assert placed("def h(): pass", cell) == "def h(): pass"
-    assert placed("g = 2", "g = 2\nh = 3") == "g = 2\n"
-    assert placed("g = 2", "h = draw(); g = 2") == "g = 2", "what shares its line does not run again"
-    assert placed("g += 2", "g += 2\nh = 3\ng += 2") == "g += 2", "nor what is there twice"
+    assert on_their_lines("@wraps\ndef f():\n    return 1", cell) == "#\n\n\n@wraps\ndef f():\n    # why\n    return 1\n"
+    assert on_their_lines("def h(): pass", cell) == "def h(): pass"
+    assert on_their_lines("g = 2", "g = 2\nh = 3") == "g = 2\n"
+    assert on_their_lines("g = 2", "h = draw(); g = 2") == "g = 2", "what shares its line does not run again"
+    assert on_their_lines("g += 2", "g += 2\nh = 3\ng += 2") == "g += 2", "nor what is there twice"
