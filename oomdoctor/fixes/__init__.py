@@ -38,7 +38,6 @@ def catalogue() -> dict[str, Fix]:
     return {fix_id: import_module(f"{__name__}.{fix_id}").FIX for fix_id in ids()}
 
 
-@cache
 def detectors() -> dict[str, Detect]:
     """Return what finds the practice that a fix mends, by the id of the fix."""
     return {fix_id: fix.detect for fix_id, fix in catalogue().items() if fix.detect is not None}

@@ -56,7 +56,8 @@ def test_a_second_failure_in_a_changed_function_is_told_and_healed_where_it_stan
 
 def test_statements_stand_on_the_lines_that_they_have_in_their_cell() -> None:
     cell = "!ls\nimport os\n\n@wraps\ndef f():\n    # why\n    return 1\ng = 2"
-    assert on_their_lines("@wraps\ndef f():\n    return 1", cell) == "#\n\n\n@wraps\ndef f():\n    # why\n    return 1\n"
+    function = "@wraps\ndef f():\n    return 1"
+    assert on_their_lines(function, cell) == "#\n\n\n@wraps\ndef f():\n    # why\n    return 1\n"
     assert on_their_lines("def h(): pass", cell) == "def h(): pass"
     assert on_their_lines("g = 2", "g = 2\nh = 3") == "g = 2\n"
     assert on_their_lines("g = 2", "h = draw(); g = 2") == "g = 2", "what shares its line does not run again"
