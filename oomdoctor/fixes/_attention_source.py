@@ -79,11 +79,12 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
         return Refused(f"the attention on line {line} stands in no function: its names may be used anywhere")
     if sum(not isinstance(node, ast.ClassDef) for node in around) > 1:
         return Refused(f"the attention on line {line} stands in a function within a function")
-    home = next((home for home, imported in _HOMES.items() if _is_imported(cells, home, imported)), None)
+    beside = cells.beside(cell)
+    home = next((home for home, imported in _HOMES.items() if _is_imported(beside, home, imported)), None)
     if home is None:
-        return Refused("no cell imports torch.nn.functional")
+        return Refused(f"{'no cell' if cell.file is None else cell.name} imports torch.nn.functional")
     try:
-        everything = "\n".join(one.source for one in cells.history)
+        everything = "\n".join(one.source for one in beside.history)
         attention = read(parsed.masked.text, _block(function.body, line), line, everything)
         _check_uses(function, attention)
         _check_order(attention)

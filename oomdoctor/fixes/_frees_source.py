@@ -8,21 +8,14 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _told
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.names import imports_in
 
-__all__ = ["block_around", "blocks", "place_of", "starting_at", "torch_at_top", "torch_name"]
+__all__ = ["block_around", "blocks", "starting_at", "torch_at_top", "torch_name"]
 
 _BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
-
-
-def place_of(fact: str) -> tuple[int, int, str] | None:
-    """Return cell, line and text of a fact such as ``In[3] line 7: loss.backward()``."""
-    where = _told.numbers(fact)
-    return None if where is None else (where[0] or 0, where[1], _told.said(fact))
 
 
 def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:

@@ -116,7 +116,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused(_NO_PLACE)
     cell = next((one for one in cells.history if one.number == found.cell), None)
     if cell is None:
-        return Refused(f"cell {found.cell} is no longer there")
+        return Refused(f"{found.where} is no longer there")
     if found.kind == ASKED:
         return _asked_otherwise(cells, cell, found)
     made = fused(cells, cell, found.line)

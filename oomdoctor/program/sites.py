@@ -66,5 +66,5 @@ def place_at(cells: Cells, number: int, line: int) -> Place | Refused:
         return parsed
     around = rewriting.enclosing(parsed, line)
     if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number:
-        return Refused(f"the change is in a class of cell {cell.number}, which the live objects would not follow")
+        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
     return Place(cell=cell, parsed=parsed, line=line, around=around if isinstance(around, cst.FunctionDef) else None)

@@ -27,6 +27,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cell, Cells
 
 HEAD = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 
@@ -246,6 +247,16 @@ def test_a_function_of_an_earlier_cell_is_replayed() -> None:
     plain = run(HEAD + FUNCTION, use, SETUP, LOOP)
     assert alike(plain, run(HEAD + FUNCTION, use, SETUP, edit.replay, LOOP))
     assert alike(plain, run(HEAD + FUNCTION, use, SETUP, LOOP, fixed=True))
+
+
+def test_attention_in_a_module_of_the_user_s_own_is_changed_there() -> None:
+    module = Cell(number=-1, source=layer(GPT), file="nets.py")
+    steps = "import torch\nfrom torch import nn\nfrom nets import Attention\n" + SETUP + LOOP
+    cells = Cells(history=(module, Cell(number=1, source=steps)))
+    evidence = replace(live.evidence(), code=facts(cells, {}, (), loaded=()))
+    found = patch(cells, evidence, Dose())
+    assert isinstance(found, Patch), found
+    assert [(edit.file, "F.scaled_dot_product_attention(" in edit.after) for edit in found.edits] == [("nets.py", True)]
 
 
 def test_needs_less() -> None:
