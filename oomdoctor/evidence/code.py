@@ -17,7 +17,6 @@ from oomdoctor.evidence._live_names import NamespaceNames
 from oomdoctor.evidence._loaders import loaders as loader_facts
 from oomdoctor.evidence._loaders import sharing_strategy
 from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
-from oomdoctor.evidence._stale import stale
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
@@ -119,7 +118,6 @@ def facts(
         cuda_graphs=_setup.cuda_graphs(under.basis),
         framework=_setup.framework(program, loaded),
         reruns=_reruns(cells),
-        stale=stale(program, cells.failing.source, namespace, line),
         trainers=trainers(program, under, passed, modules, loaders, loops),
         sites={fix: found for fix, detect in (detectors or {}).items() if (found := detect(program, objects))},
     )

@@ -12,9 +12,9 @@ made by itself. There is no live form: the names are to be free when the cell is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
@@ -23,27 +23,121 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.containers import pairs_of
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submodules
+from oomdoctor.objects.named import is_users
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.compiled import is_in_definition
+from oomdoctor.program.names import FirstUse, first_assignments, first_uses, read_names
+from oomdoctor.program.naming import names_in
+from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "guard", "patch", "propose"]
+__all__ = ["FIX", "detect", "guard", "patch", "propose"]
 
+_HEAVY: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER})
+_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE, Kind.SET})
 _ROLES: Final = frozenset({Role.PARAMETER, Role.GRADIENT, Role.BUFFER, Role.OPTIMIZER_STATE})
 _NOTHING: Final = "no old model or optimizer that could be let go of is bound while the failing cell builds a new one"
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
 
 
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find models, optimizers and schedulers that are still bound while the failing cell makes their successors.
+
+    Those that the cell is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use
+    are ``left``; models come first. There are none where another object of the namespace, looked for two levels deep,
+    would keep the same thing alive.
+    """
+    namespace, line = objects.namespace, objects.line
+    top = next((s for s in program.scopes if s.cell == program.failing and s.function is None), None)
+    source = program.masked[program.failing].text
+    if line is None or top is None or is_in_definition(source, line):
+        return ()
+    uses, read, bindings = first_uses(source), _read(program, source), first_assignments(source)
+    heavy = {name: value for name, value in namespace.items() if is_users(name) and kind_of(type(value)) in _HEAVY}
+    bound = {name: bindings[name] for name in heavy if uses.get(name) is FirstUse.BINDS and name in bindings}
+    rebound = [name for name, node in bound.items() if (node.end_lineno or node.lineno) >= line]
+    named = list(rebound)
+    weights = {id(one) for name in rebound for one in _weights(heavy[name])}
+    for kind in (Kind.OPTIMIZER, Kind.SCHEDULER):
+        for name, value in heavy.items():
+            if kind_of(type(value)) is kind and name not in named and _belongs(value, weights):
+                if name in read:
+                    return ()  # the cell uses what keeps the old one alive
+                named.append(name)
+    if not weights or _is_held_elsewhere([heavy[name] for name in named], weights, namespace, set(named)):
+        return ()
+    named.sort(key=lambda name: kind_of(type(heavy[name])) is not Kind.MODULE)
+    first = min((bound[name] for name in rebound), key=lambda node: node.lineno)
+    return tuple(site("rebound" if name in rebound else "left", top, bound.get(name, first), (name,)) for name in named)
+
+
+def _read(program: Program, source: str) -> frozenset[str]:
+    """Return the names that the failing cell reads, and those that the functions which it calls read."""
+    functions = (scope.function.node for scope in program.running if scope.function is not None)
+    inner = set[str]().union(*map(names_in, functions))
+    bound_first = {name for name, use in first_uses(source).items() if use is FirstUse.BINDS}
+    return frozenset((read_names(source) | inner) - bound_first)
+
+
+def _weights(value: Any) -> list[Any]:
+    """Return the parameters of a module, or those that an optimizer steps."""
+    if kind_of(type(value)) is Kind.MODULE:
+        every = [one for _, part in submodules(value) for _, one in registered(part, "_parameters")]
+        return [one for one in every if kind_of(type(one)) is Kind.TENSOR]
+    held = plain_dict(value) or {}
+    groups = held.get("param_groups")
+    if type(groups) is list:
+        return [one for group in groups if type(group) is dict for one in group.get("params") or ()]
+    inner = held.get("optimizer")
+    return _weights(inner) if kind_of(type(inner)) is Kind.OPTIMIZER else []
+
+
+def _belongs(value: Any, weights: set[int]) -> bool:
+    """Whether an optimizer, or the one of a scheduler, steps parameters of ``weights`` alone."""
+    own = {id(one) for one in _weights(value)}
+    return bool(own) and own <= weights
+
+
+def _is_held_elsewhere(objects: list[Any], weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
+    """Whether another name leads to one of ``objects``, or to one of the parameters."""
+    wanted = {id(one) for one in objects} | weights
+    for name, value in namespace.items():
+        if not is_users(name) or name in names:
+            continue
+        level = [value]
+        for _ in range(3):
+            if any(id(one) in wanted or (kind_of(type(one)) in _HEAVY and _shares(one, weights)) for one in level):
+                return True
+            level = [inner for one in level for inner in _inside(one)]
+    return False
+
+
+def _shares(value: Any, weights: set[int]) -> bool:
+    return any(id(one) in weights for one in _weights(value))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    kind = kind_of(type(value))
+    if kind in _CONTAINERS:
+        yield from (item for _, item in pairs_of(value, kind)[:64])
+    elif kind is Kind.OBJECT:
+        yield from list((plain_dict(value) or {}).values())[:64]
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it, by name, where the census found what the old objects hold."""
-    stale = evidence.code.stale
-    if not stale:
+    sites = evidence.code.sites.get("free_stale", ())
+    if not sites:
         return Refused(_NOTHING)
-    names = [name for name, _ in stale]
+    names = [one.names[0] for one in sites]
     held = sum(
         one.bytes
         for one in evidence.census.holdings
@@ -51,7 +145,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
     if not held:
         return Refused(f"the census found no parameters or optimizer state on the device that {_listed(names)} holds")
-    unbound = [name for name, is_rebound in stale if not is_rebound]
+    unbound = [one.names[0] for one in sites if one.kind == "left"]
     caveat = f"deletes {_listed(names)} as they stand, for good: save what you still need of them"
     if unbound:
         caveat += f"; the cell does not make {_listed(unbound)} anew, do so afterwards"
@@ -74,18 +168,18 @@ def _listed(names: Iterable[str]) -> str:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the names to None right before the first of them is bound anew."""
-    stale = evidence.code.stale
-    if not stale:
+    sites = evidence.code.sites.get("free_stale", ())
+    if not sites:
         return Refused(_NOTHING)
     cell = cells.failing
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    names = [name for name, _ in stale]
-    first = _first_binding(parsed, {name for name, is_rebound in stale if is_rebound})
-    if first is None:
+    names = [one.names[0] for one in sites]
+    first = rewriting.statement_at(parsed, min(one.line for one in sites if one.kind == "rebound"))
+    if not isinstance(first, cst.SimpleStatementLine):
         return Refused(f"no statement of {cell} that binds {_listed(names)} was found")
-    if _is_none(first):
+    if any(one.text.endswith("= None") for one in sites):
         return Refused(f"{_listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()\n"
     added = rewriting.statements(text, parsed)
@@ -108,46 +202,6 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     yield
 
 
-def _first_binding(parsed: rewriting.ParsedCell, names: set[str]) -> cst.SimpleStatementLine | None:
-    found = _Bindings(names)
-    parsed.module.visit(found)
-    return min(found.lines, key=lambda node: parsed.positions[node].start.line, default=None)
-
-
-def _is_none(line: cst.SimpleStatementLine) -> bool:
-    return any(
-        isinstance(one, cst.Assign) and isinstance(one.value, cst.Name) and one.value.value == "None"
-        for one in line.body
-    )
-
-
-class _Bindings(cst.CSTVisitor):
-    """Finds the statements outside of functions that bind one of the names."""
-
-    def __init__(self, names: set[str]) -> None:
-        super().__init__()
-        self._names = names
-        self.lines: list[cst.SimpleStatementLine] = []
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802
-        return False
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802
-        targets: list[cst.BaseExpression] = []
-        targets += [target.target for one in node.body if isinstance(one, cst.Assign) for target in one.targets]
-        targets += [one.target for one in node.body if isinstance(one, cst.AnnAssign)]
-        while targets:
-            target = targets.pop()
-            if isinstance(target, cst.Tuple | cst.List):
-                targets += [element.value for element in target.elements]
-            elif isinstance(target, cst.Name) and target.value in self._names and node not in self.lines:
-                self.lines.append(node)
-        return False
-
-
 FIX: Final = Fix(
     id="free_stale",
     title="Let go of the old model and optimizer before the new ones are built",
@@ -156,6 +210,7 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect,
     guard=guard,
     asks=True,
 )

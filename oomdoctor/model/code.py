@@ -262,8 +262,6 @@ class CodeFacts:
         compiles: a call of ``torch.compile``; ``cuda_graphs``: of what captures a CUDA graph.
         framework: other libraries in this process that take memory of the device, ``tensorflow, jax``.
         reruns: how often the source of the failing cell was run before.
-        stale: names of models, optimizers and schedulers of before that are bound while the failing cell makes new
-            ones, ``(name, whether the cell binds it anew)``.
         trainers: the trainers of libraries that the failure came out of.
         sites: where the practices stand that fixes mend, by the id of the fix.
     """
@@ -303,7 +301,6 @@ class CodeFacts:
     cuda_graphs: str | None = None
     framework: str | None = None
     reruns: int = 0
-    stale: tuple[tuple[str, bool], ...] = ()
     trainers: tuple[TrainerFacts, ...] = ()
     sites: Mapping[str, tuple[Site, ...]] = field(default_factory=dict)
 

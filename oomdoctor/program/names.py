@@ -12,9 +12,9 @@ from oomdoctor.program.magics import parsed
 
 __all__ = [
     "FirstUse",
-    "binding_ends",
     "bound_names",
     "call_name",
+    "first_assignments",
     "first_uses",
     "imported",
     "imports_in",
@@ -92,15 +92,15 @@ def bound_names(source: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def binding_ends(source: str) -> dict[str, int]:
-    """Return the last line of the first assignment of a cell's top level that binds each name."""
-    ends: dict[str, int] = {}
+def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
+    """Return the first assignment of a cell's top level that binds each name."""
+    found: dict[str, ast.Assign | ast.AnnAssign] = {}
     for node in own_nodes(_body(source)):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             for part in ast.walk(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    ends.setdefault(part.id, node.end_lineno or node.lineno)
-    return ends
+                    found.setdefault(part.id, node)
+    return found
 
 
 @lru_cache(maxsize=1024)

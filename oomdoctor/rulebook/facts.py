@@ -240,7 +240,7 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
         "stepped_bytes": sum(one.parameter_bytes for one in code.steppers) if code.steppers else None,
         "foreach": any(one.foreach for one in code.steppers) if code.steppers else None,
         "most_classes": max(code.classes, default=None),
-        "stale": ", ".join(name for name, _ in code.stale) or None,
+        "stale": ", ".join(one.names[0] for one in code.sites.get("free_stale", ())) or None,
         "batch_norm": any(model.batch_norm for model in code.models),
     }
 

@@ -19,7 +19,8 @@ def live(**more: Any) -> dict[str, Any]:
 
 
 def stale(source: str, line: int | None, namespace: dict[str, Any] | None = None) -> tuple[tuple[str, bool], ...]:
-    return facts(Cells(history=(Cell(number=1, source=source),)), namespace or live(), line=line).stale
+    found = facts(Cells(history=(Cell(number=1, source=source),)), namespace or live(), line=line)
+    return tuple((one.names[0], one.kind == "rebound") for one in found.sites.get("free_stale", ()))
 
 
 def test_what_the_failing_line_is_about_to_replace() -> None:

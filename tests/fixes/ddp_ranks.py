@@ -60,7 +60,8 @@ def run(sources: list[str], look: str, *, world: int = 2, device: str = "cpu") -
 @cache
 def _server() -> subprocess.Popen[str]:
     # One thread, as torchrun gives each rank.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
     server = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )

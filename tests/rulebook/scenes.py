@@ -125,7 +125,7 @@ SCENES = (
         "model_built_beside_old",
         Cause.LEAK_OR_PINNED_GRAPH,
         ((Role.PARAMETER, 5 * GIB),),
-        code=CodeFacts(stale=(("model", True),)),
+        code=CodeFacts(sites={"free_stale": (site("In[1] line 1: model = Net()", "rebound", "model"),)}),
         incident=replace(CUDA, framework_frame="torch/nn/modules/linear.py:109 __init__"),
         silent=("model_does_not_fit_while_built",),
     ),

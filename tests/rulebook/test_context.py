@@ -221,6 +221,9 @@ def test_shapes_speak_for_scores_logits_and_images() -> None:
     assert facts(holdings=(scores,))["census"]["largest_is_logits"] is None
 
 
+STALE = tuple(site("In[5] line 1: net = Net()", "rebound", name) for name in ("net", "opt"))
+
+
 def test_facts_that_come_in_tuples_are_told_by_their_first_or_their_sum() -> None:
     stepper = OptimizerFacts(
         path="o", type_name="Adam", home="torch.optim.adam", parameter_bytes=MIB, largest_bytes=1, foreach=True
@@ -228,9 +231,8 @@ def test_facts_that_come_in_tuples_are_told_by_their_first_or_their_sum() -> Non
     normed = ModelFacts(path="net", type_name="Net", training=True, parameter_bytes=1, batch_norm=("net.bn",))
     given = CodeFacts(
         steppers=(stepper, stepper),
-        sites={"no_grad_eval": (site("In[5] line 3: out = net(x)"), site("In[5] line 9: pass"))},
+        sites={"no_grad_eval": (site("In[5] line 3: out = net(x)"), site("In[5] line 9: pass")), "free_stale": STALE},
         classes=(10, 50257),
-        stale=(("net", True), ("opt", False)),
         models=(normed,),
     )
     code = facts(code=given)["code"]
