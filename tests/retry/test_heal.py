@@ -317,6 +317,40 @@ def test_what_replays_bind_anew_comes_back() -> None:
     assert namespace["log"] == [0]
 
 
+def test_methods_that_replays_give_to_a_class_go_with_a_failed_attempt() -> None:
+    namespace: dict[str, Any] = {"log": [0], "Doomed": Doomed, "__name__": "__main__"}
+    exec("import torch\nclass Net(torch.nn.Module):\n    def forward(self): return 1\nnet = Net()", namespace)
+    forward, cls = namespace["Net"].forward, namespace["Net"]
+    transaction = Transaction(namespace, "log.append(net())", lambda: 1 << 20)
+    replay = (
+        "class Changed:\n    def forward(self): return 2\n\n"
+        'Net.forward = Changed.forward\nNet.forward.__qualname__ = "Net.forward"\ndel Changed\n'
+    )
+
+    async def run(attempt: Attempt) -> BaseException | None:
+        for source in (*attempt.replays, attempt.source):
+            try:
+                exec(source, namespace)
+            except Doomed as exc:
+                return exc
+        return None
+
+    trial = Trial(fix="a", label="a", attempt=Attempt(source="log.append(net()); raise Doomed", replays=(replay,)))
+    outcome, _ = asyncio.run(
+        heal(
+            transaction, [trial], run,
+            accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
+            most_attempts=3, time_budget_s=60,
+        )
+    )  # fmt: skip
+    assert (outcome.kind, outcome.state) == (OutcomeKind.ROLLED_BACK, State.RESTORED), outcome.why
+    assert namespace["Net"] is cls
+    assert cls.forward is forward
+    assert forward.__qualname__ == "Net.forward"
+    assert namespace["net"]() == 1
+    assert namespace["log"] == [0]
+
+
 def test_without_trials_nothing_is_tried() -> None:
     outcome, error, namespace = outcome_of([])
     assert (outcome.kind, outcome.attempts, error) == (OutcomeKind.REFUSED, 0, None)
