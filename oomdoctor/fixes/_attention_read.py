@@ -78,9 +78,9 @@ class Attention:
     steps: tuple[ast.stmt, ...]
     last: ast.stmt
     product: ast.expr
+    between: tuple[ast.stmt, ...]
     names: frozenset[str]
     layers: frozenset[str]
-    between: tuple[ast.stmt, ...] = ()
 
 
 def read(source: str, block: Sequence[ast.stmt], line: int, text: str) -> Attention:
@@ -95,16 +95,25 @@ def read(source: str, block: Sequence[ast.stmt], line: int, text: str) -> Attent
     Raises:
         NotRead: it is not known to be what a fused kernel computes.
     """
-    shared = {two for one, two in pairwise(block) if one.end_lineno == two.lineno}
-    shared |= {one for one, two in pairwise(block) if one.end_lineno == two.lineno}
+    shared = {node for pair in pairwise(block) if pair[0].end_lineno == pair[1].lineno for node in pair}
     reader = _Reader(source, text)
     for at, statement in enumerate(block):
-        found = reader.follow(statement, is_alone=statement not in shared)
-        if found is None:
+        ends = reader.follow(statement, is_alone=statement not in shared)
+        if ends is None:
             continue
-        first = min([block.index(step) for step in found.steps], default=at)
+        steps, (weights, value, product) = tuple(reader.steps), ends
+        first = min(map(block.index, steps), default=at)
         if block[first].lineno <= line <= (statement.end_lineno or statement.lineno):
-            return replace(found, between=tuple(node for node in block[first:at] if node not in found.steps))
+            return Attention(
+                weights=weights,
+                value=value,
+                steps=steps,
+                last=statement,
+                product=product,
+                between=tuple(node for node in block[first:at] if node not in steps),
+                names=frozenset(reader.names),
+                layers=frozenset(reader.layers),
+            )
         reader = _Reader(source, text)
     raise NotRead(reader.why or f"no product of weights and values was found for the softmax on line {line}")
 
@@ -116,32 +125,24 @@ class _Reader:
         self._source, self._text = source, text
         self._known: dict[str, Read] = {}
         self._bound: dict[str, ast.expr] = {}
-        self._steps: list[ast.stmt] = []
-        self._names: set[str] = set()
-        self._layers: set[str] = set()
+        self.steps: list[ast.stmt] = []
+        self.names: set[str] = set()
+        self.layers: set[str] = set()
         self.why = ""
 
-    def follow(self, statement: ast.stmt, *, is_alone: bool) -> Attention | None:
-        """Take in one statement; return the attention if it ends here."""
+    def follow(self, statement: ast.stmt, *, is_alone: bool) -> tuple[Read, str, ast.expr] | None:
+        """Take in one statement; return weights, the text of the values and their product if they end here."""
         for node in _expressions(statement):
             if (found := self._attends(node)) is not None:
-                return Attention(
-                    weights=found[0],
-                    value=found[1],
-                    steps=tuple(self._steps),
-                    last=statement,
-                    product=node,
-                    names=frozenset(self._names),
-                    layers=frozenset(self._layers),
-                )
+                return *found, node
         change = self._change(statement) if is_alone else None
         for name in bound(statement):
             self._known.pop(name, None)
             self._bound = {n: value for n, value in self._bound.items() if n != name and name not in reads(value)}
         if change is not None:
             self._known[change[0]] = change[1]
-            self._names.add(change[0])
-            self._steps.append(statement)
+            self.names.add(change[0])
+            self.steps.append(statement)
         elif isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name):
             self._bound[target.id] = statement.value
         return None
@@ -206,7 +207,7 @@ class _Reader:
         bare = _untransposed(key, node) if subscripts is None else key if _has_form(_SCORES, subscripts) else None
         if bare is None:
             code = self._code(node)
-            self.why = "" if self._names else f"that `{code}` multiplies queries and keys cannot be told from the code"
+            self.why = "" if self.names else f"that `{code}` multiplies queries and keys cannot be told from the code"
             return None
         return Read(query=self._code(query), key=self._code(bare))
 
@@ -288,7 +289,7 @@ class _Reader:
         made = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(?:torch\.)?nn\.(\w+)\(([^)]*)\)", self._text, re.MULTILINE)
         kinds, arguments = {kind for kind, _ in made}, {re.sub(r"\s", "", given) for _, given in made}
         if name.startswith("self.") and len(node.args) == 1 and not node.keywords:
-            self._layers.add(name)
+            self.layers.add(name)
             if kinds == {"Dropout"} and not any("inplace" in given for given in arguments):
                 return self._dropped(of, f"{name}.p if {name}.training else 0.0", by_layer=True)
             if kinds == {"Softmax"} and arguments <= {"-1", "dim=-1"} and not of.is_weights:
