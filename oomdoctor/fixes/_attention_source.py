@@ -6,7 +6,6 @@ The statements that made the weights go, and their product with the values becom
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -19,16 +18,11 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
-from oomdoctor.program.import_lines import knows
+from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.replay import node_of
 
 __all__ = ["Fused", "asks_for_eager", "fused"]
 
-_HOMES: Final = {
-    "F": ("F", "torch.nn.functional"),
-    "nn.functional": ("nn", "torch.nn"),
-    "torch.nn.functional": ("torch", "torch"),
-}
 _LONGEST: Final = 100
 _SAME_LATER: Final = frozenset(
     {"transpose", "permute", "view", "reshape", "size", "contiguous", "unsqueeze", "squeeze", "expand", "to", "bool"}
@@ -80,7 +74,7 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
     if sum(not isinstance(node, ast.ClassDef) for node in around) > 1:
         return Refused(f"the attention on line {line} stands in a function within a function")
     beside = cells.beside(cell)
-    home = next((home for home, imported in _HOMES.items() if _is_imported(beside, home, imported)), None)
+    home = spelled(beside, "torch.nn.functional")
     if home is None:
         return Refused(f"{'no cell' if cell.file is None else cell.name} imports torch.nn.functional")
     try:
@@ -93,11 +87,6 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
         return Refused(str(why))
     drops = attention.weights.dropout is not None and not attention.weights.by_layer
     return Fused(parsed=parsed, module=module, function=".".join(node.name for node in around), drops=drops)
-
-
-def _is_imported(cells: Cells, home: str, imported: tuple[str, str]) -> bool:
-    taken = re.compile(rf"^[ \t]*{re.escape(home)}\s*=[^=]", re.MULTILINE)
-    return knows(cells, *imported) and not any(taken.search(cell.source) for cell in cells.history)
 
 
 def _covers(node: ast.stmt, line: int) -> bool:

@@ -28,14 +28,6 @@ _NAME: Final = "chunked_cross_entropy"
 _LONGEST: Final = 100
 _OPTIONS: Final = ("weight", "ignore_index", "label_smoothing")
 _DEFAULTS: Final = {"ignore_index": "-100", "label_smoothing": "0.0"}
-_HOMES: Final = {
-    "F": ("F", "torch.nn.functional"),
-    "functional": ("functional", "torch.nn.functional"),
-    "nn.functional": ("nn", "torch.nn"),
-    "torch.nn.functional": ("torch", "torch"),
-    "": ("cross_entropy", "torch.nn.functional.cross_entropy"),
-}
-"""What ``cross_entropy`` is reached through, with the import that shows it to be torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,8 +113,7 @@ def _losses(
 
 
 def _not_torchs(cells: Cells, called: str) -> str | None:
-    imported = _HOMES.get(called.rpartition(".")[0])
-    if imported is None or not import_lines.knows(cells, *imported):
+    if import_lines.qualified_name(cells, called) != "torch.nn.functional.cross_entropy":
         return f"whether `{called}` is torch's cross_entropy cannot be told from the cells"
     return None
 
@@ -185,8 +176,7 @@ def _function(cells: Cells, sites: Sequence[Site]) -> str:
     own = [stands for site in sites for stands in site.names[1:] if _not_torchs(cells, stands) is None]
     if own:
         return own[0]
-    is_taken = any(re.search(r"^[ \t]*F\s*=[^=]", cell.source, re.MULTILINE) for cell in cells.history)
-    if not is_taken and _not_torchs(cells, "F.cross_entropy") is None:
+    if _not_torchs(cells, "F.cross_entropy") is None:
         return "F.cross_entropy"
     return "torch.nn.functional.cross_entropy"
 

@@ -23,7 +23,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.book import Book, Number, calls
-from oomdoctor.program.import_lines import knows
+from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import exchange_numbers
 
@@ -151,14 +151,8 @@ def _told(book: Book) -> list[Number]:
 
 def _interpolate(cells: Cells) -> str | Refused:
     """Return what ``interpolate`` is called by in the cells."""
-    imports = {
-        ("F", "torch.nn.functional"): "F.interpolate",
-        ("nn", "torch.nn"): "nn.functional.interpolate",
-        ("torch", "torch"): "torch.nn.functional.interpolate",
-    }
-    for (name, home), called in imports.items():
-        if knows(cells, name, home):
-            return called
+    if (called := spelled(cells, "torch.nn.functional.interpolate")) is not None:
+        return called
     return Refused("the cells do not import `torch` by its name")
 
 

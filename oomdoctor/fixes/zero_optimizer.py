@@ -119,9 +119,9 @@ def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
 
 
 def _is_of_torch(one: _ddp_source.Call, cells: Cells) -> bool:
-    if isinstance(one.node.func, cst.Name):
-        return import_lines.knows(cells, one.name, f"torch.optim.{one.name}")
-    return re.fullmatch(rf"(torch\.)?optim\.{one.name}", _ddp_source.code_of(one.node.func)) is not None
+    # A cell may take ``optim`` from a cell that is not known.
+    name = import_lines.qualified_name(cells, _ddp_source.code_of(one.node.func))
+    return name.removeprefix("torch.") == f"optim.{one.name}"
 
 
 def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:

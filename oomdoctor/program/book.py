@@ -18,7 +18,7 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
 from oomdoctor.program.magics import parsed
-from oomdoctor.program.names import call_name
+from oomdoctor.program.names import call_name, parameters_of, root_of
 from oomdoctor.program.settings import (
     FUNCTIONS,
     SETTINGS,
@@ -35,8 +35,6 @@ from oomdoctor.program.settings import (
     looked_up,
     of_class,
     own_statements,
-    parameters,
-    root_of,
     sets_entry,
 )
 
@@ -155,7 +153,7 @@ class Book:
 
     def values(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return the expressions that ``name`` may stand for at ``at``: several where calls differ."""
-        if at.function is not None and name in parameters(at.function) | bound(at.function):
+        if at.function is not None and name in parameters_of(at.function) | bound(at.function):
             return self._local(name, at, at.function)
         found = self.binding(name, at)
         if found is None:
@@ -253,7 +251,7 @@ class Book:
 
     def _bindings(self, name: str, at: Place) -> Sequence[tuple[ast.expr | None, Place]]:
         """Return what each statement binds ``name`` to, None where that is no expression; unlike ``values``, of all."""
-        if at.function is not None and name in parameters(at.function) | bound(at.function):
+        if at.function is not None and name in parameters_of(at.function) | bound(at.function):
             return self._local(name, at, at.function)
         pages = [page for page in self.pages if page is at.page or at.page.cell.file is page.cell.file is None]
         found = [(page, node) for page in pages for node in page.tree.body if binds(node, name)]
@@ -283,8 +281,8 @@ class Book:
 
         One that sets it in another way gives something that is no number.
         """
-        root, text = root_of(whole), ast.unparse(whole)
-        if at.function is not None and root in parameters(at.function) | bound(at.function):
+        root, text = root_of(whole, through_calls=False), ast.unparse(whole)
+        if at.function is not None and root in parameters_of(at.function) | bound(at.function):
             return None
         for page in reversed(self._known_at(at)):
             for node in reversed(page.tree.body):

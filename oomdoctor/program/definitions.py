@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import words
+from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.names import call_name, imports_in, own_nodes
 
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 _LONGEST: Final = 72
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from oomdoctor.program.definitions import Function, Program, Scope
-from oomdoctor.program.names import FirstUse, first_uses, own_nodes
+from oomdoctor.program.names import FirstUse, first_uses, own_nodes, root_of
 
 __all__ = ["Ground", "ground"]
 
@@ -202,10 +202,8 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 def _base(node: ast.AST) -> Iterator[str]:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    if isinstance(node, ast.Name):
-        yield node.id
+    if name := root_of(node):
+        yield name
 
 
 def _rebound(node: ast.stmt) -> set[str]:

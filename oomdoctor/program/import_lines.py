@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.program import rewriting
-from oomdoctor.program.names import imports_in
+from oomdoctor.program.names import all_imports_in, bound_otherwise, imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "source_of"]
+__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "qualified_name", "source_of", "spelled"]
 
 _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 """Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
@@ -48,6 +49,35 @@ def knows_torch(cells: Cells) -> bool:
 def knows(cells: Cells, name: str, home: str) -> bool:
     """Whether a cell imports ``home``, a module or what is in one, as ``name``."""
     return any((name, home) in imports_in(cell.source) for cell in cells.history)
+
+
+def qualified_name(cells: Cells, text: str) -> str:
+    """Return what a dotted name stands for by the imports of the cells: ``F.relu`` is ``torch.nn.functional.relu``.
+
+    It is the name itself where nothing is known of it, and empty where the cells bind it to something else as well.
+    """
+    root, dot, rest = text.partition(".")
+    if any(root in bound_otherwise(cell.source) for cell in cells.history):
+        return ""
+    every = {pair for cell in cells.history for pair in all_imports_in(cell.source)}
+    homes = {home for name, home in every if name == root}
+    if not homes and not dot and not hasattr(builtins, root):
+        homes = {home.removesuffix("*") + root for name, home in every if name == "*"}
+    if len(homes) > 1:
+        return ""
+    return f"{homes.pop() if homes else root}{dot}{rest}"
+
+
+def spelled(cells: Cells, name: str) -> str | None:
+    """Return the shortest way to write a qualified name by imports at the top level of the cells, None without one."""
+    found = [
+        known + name.removeprefix(home)
+        for cell in cells.history
+        for known, home in imports_in(cell.source)
+        if name == home or name.startswith(f"{home}.")
+    ]
+    sure = [text for text in found if qualified_name(cells, text) == name]
+    return min(sure, key=lambda text: (text.count("."), text), default=None)
 
 
 def source_of(module: str, attribute: str, name: str) -> str:

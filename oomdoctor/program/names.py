@@ -12,7 +12,9 @@ from oomdoctor.program.magics import parsed
 
 __all__ = [
     "FirstUse",
+    "all_imports_in",
     "bound_names",
+    "bound_otherwise",
     "call_name",
     "first_assignments",
     "first_uses",
@@ -20,7 +22,9 @@ __all__ = [
     "imports_in",
     "loop_targets",
     "own_nodes",
+    "parameters_of",
     "read_names",
+    "root_of",
 ]
 
 _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -36,6 +40,18 @@ def call_name(node: ast.AST) -> str:
         base = call_name(node.value)
         return f"{base}.{node.attr}" if base else ""
     return ""
+
+
+def parameters_of(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names of the parameters of ``function``."""
+    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+
+
+def root_of(node: ast.AST, *, through_calls: bool = True) -> str:
+    """Return the name that a chain of attributes, items and, unless told otherwise, calls begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript) or (through_calls and isinstance(node, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -59,6 +75,21 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 def imports_in(source: str) -> frozenset[tuple[str, str]]:
     """Return each name that a cell's own imports bind, and what it stands for: ``("F", "torch.nn.functional")``."""
     return frozenset(pair for node in own_nodes(_body(source)) for pair in imported(node))
+
+
+@lru_cache(maxsize=256)
+def bound_otherwise(source: str) -> frozenset[str]:
+    """Return the names that a cell binds at its top level by anything but an import."""
+    nodes = (node for node in own_nodes(_body(source)) if not isinstance(node, ast.alias))
+    kinds = ast.Name, ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    named = (node for node in nodes if isinstance(node, kinds) and not isinstance(getattr(node, "ctx", None), ast.Load))
+    return frozenset(node.id if isinstance(node, ast.Name) else str(node.name) for node in named)
+
+
+@lru_cache(maxsize=256)
+def all_imports_in(source: str) -> frozenset[tuple[str, str]]:
+    """Return the same of all imports of a cell, those in functions included."""
+    return frozenset(pair for part in _body(source) for node in ast.walk(part) for pair in imported(node))
 
 
 class FirstUse(Enum):

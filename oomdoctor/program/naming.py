@@ -8,6 +8,7 @@ from typing import Final
 
 from oomdoctor.program import words
 from oomdoctor.program.definitions import target_names
+from oomdoctor.program.names import parameters_of, root_of
 
 __all__ = [
     "assigned",
@@ -33,11 +34,6 @@ _NOTHING: Final = ast.Constant(None)
 def names_in(node: ast.AST) -> set[str]:
     """Return every name that stands in ``node``."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def parameters_of(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the names of the parameters of ``function``."""
-    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -195,10 +191,3 @@ def parts_of(value: ast.expr) -> Iterator[str]:
             yield from (*parts_of(one), *parts_of(other))
         case ast.NamedExpr(target=target, value=inner):
             yield from (target.id, *parts_of(inner))
-
-
-def root_of(node: ast.expr) -> str:
-    """Return the name that a chain of attributes, items and calls begins with."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""

@@ -8,7 +8,7 @@ from typing import Final
 from oomdoctor.program.book import SETTINGS, Book, Number, Page, calls, key_of
 from oomdoctor.program.dataflow import bound
 from oomdoctor.program.magics import mask
-from oomdoctor.program.names import FirstUse, call_name, first_uses
+from oomdoctor.program.names import FirstUse, call_name, first_uses, root_of
 
 __all__ = [
     "DEFINITIONS",
@@ -130,10 +130,8 @@ def receivers(node: ast.AST) -> set[str]:
             base = part.value
         else:
             continue
-        while isinstance(base, ast.Attribute | ast.Subscript):
-            base = base.value
-        if isinstance(base, ast.Name):
-            found.add(base.id)
+        if name := root_of(base, through_calls=False):
+            found.add(name)
     return found
 
 

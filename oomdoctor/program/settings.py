@@ -26,8 +26,6 @@ __all__ = [
     "looked_up",
     "of_class",
     "own_statements",
-    "parameters",
-    "root_of",
     "sets_entry",
 ]
 
@@ -70,13 +68,6 @@ def looked_up(expr: ast.expr) -> ast.expr:
     if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute) and expr.func.attr == "get" and expr.args:
         return ast.Subscript(value=expr.func.value, slice=expr.args[0], ctx=ast.Load())
     return expr
-
-
-def root_of(expr: ast.expr) -> str:
-    """Return the name that a chain of attributes and items begins with."""
-    while isinstance(expr, ast.Attribute | ast.Subscript):
-        expr = expr.value
-    return expr.id if isinstance(expr, ast.Name) else ""
 
 
 def sets_entry(node: ast.AST, whole: str, key: str) -> bool:
@@ -132,11 +123,6 @@ def assigned_last(block: Sequence[ast.stmt], name: str) -> ast.expr:
     if made is None:
         return ast.Name(id=name, ctx=ast.Load())
     return assigned(made, name) or ast.Constant(None)
-
-
-def parameters(function: Function) -> set[str]:
-    """Return the names of the parameters of ``function``."""
-    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
 
 
 def positional(function: Function) -> list[ast.arg]:

@@ -77,3 +77,46 @@ def test_another_name() -> None:
 )
 def test_what_is_in_torch(source: str) -> None:
     assert import_lines.knows(cells(source), "nn", "torch.nn")
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "stands_for"),
+    [
+        ("import torch.nn.functional as F", "F.relu", "torch.nn.functional.relu"),
+        ("from torch.nn import functional", "functional.relu", "torch.nn.functional.relu"),
+        ("from torch import nn as layers", "layers.functional.relu", "torch.nn.functional.relu"),
+        ("import torch.nn", "torch.nn.functional.relu", "torch.nn.functional.relu"),
+        ("from torch.nn.functional import relu as r", "r", "torch.nn.functional.relu"),
+        ("from torch.nn.functional import *", "relu", "torch.nn.functional.relu"),
+        ("def f():\n    from torch.nn import functional as G", "G.relu", "torch.nn.functional.relu"),
+        ("import torch.nn.functional as F\nF = other", "F.relu", "torch.nn.functional.relu"),
+        ("import torch.nn.functional as F\ndef F(): pass", "F.relu", "torch.nn.functional.relu"),
+        ("x = 1", "F.relu", "F.relu"),
+    ],
+)
+def test_what_a_name_stands_for(source: str, text: str, stands_for: str) -> None:
+    found = import_lines.qualified_name(cells(source), text)
+    is_rebound = "other" in source or "def F" in source
+    assert found == ("" if is_rebound else stands_for)
+
+
+def test_a_name_that_another_cell_binds_again_is_not_known() -> None:
+    of = cells("import torch.nn.functional as F")
+    both = Cells(history=(*of.history, Cell(number=3, source="F = mine")))
+    assert import_lines.qualified_name(of, "F.relu") == "torch.nn.functional.relu"
+    assert import_lines.qualified_name(both, "F.relu") == ""
+    assert import_lines.spelled(of, "torch.nn.functional.relu") == "F.relu"
+    assert import_lines.spelled(both, "torch.nn.functional.relu") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("import torch\nfrom torch import nn\nimport torch.nn.functional as F", "F.relu"),
+        ("import torch\nfrom torch import nn", "nn.functional.relu"),
+        ("import torch as t", "t.nn.functional.relu"),
+        ("def f():\n    import torch", None),
+    ],
+)
+def test_the_shortest_way_to_write_a_name(source: str, text: str | None) -> None:
+    assert import_lines.spelled(cells(source), "torch.nn.functional.relu") == text
