@@ -5,16 +5,15 @@ Loaders are read from their dictionaries where a name leads to one, else from th
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
 
 from oomdoctor.objects.kinds import plain_dict
-from oomdoctor.program.definitions import Program, Scope, short, statements
+from oomdoctor.program.calls import Call, calls, calls_at, text_of
+from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, own_nodes
 
 __all__ = [
     "batch_sizes",
@@ -26,6 +25,7 @@ __all__ = [
 ]
 
 _PADS: Final = re.compile(r"\bpad_sequence\(|\bpack_sequence\(|\bF\.pad\(|functional\.pad\(|\.pad\(")
+_LAST: Final = re.compile(r"^.*\.")
 _COLLATORS: Final = re.compile(r"^DataCollator(With|For)\w+$|^dynamic_padding")
 
 
@@ -54,7 +54,7 @@ def prefetch(ground: Ground, loaders: Iterable[tuple[str, Any]]) -> int | None:
 def pin_memory(ground: Ground, loaders: Iterable[tuple[str, Any]]) -> bool:
     """Whether batches pass through page-locked memory: a loader pins them, or a cell does."""
     return any(map(bool, _numbers(ground, loaders, "pin_memory", False))) or any(
-        isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory" for node in _all_calls(ground)
+        call.receiver and call.method == "pin_memory" for call in calls(ground.basis)
     )
 
 
@@ -64,30 +64,28 @@ def _numbers(ground: Ground, loaders: Iterable[tuple[str, Any]], name: str, defa
         yield from (value for own in held if type(value := own.get(name)) is int or type(value) is bool)
         return
     for call in _loader_calls(ground):
-        given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-        if given is None:
-            yield default
-        elif isinstance(given, ast.Constant) and isinstance(given.value, int):
-            yield given.value
+        given = call.literals.get(name, default)
+        if isinstance(given, int):
+            yield given
 
 
-def _loader_calls(ground: Ground) -> Iterator[ast.Call]:
-    return (call for call in _all_calls(ground) if call_name(call).rpartition(".")[2] == "DataLoader")
+def _loader_calls(ground: Ground) -> Iterator[Call]:
+    return (call for call in calls(ground.basis) if call.tail == "DataLoader")
 
 
 def sequence_varies(program: Program, ground: Ground, loaders: Iterable[tuple[str, Any]]) -> bool:
     """Whether batches are padded to the longest of their samples, so that their size is not that of the one before."""
     held = [(plain_dict(loader) or {}).get("collate_fn") for _, loader in loaders]
-    given = [k.value for call in _loader_calls(ground) for k in call.keywords if k.arg == "collate_fn"]
-    if any(isinstance(value, ast.Lambda) and _PADS.search(ast.unparse(value)) for value in given):
+    given = [call.keywords["collate_fn"] for call in _loader_calls(ground) if "collate_fn" in call.keywords]
+    if any(text.startswith("lambda") and _PADS.search(text) for text in given):
         return True
-    names = {*map(_name_of, held), *(call_name(value).rpartition(".")[2] for value in given)}
+    names = {*map(_name_of, held), *(_LAST.sub("", text.partition("(")[0]) for text in given)}
     if any(map(_COLLATORS.match, names)):
         return True
     functions = map(program.function, names - {""})
-    if any(found is not None and _pads(found) for found in functions):
+    if any(found is not None and _PADS.search(text_of(found)) for found in functions):
         return True
-    return any(map(_pads_to_longest, _all_calls(ground)))
+    return any(map(_pads_to_longest, calls(ground.basis)))
 
 
 def _name_of(collate: Any) -> str:
@@ -95,34 +93,14 @@ def _name_of(collate: Any) -> str:
     return collate.__code__.co_name if type(collate) is FunctionType else type(collate).__name__
 
 
-def _pads(scope: Scope) -> bool:
-    return any(_PADS.search(ast.unparse(statement)) for statement in scope.body)
-
-
-def _pads_to_longest(call: ast.Call) -> bool:
+def _pads_to_longest(call: Call) -> bool:
     """Whether it is a tokenizer's call with ``padding=True``, which pads to the longest of what it is given."""
-    if "token" not in call_name(call).lower() and not call_name(call).endswith("processor"):
+    if "token" not in call.name.lower() and not call.name.endswith("processor"):
         return False
-    return any(
-        keyword.arg == "padding"
-        and isinstance(keyword.value, ast.Constant)
-        and keyword.value.value in {True, "longest"}
-        for keyword in call.keywords
-    )
+    return call.literals.get("padding") in (True, "longest")
 
 
 def numpy_call(program: Program, line: int | None) -> str | None:
     """Return the call of NumPy in the line of the failing cell that was running."""
-    if line is None:
-        return None
-    for scope in program.running:
-        for statement in statements(scope.body) if scope.cell == program.failing else ():
-            if statement.node.lineno <= line <= (statement.node.end_lineno or statement.node.lineno):
-                for node in ast.walk(statement.node):
-                    if isinstance(node, ast.Call) and call_name(node).startswith(("np.", "numpy.")):
-                        return short(ast.unparse(node))
-    return None
-
-
-def _all_calls(ground: Ground) -> Iterator[ast.Call]:
-    return (node for scope in ground.basis for node in own_nodes(scope.body) if isinstance(node, ast.Call))
+    running = calls_at(program, line) if line is not None else ()
+    return next((call.text for call in running if call.name.startswith(("np.", "numpy."))), None)

@@ -11,11 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.program.definitions import Program, Scope, place
+from oomdoctor.program.definitions import Program, Scope, place, short, statements
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported, own_nodes
 
-__all__ = ["NO_LITERAL", "Call", "calls", "calls_in_text", "decorators", "imported_modules", "imports_of"]
+__all__ = [
+    "NO_LITERAL",
+    "Call",
+    "calls",
+    "calls_at",
+    "calls_in_text",
+    "decorators",
+    "imported_modules",
+    "imports_of",
+    "text_of",
+]
 
 
 class _NoLiteral:
@@ -66,6 +76,11 @@ class Call:
         return place(self._scope, self._node)
 
     @property
+    def text(self) -> str:
+        """Its text on one line, cut where it is long."""
+        return short(ast.unparse(self._node))
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """The texts of what is passed by position."""
         return tuple(map(ast.unparse, self._node.args)) if isinstance(self._node, ast.Call) else ()
@@ -97,6 +112,14 @@ def calls(scopes: Iterable[Scope]) -> Iterator[Call]:
         yield from (_call(scope, node) for node in own_nodes(scope.body) if isinstance(node, ast.Call))
 
 
+def calls_at(program: Program, line: int) -> Iterator[Call]:
+    """Yield the calls of the statements on a line of the failing cell."""
+    for scope in program.running:
+        for statement in statements(scope.body) if scope.cell == program.failing else ():
+            if statement.node.lineno <= line <= (statement.node.end_lineno or statement.node.lineno):
+                yield from (_call(scope, node) for node in ast.walk(statement.node) if isinstance(node, ast.Call))
+
+
 def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
     """Yield the decorators of the functions among scopes."""
     for scope in scopes:
@@ -109,6 +132,11 @@ def calls_in_text(text: str) -> tuple[Call, ...]:
     tree = parsed(text) or ast.Module(body=[], type_ignores=[])
     whole = Scope(cell=0, function=None, body=tuple(tree.body))
     return tuple(_call(whole, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def text_of(scope: Scope) -> str:
+    """Return the text of a scope's statements, as Python writes them."""
+    return "\n".join(map(ast.unparse, scope.body))
 
 
 def imports_of(program: Program) -> dict[str, str]:
