@@ -53,6 +53,7 @@ class Differentiation:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.forwards = [s for s in program.scopes if s.function and s.function.name.endswith(".forward")]
+        self._groups: dict[Scope, dict[str, set[str]]] = {}
         self.trains = any(_is_marked(node) for scope in program.scopes for node in own_nodes(scope.body))
 
     def within(self, body: Iterable[ast.AST]) -> bool:
@@ -139,8 +140,10 @@ class Differentiation:
 
     def _alike(self, scope: Scope) -> dict[str, set[str]]:
         """Return the names, of the scope, that may stand for one container, or for it and its part."""
+        if scope in self._groups:
+            return self._groups[scope]
         scopes = [one for one in self._program.scopes if one.function is None] if scope.function is None else [scope]
-        groups: dict[str, set[str]] = {}
+        groups = self._groups[scope] = dict[str, set[str]]()
         for node in (node for one in scopes for node in own_nodes(one.body) if isinstance(node, ast.Assign)):
             names = {name for target in node.targets for name in names_set(target)} | set(parts_of(node.value))
             joined = names.union(*(groups.get(name, set()) for name in names))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from oomdoctor.program.definitions import Function, Program, Scope
@@ -36,6 +37,7 @@ class Ground:
     basis: tuple[Scope, ...]
 
 
+@lru_cache(maxsize=1)
 def ground(program: Program) -> Ground:
     """Return what the failing cell of ``program`` rests on."""
     definitions = _definitions(program)
