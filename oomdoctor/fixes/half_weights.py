@@ -85,11 +85,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused("no call of a model of the notebook was found in what the failing cell runs")
     if any(loop.in_failing_run for loop in evidence.code.loops):
         return Refused("the failing cell trains, and small updates would be lost in weights of 16 bits")
-    for cell in {run.page.cell.number: run.page.cell for run in found}.values():
+    touched = {run.page.cell.number: run.page.cell for run in found}
+    for cell in touched.values():
         if _CASTS.search(cell.source):
             return Refused(f"{cell} chooses the precision already")
-    if not knows_torch(cells):
-        return Refused("the cells do not import `torch` by its name")
+    for cell in (touched | {cells.failing.number: cells.failing}).values():
+        if not knows_torch(cells.beside(cell)):
+            return Refused(f"{'the cells do' if cell.file is None else f'{cell} does'} not import `torch` by its name")
     first = first_lines(book, found, lambda path: f"{path}.to(torch.{dtype})")
     if isinstance(first, Refused):
         return first

@@ -19,7 +19,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Cell, Cells
 from oomdoctor.retry import Transaction
 
 BF16, FP16 = Dose.of(dtype="bfloat16"), Dose.of(dtype="float16")
@@ -202,6 +202,14 @@ def test_what_is_not_safe_in_source_is_refused(name: str) -> None:
     made = patched("import torch", source)
     assert isinstance(made, Refused), made.diff()
     assert reason in made.reason
+
+
+def test_torch_that_a_module_of_the_user_s_own_imports_is_not_known_to_the_cells() -> None:
+    module = Cell(number=-1, source="import torch\n", file="tools.py")
+    cells = Cells(history=(module, *cells_of(PREDICT).history))
+    made = patch(cells, evidence(cells, batch("x")), BF16)
+    assert isinstance(made, Refused)
+    assert "do not import `torch`" in made.reason
 
 
 def test_an_input_is_known_by_its_name_in_whatever_role() -> None:
