@@ -5,6 +5,7 @@ import collections
 import functools
 import io
 import itertools
+import pathlib
 import random
 import types
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-UNREAD = types.ModuleType | torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
+UNREAD = torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
 HOW = ("foreach", "fused")  # how an optimizer steps through its parameters is not what it leaves
 PLAIN = bool | int | float | complex | str | bytes | np.ndarray | np.generic
 STATES: dict[Any, Any] = {
@@ -59,6 +60,9 @@ def children(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [(".len", len(value)), *((f"[{key!r}]", child) for key, child in items if key not in HOW)]
+    if isinstance(value, types.ModuleType):  # the user's own alone, which lie in the folder of the program
+        beside = pathlib.Path(getattr(value, "__file__", None) or "/none").parent == pathlib.Path.cwd()
+        return [(f".{n}", v) for n, v in vars(value).items() if beside and not n.startswith("__")]
     if isinstance(value, types.FunctionType | type) and value.__module__ != "__main__":
         return []
     if isinstance(value, type):
@@ -77,6 +81,8 @@ def children(value: Any) -> Iterable[tuple[str, Any]]:
         n for kind in type(value).__mro__ if kind.__module__ == "__main__" for n in vars(kind).get("__slots__", ())
     ]
     own = {**{n: getattr(value, n, None) for n in slots}, **getattr(value, "__dict__", {})}
+    if isinstance(value, torch.nn.Module):
+        own["distinct"] = len(list(value.parameters()))  # less than all names where weights are tied
     return [(f".{n}", v) for n, v in own.items() if "hook" not in n]
 
 

@@ -73,7 +73,7 @@ def run(program: list[str], steps: int | None) -> Left:
     names = {name: value for name, value in vars(main).items() if not name.startswith("_")}
     for name in sorted(names, key=lambda name: hasattr(names[name], "__next__")):  # reading an iterator may move others
         left.update(leaves(names[name], name))
-    for path in sorted(path for path in Path().rglob("*") if path.is_file() and path.name != "answer"):
+    for path in sorted(path for path in Path().rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")):
         left.update(
             leaves(torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_text(), f"{path}")
         )
