@@ -46,6 +46,7 @@ __all__ = ["FIX", "detect", "patch", "propose"]
 _NOTHING: Final = "no backward keeps its graph"
 _CARRIED: Final = "a state carried over steps needs the graphs of the steps before: it has to be cut first"
 _LOSS: Final = re.compile(r"[^\W\d]\w*")
+_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _DROPS: Final = "retain_graph"
 
 
@@ -89,7 +90,8 @@ class _Uses:
         if "retain_graph" not in keywords:
             return "the argument is not given by name: it is not known what else uses the graph"
         path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
-        loop = next((node for node in reversed(path) if isinstance(node, ast.For | ast.AsyncFor | ast.While)), None)
+        loops = [outer for outer, inner in pairwise(path) if isinstance(outer, _LOOPS) and inner in outer.body]
+        loop = loops[-1] if loops else None
         step = list(scope.body) if loop is None else loop.body
         later = list(_later(path, loop or path[0]))
         if any(self._takes(node) for node in later):

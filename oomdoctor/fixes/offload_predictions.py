@@ -211,7 +211,8 @@ def _parts(node: ast.AST) -> tuple[list[ast.expr], bool]:
             name = words.last_name(node)
             same = name in _SAME_BITS or root_of(func) in _HOST_MODULES
             values = [one.value for one in keywords if one.arg not in {"dim", "axis", "keepdim"}]
-            return [*receiver, *args, *values] if not _leaves_host(node) else [], same
+            is_apart = name in {"zip", "enumerate"}  # what they go through is met one by one
+            return [] if is_apart or _leaves_host(node) else [*receiver, *args, *values], same
     return [], True
 
 

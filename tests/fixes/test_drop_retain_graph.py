@@ -259,6 +259,14 @@ def test_a_graph_that_is_used_again_is_refused(source: str, part: str) -> None:
     assert part in made.reason
 
 
+@pytest.mark.parametrize(
+    "head", ["for x, y in loader:\n    pass\nelse:\n", "while False:\n    pass\nelse:\n", "if True:\n"]
+)
+def test_a_step_after_a_loop_and_under_a_condition(head: str) -> None:
+    made = patched(f"x, y = loader[0]\n{head}    loss = criterion(model(x), y)\n    loss.backward(retain_graph=True)\n")
+    assert isinstance(made, Patch), made
+
+
 def test_another_cell_that_goes_on_with_the_loss_is_seen() -> None:
     first = "loss = criterion(model(x), y)\nloss.backward(retain_graph=True)"
     made = patched("loss.backward()", first)
