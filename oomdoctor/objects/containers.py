@@ -39,12 +39,13 @@ REFILLED: Final = frozenset({dict, list, OrderedDict})
 """Containers that are as they were when they hold the same again."""
 PLAIN_CONTAINERS: Final = REFILLED | {set}
 _BASES: Final = (OrderedDict, dict, list, deque, set, frozenset, tuple)
+_EXACT: Final[dict[int, Any]] = {id(base): base for base in _BASES}
 
 
 def builtin_of(container: Any) -> Any:
     """Return the builtin base of a container, whose methods are asked in place of its own."""
     cls = type(container)
-    return next(base for base in _BASES if cls is base or issubclass(cls, base))
+    return _EXACT.get(id(cls)) or next(base for base in _BASES if issubclass(cls, base))
 
 
 def length_of(container: Any) -> int:

@@ -74,7 +74,8 @@ def is_bare(function: FunctionType, namespace: dict[str, Any]) -> bool:
 
 
 def _of_function(function: FunctionType) -> dict[str, Any]:
-    return {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+    code, defaults, by_name = function.__code__, function.__defaults__, function.__kwdefaults__
+    return {"__code__": code, "__defaults__": defaults, "__kwdefaults__": by_name}
 
 
 def _cell(function: FunctionType, name: str) -> Any:

@@ -94,6 +94,9 @@ _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 def note(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int) -> Recipe | None:
     """Note the state of an object; return the recipe of its ``__dict__``, if that is what it is."""
     cls, recipe = type(value), None
+    if cls is FunctionType:
+        _note_function(shape, value, path, held, depth)
+        return None
     if kind is Kind.GENERATOR_STATE:
         shape.add(Stream(value, path))
         _note_own(shape, value, path, kind, held, depth)
@@ -281,12 +284,22 @@ def _hold_shown(shape: Shape, value: Any, path: str, depth: int) -> None:
 
 
 def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
-    if type(value) is FunctionType or type(value) is partial:
+    if type(value) is partial:
         _note_attributes(shape, value, path, Kind.CALLABLE, held, depth)
-    if type(value) is not FunctionType:
-        for suffix, item in held_by(value):
-            shape.hold(item, f"{path}{suffix}", depth - 1)
-        return
+    for suffix, item in held_by(value):
+        shape.hold(item, f"{path}{suffix}", depth - 1)
+
+
+def _note_function(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
+    """Note a function: in one go, as there are thousands."""
+    attributes = value.__dict__
+    recipe = Recipe(attributes, path, attribute_path)
+    shape.add(Attributes(held, FunctionType, recipe, path))
+    if attributes:
+        recipe.keys = list(attributes)
+        recipe.values = [shape.hold(item, f"{path}.{name}", depth - 1) for name, item in attributes.items()]
+    for place in places_of(FunctionType):
+        _note_parts(shape, value, path, held, depth, place)
     # Not its ``__module__``: a library's wrapper bears the name of what it wraps.
     home = value.__globals__.get("__name__")
     if not is_installed(home):
