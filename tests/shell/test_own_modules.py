@@ -44,6 +44,7 @@ def begin(kernel: Kernel, folder: Path) -> None:
 def ready(kernel: Kernel, tmp_path: Path) -> Kernel:
     (tmp_path / "train.py").write_text(TRAIN)
     kernel.run("%load_ext oomdoctor", ok=True)
+    kernel.run("%config OomDoctor.forecast_time_s = 120", ok=True)
     begin(kernel, tmp_path)
     kernel.run(f"%oomdoctor simulate {BUDGET}", ok=True)
     return kernel
