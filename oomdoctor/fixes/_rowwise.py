@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _split
 from oomdoctor.objects.kinds import submodules
-from oomdoctor.sandbox.fork import answered
+from oomdoctor.sandbox.fork import answered, is_copy
 from oomdoctor.sandbox.primitives import is_memory_refused, is_short_of_memory
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _random_numbers_kept(accelerators: tuple[torch.device, ...]) -> Iterator[Non
 
 def _can_fork(module: Any, call: Divided) -> bool:
     """Tell whether a forked child can run the module: drivers and Apple's libraries do not outlive a fork."""
-    if not hasattr(os, "fork") or sys.platform == "darwin":
+    if not hasattr(os, "fork") or sys.platform == "darwin" or is_copy():
         return False
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False

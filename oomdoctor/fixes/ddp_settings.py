@@ -143,4 +143,5 @@ FIX: Final = Fix(
     apply=None,
     patch=patch,
     guard=_ddp_ranks.alone,
+    is_tried=False,
 )

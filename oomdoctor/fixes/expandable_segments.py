@@ -199,4 +199,5 @@ FIX: Final = Fix(
     apply=apply,
     patch=patch,
     guard=apply,
+    is_tried=False,
 )

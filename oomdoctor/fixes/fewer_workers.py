@@ -96,4 +96,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    is_tried=False,
 )

@@ -213,4 +213,5 @@ FIX: Final = Fix(
     detect=detect,
     guard=guard,
     asks=True,
+    is_tried=False,
 )

@@ -382,4 +382,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    leaves=(".grad",),
 )

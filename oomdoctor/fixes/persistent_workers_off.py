@@ -69,4 +69,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    is_tried=False,
 )

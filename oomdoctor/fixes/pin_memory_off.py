@@ -72,4 +72,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    is_tried=False,
 )

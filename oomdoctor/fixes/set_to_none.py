@@ -187,4 +187,5 @@ FIX: Final = Fix(
     patch=patch,
     detect=detect,
     guard=guard,
+    leaves=(".grad",),
 )

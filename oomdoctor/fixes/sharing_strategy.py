@@ -112,4 +112,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
+    is_tried=False,
 )

@@ -230,4 +230,5 @@ FIX: Final = Fix(
     apply=None,
     patch=patch,
     guard=_ddp_ranks.alone,
+    is_tried=False,
 )

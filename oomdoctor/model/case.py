@@ -47,6 +47,7 @@ class Outcome:
         fixes: labels of the fixes in place for the last attempt.
         peak: measured high-water mark of the last attempt in bytes, by the means that ``measure`` names.
         why: one sentence; for a refusal, what could not be brought back.
+        checked: what the trial of the change has shown: what was compared, or why it could not be tried.
         anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
     """
 
@@ -58,6 +59,7 @@ class Outcome:
     measure: str = ""
     elapsed_s: float | None = None
     why: str = ""
+    checked: str = ""
     anyway: bool = False
 
 

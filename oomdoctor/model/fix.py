@@ -140,6 +140,9 @@ class Fix:
             the change would not keep its promise.
         asks: whether it is made only where the user asks for it by its name or number, never by an automatic retry.
         detect: finds where the practice that it mends stands; what it found is ``code.sites[id]`` of the evidence.
+        is_tried: whether running the cell as it was and as changed on a few rows shows anything: not where the change
+            only moves or frees memory, or sets how a loader's processes work.
+        leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
         live_caveat: what ``apply`` cannot keep as the changed source would, None where it is the same.
     """
 
@@ -153,5 +156,7 @@ class Fix:
     guard: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
     asks: bool = False
     detect: Detect | None = None
+    is_tried: bool = True
+    leaves: tuple[str, ...] = ()
     live_caveat: str | None = None
     tolerance: float | None = None

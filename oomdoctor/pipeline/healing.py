@@ -13,10 +13,11 @@ from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Session
+from oomdoctor.pipeline.checks import Checks
 from oomdoctor.pipeline.pricing import terms_of
 
 if TYPE_CHECKING:
-    from oomdoctor.retry import Transaction, Trial
+    from oomdoctor.retry import Choice, Transaction
     from oomdoctor.retry.heal import Run
 
 
@@ -35,10 +36,12 @@ async def heal(
     anyway: bool = False,
     failed: set[str] | None = None,
     keep_forecasts: bool = False,
+    by_itself: bool = False,
 ) -> tuple[Case, BaseException | None]:
     """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``.
 
     Args:
+        by_itself: whether nobody asked for these changes by name: what could not be tried out is left alone then.
         keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
     """
     from oomdoctor.incident import find_oom
@@ -51,10 +54,11 @@ async def heal(
         why = alone or "; ".join(lost)
         refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=alone is None)
         return replace(case, outcome=refused), None
-    trials, unfit = _trials(case, session, chosen), dict[str, str]()
+    choices, unfit = _choices(case, session, chosen), dict[str, str]()
+    checks = Checks(session, transaction, choices, unfit, by_itself=by_itself)
     outcome, error = await retry(
         transaction,
-        [trial for _, trial in trials],
+        [choice for _, choice in choices],
         run,
         accelerator=session.accelerator,
         is_oom=lambda exc: find_oom(exc) is not None,
@@ -63,14 +67,17 @@ async def heal(
         failed=failed,
         unfit=unfit,
         shell=session.shell,
+        admit=checks.admit,
     )
+    if outcome.kind is OutcomeKind.HEALED:
+        outcome = replace(outcome, checked=checks.told)
     if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
         outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
     if outcome.attempts and outcome.kind is not OutcomeKind.HEALED:  # it may have come further than the cell did
         lost = (*lost, *(f"{call} may have been made by the attempt" for call in case.evidence.code.not_reached))
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
-    made = next((candidate for candidate, _ in trials if candidate.label in outcome.fixes), None)
+    made = next((candidate for candidate, _ in choices if candidate.label in outcome.fixes), None)
     if made is not None and outcome.kind is OutcomeKind.HEALED and (differs := _differs(made)):
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join(dict.fromkeys([*lost, *differs])))
     if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
@@ -78,27 +85,27 @@ async def heal(
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
 
 
-def _trials(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Trial]]:
-    """Return the trials: each candidate with its stronger doses after it, and first of all those that were seen to fit.
+def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Choice]]:
+    """Return what may be tried: each candidate with its stronger doses after it, those first that were seen to fit.
 
     A stronger dose has no forecast, so the stronger doses of these come after the last of them.
     """
     from oomdoctor import fixes
     from oomdoctor.forecast.planning import attempt_with_all
-    from oomdoctor.retry import Trial
+    from oomdoctor.retry import Choice
 
     fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]
     others = [candidate for candidate in chosen if candidate not in fitting]
     made = [*fitting, *(dose for one in fitting for dose in _stronger(one, case))]
     made += [dose for one in others for dose in (one, *_stronger(one, case))]
-    trials = []
+    choices = []
     for candidate in made:
         parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
         patch, attempt = attempt_with_all(parts, session, case.evidence)
         if not isinstance(attempt, Refused):
-            trial = Trial(fix=candidate.fix, label=candidate.label, attempt=attempt)
-            trials.append((replace(candidate, patch=patch), trial))
-    return trials
+            choice = Choice(fix=candidate.fix, label=candidate.label, attempt=attempt)
+            choices.append((replace(candidate, patch=patch), choice))
+    return choices
 
 
 def _stronger(candidate: Candidate, case: Case) -> list[Candidate]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from oomdoctor.retry.heal import Trial, heal
+from oomdoctor.retry.heal import Choice, heal
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
 
-__all__ = ["Transaction", "Trial", "heal", "release"]
+__all__ = ["Choice", "Transaction", "heal", "release"]

@@ -20,7 +20,7 @@ from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.sandbox.openmp import teams_in_room
 
-__all__ = ["Run", "Trial", "heal"]
+__all__ = ["Choice", "Run", "heal"]
 
 _NAMED: Final = 4
 Run: TypeAlias = Callable[[Attempt], Awaitable[BaseException | None]]
@@ -28,7 +28,7 @@ Run: TypeAlias = Callable[[Attempt], Awaitable[BaseException | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Choice:
     """One attempt that may be made, with the fix that it is of and the label of what it changes."""
 
     fix: str
@@ -38,7 +38,7 @@ class Trial:
 
 async def heal(
     transaction: Transaction,
-    trials: Sequence[Trial],
+    choices: Sequence[Choice],
     run: Run,
     *,
     accelerator: Accelerator,
@@ -48,19 +48,21 @@ async def heal(
     failed: set[str] | None = None,
     unfit: dict[str, str] | None = None,
     shell: Any = None,
+    admit: Callable[[Choice], str | None] = lambda _choice: None,
 ) -> tuple[Outcome, BaseException | None]:
-    """Try ``trials`` in their order until one runs through.
+    """Try ``choices`` in their order until one runs through.
 
     Args:
-        is_oom: tells whether an error is one that a further trial may cure.
-        most_attempts: how many trials may run out of memory. A fix that finds itself unfit for the program does not
+        is_oom: tells whether an error is one that a further attempt may cure.
+        most_attempts: how many attempts may run out of memory. A fix that finds itself unfit for the program does not
             count, and its stronger doses are passed over.
-        time_budget_s: no further trial is begun after this time.
-        failed: labels of the trials that ran out of memory from this very state, by which they are passed over: they
+        time_budget_s: no further attempt is begun after this time.
+        failed: labels of the attempts that ran out of memory from this very state, by which they are passed over: they
             would again. Those that do so now are added.
         unfit: ids of the fixes that found themselves unfit for the program, each with why; they are passed over, and
             those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
+        admit: asked before each attempt; returns why it is not made, None where it may be.
 
     Returns:
         The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
@@ -68,10 +70,10 @@ async def heal(
     """
     known = set() if failed is None else failed
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
-    for trial in trials:
-        if trial.fix in log.unfit:
+    for choice in choices:
+        if choice.fix in log.unfit:
             continue
-        if trial.label in log.failed:
+        if choice.label in log.failed:
             log.why = log.why if log.tried else "memory ran out before with all that could be tried"
             continue
         if log.ran_out == most_attempts:
@@ -79,12 +81,15 @@ async def heal(
         if log.tried and log.elapsed_s > time_budget_s:
             log.why = f"the time allowed for retries ({time_budget_s:g} s) was used up"
             break
-        log.tried.append(trial.label)
+        if (why := admit(choice)) is not None:
+            log.why = f"{choice.label}: {why}"
+            continue
+        log.tried.append(choice.label)
         try:
             with _peaks_before_resets(accelerator) as peaks:
-                error = await _attempt(transaction, trial.attempt, run, accelerator, peaks)
+                error = await _attempt(transaction, choice.attempt, run, accelerator, peaks)
         except OomDoctorError as exc:
-            log.unfit_for(trial, exc)
+            log.unfit_for(choice, exc)
             continue
         except BaseException:
             transaction.restore()
@@ -94,7 +99,7 @@ async def heal(
         ran_out = _ran_out(error, is_oom)  # before its frames let go of what they hold
         if error is not None:
             release(error, shell)
-        if not log.goes_on_after(trial, error, ran_out=ran_out):
+        if not log.goes_on_after(choice, error, ran_out=ran_out):
             return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
         if transaction.losses():
             break
@@ -106,11 +111,11 @@ class _Log:
     """What was tried, and how the last of it ended.
 
     Attributes:
-        failed: labels of the trials that ran out of memory, in an earlier loop or in this one.
+        failed: labels of the attempts that ran out of memory, in an earlier loop or in this one.
         unfit: ids of the fixes that found themselves unfit for the program, each with what it found.
         made: the names that the failed cell has made, which the way back takes away.
-        ran_out: how many trials ran out of memory.
-        error: what the user's code raised in the last trial, unless it was a fix that stopped it.
+        ran_out: how many attempts ran out of memory.
+        error: what the user's code raised in the last attempt, unless it was a fix that stopped it.
     """
 
     transaction: Transaction
@@ -128,24 +133,24 @@ class _Log:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
-    def unfit_for(self, trial: Trial, why: object) -> None:
+    def unfit_for(self, choice: Choice, why: object) -> None:
         """Note that the change, or its guard, found that it would not be right for this program."""
-        self.unfit[trial.fix] = str(why)
-        self.why = f"{trial.label}: {why}"
+        self.unfit[choice.fix] = str(why)
+        self.why = f"{choice.label}: {why}"
 
-    def goes_on_after(self, trial: Trial, error: BaseException | None, *, ran_out: bool) -> bool:
-        """Note how a trial failed; return whether another one may cure that."""
+    def goes_on_after(self, choice: Choice, error: BaseException | None, *, ran_out: bool) -> bool:
+        """Note how an attempt failed; return whether another one may cure that."""
         is_ours = isinstance(error, OomDoctorError)
         if self.transaction.stopped:
             self.ran_out += 1
-            self.why, self.error = f"{trial.label}: {self.transaction.stopped}", None
+            self.why, self.error = f"{choice.label}: {self.transaction.stopped}", None
         elif ran_out:
             self.ran_out += 1
-            self.failed.add(trial.label)
-            self.why = f"memory ran out with {trial.label} as well" + (f": {error}" if is_ours else "")
+            self.failed.add(choice.label)
+            self.why = f"memory ran out with {choice.label} as well" + (f": {error}" if is_ours else "")
             self.error = None if is_ours else error
         elif is_ours:
-            self.unfit_for(trial, error)
+            self.unfit_for(choice, error)
             self.error = None
         else:
             return False

@@ -41,6 +41,7 @@ __all__ = [
     "Answer",
     "answered",
     "forked",
+    "is_copy",
     "is_severed",
     "threads_of_origin",
 ]
@@ -65,6 +66,7 @@ _MREMAP_TO: Final = 1 | 2
 """MREMAP_MAYMOVE and MREMAP_FIXED. Source of these: ``linux/mman.h`` and ``asm-generic/mman-common.h``."""
 
 _threads: int | None = None
+_is_copy = False
 
 
 def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = None) -> int:
@@ -205,6 +207,11 @@ def _history_goes_on() -> Iterator[None]:
         manager._instances = known
 
 
+def is_copy() -> bool:
+    """Tell whether this process is a copy, in which nothing needs to be put back."""
+    return _is_copy
+
+
 def threads_of_origin(torch: Any) -> int:
     """Return how many threads torch has in the process that this one is a copy of; in none, those that it has here."""
     return int(torch.get_num_threads()) if _threads is None else _threads
@@ -216,7 +223,8 @@ def is_severed(error: BaseException) -> bool:
 
 
 def _be_alone(keep: Collection[int], prepare: Callable[[], None] | None) -> None:
-    global _threads
+    global _is_copy, _threads
+    _is_copy = True
     try:
         if prepare is not None:
             prepare()

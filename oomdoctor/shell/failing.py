@@ -93,7 +93,7 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         was_shown = bool(result.success)
         may_retry = extension.open is not None and chosen and (was_shown or result.error_in_exec is failure)
         anyway = bool(getattr(extension.shell, "anyway", False))
-        request = Request(case=case, chosen=chosen, anyway=anyway)
+        request = Request(case=case, chosen=chosen, anyway=anyway, by_itself=True)
         if may_retry and await heal(extension, request, result, run, tells=True):
             if was_shown and extension.healed is None:  # it answers as it would have
                 result.error_in_exec, extension.shell.last_execution_succeeded = None, True

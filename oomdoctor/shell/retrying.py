@@ -51,13 +51,14 @@ class OpenCase:
 class Request:
     """A retry that a magic or a button asked for; it runs when their cell is done.
 
-    ``anew``: also with what ran out of memory before, because the user named it.
+    ``anew``: also with what ran out of memory before, because the user named it; ``by_itself``: nobody asked for it.
     """
 
     case: Case
     chosen: tuple[Candidate, ...]
     anyway: bool = False
     anew: bool = False
+    by_itself: bool = False
 
 
 @dataclass(slots=True)
@@ -177,6 +178,7 @@ async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> 
             anyway=request.anyway,
             failed=set() if request.anew else opened.failed,
             keep_forecasts=config.keep_forecasts,
+            by_itself=request.by_itself,
         )
         extension.remedies.note(case, opened.session.cells.failing.source, request.chosen[0].label)
     pipeline.record(case)

@@ -257,6 +257,7 @@ class Watch:
             most_attempts=self._settings.attempts,
             time_budget_s=self._settings.time_s,
             keep_forecasts=_config().keep_forecasts,
+            by_itself=True,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self._part.namespace, before)

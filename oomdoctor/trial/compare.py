@@ -22,6 +22,7 @@ import torch
 
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.trial import Trial
+from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.sandbox.fork import answered, forked
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
@@ -40,6 +41,9 @@ AIM_S: Final = 2.0
 """Time that a trial aims to take."""
 _RUN_S: Final = 20.0
 """Time after which a single run is given up."""
+_FASTER: Final = 4
+"""How many times as many rows are taken next, where that takes no more than ``_PATIENCE`` times as long as before."""
+_PATIENCE: Final = 2
 _NAMED: Final = 4
 _TOLD: Final = 600
 
@@ -51,6 +55,8 @@ def compare(
     after: Attempt,
     *,
     effect: Effect,
+    leaves: tuple[str, ...] = (),
+    parts: int = 1,
     aim_s: float = AIM_S,
 ) -> Trial:
     """Run both programs for a step or two on a few rows and tell whether they leave the same.
@@ -60,13 +66,17 @@ def compare(
         prepare: brings back the start of the cell; called in the copy alone.
         before: the unchanged program; ``after``: the changed one.
         effect: EXACT asks for the same bit for bit, anything else for the same up to rounding.
+        leaves: endings of the paths of what the change leaves otherwise by its nature.
+        parts: in how many parts the change takes a batch: there are rows enough for a last one that is smaller.
         aim_s: time that the trial is to take; as many rows are taken as that allows.
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
-    limit_s = aim_s + 6 * _RUN_S
+    limit_s, rows = aim_s + 6 * _RUN_S, max(_FEW_ROWS, 2 * parts - 1)
     answer = answered(
-        lambda: _told(_tried(session, prepare, before, after, effect, aim_s)), limit_s=limit_s, prepare=raise_limits
+        lambda: _told(_tried(session, prepare, before, after, effect, leaves, rows, aim_s)),
+        limit_s=limit_s,
+        prepare=raise_limits,
     )
     if answer is None:
         return Trial(same=None, why="the system gives no further process")
@@ -87,6 +97,8 @@ def _tried(
     before: Attempt,
     after: Attempt,
     effect: Effect,
+    leaves: tuple[str, ...],
+    rows: int,
     aim_s: float,
 ) -> Trial:
     orphan_workers()
@@ -99,15 +111,11 @@ def _tried(
     _warm_up()
     gc.unfreeze()
     gc.collect()
-    begun, rows = time.monotonic(), _FEW_ROWS
-    trial, took_s, whole = _on(session, before, after, effect, rows)
-    while trial.same and rows < whole:
-        left_s = aim_s - (time.monotonic() - begun)
-        more = min(whole, int(rows * left_s / max(took_s, 1e-3) * 0.7))
-        if more < 2 * rows and more < whole:
-            break
-        rows = more
-        wider, took_s, whole = _on(session, before, after, effect, rows)
+    begun = time.monotonic()
+    trial, took_s, whole = _on(session, before, after, effect, leaves, rows)
+    while trial.same and rows < whole and took_s * _PATIENCE < aim_s - (time.monotonic() - begun):
+        rows = min(whole, rows * _FASTER)
+        wider, took_s, whole = _on(session, before, after, effect, leaves, rows)
         if wider.same is None:
             break
         trial = wider
@@ -121,7 +129,9 @@ def _warm_up() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def _on(session: Session, before: Attempt, after: Attempt, effect: Effect, rows: int) -> tuple[Trial, float, int]:
+def _on(
+    session: Session, before: Attempt, after: Attempt, effect: Effect, leaves: tuple[str, ...], rows: int
+) -> tuple[Trial, float, int]:
     """Return what comes of so many rows, how long it took, and how many rows there are."""
     begun = time.monotonic()
 
@@ -129,29 +139,33 @@ def _on(session: Session, before: Attempt, after: Attempt, effect: Effect, rows:
         return _end_of(lambda: run(session, attempt, rows=rows, **terms))
 
     unchanged = ended(before)
-    if unchanged.error is not None:
+    if unchanged.error is not None and (unchanged.is_ours or not unchanged.steps):
         return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}"), 0.0, 0
-    terms: dict[str, Any] = {"known": unchanged.known, "names": unchanged.names}
+    own = _own_names(session, before, after)
+    terms: dict[str, Any] = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
     changed, basis = ended(after, **terms), _basis(unchanged, rows)
     if changed.is_ours:
         return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}"), 0.0, 0
-    if changed.error is not None:
-        return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}"), 0.0, 0
-    found = list(differences(unchanged.leaves, changed.leaves, None))
+    if changed.error != unchanged.error:
+        raised = (
+            f"the changed cell raises {changed.error}" if changed.error else f"it no longer raises {unchanged.error}"
+        )
+        return Trial(same=False, basis=basis, why=raised), 0.0, 0
+    left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
+    found = list(differences(left, changed.leaves, None))
     is_exact = not found
     if found and effect is not Effect.EXACT:
         control = ended(before, **terms, nudged="coarse" if unchanged.computes_in_16_bits else "fine")
-        if control.error is None:
-            if is_blurred(unchanged.leaves, control.leaves):
+        if not control.is_ours:
+            if is_blurred(left, control.leaves):
                 return Trial(same=None, why="rounding alone changes what the cell leaves"), 0.0, 0
-            found = list(differences(unchanged.leaves, changed.leaves, control.leaves))
+            found = list(differences(left, changed.leaves, control.leaves))
     beside = tuple(one.path for one in found if one.is_rows and one.path.isidentifier())
-    told, took_s = [one for one in found if one.path not in beside], time.monotonic() - begun
+    told = [one for one in found if one.path not in beside and not one.path.endswith(leaves)]
+    took_s = time.monotonic() - begun
     if told:
         return Trial(same=False, basis=basis, why=_why(told), beside=beside), took_s, unchanged.rows
-    equal = (
-        "bit for bit" if is_exact else f"up to {rounding(unchanged.leaves, changed.leaves):.1g} of the largest value"
-    )
+    equal = "bit for bit" if is_exact else f"up to {rounding(left, changed.leaves):.1g} of the largest value"
     return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside), took_s, unchanged.rows
 
 
@@ -185,6 +199,18 @@ def _end_of(make: Callable[[], End]) -> End:
         return end
     late = f"it did not end within {_RUN_S:.0f} s"
     return End(error=late if status == signal.SIGKILL else f"its process ended with status {status}", is_ours=True)
+
+
+def _root(path: str) -> str:
+    """Return the name that a path begins with."""
+    return path.partition(".")[0].partition("[")[0].partition(",")[0]
+
+
+def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
+    """Return the names that the change makes for itself and no cell mentions: an earlier retry may have left them."""
+    told = [*before.replays, before.source, *(cell.source for cell in session.cells.history)]
+    known = {name for text in told for name in (*bound_names(text), *read_names(text))}
+    return {name for text in (*after.replays, after.source) for name in bound_names(text)} - known
 
 
 def _basis(unchanged: End, rows: int) -> str:

@@ -8,19 +8,23 @@ objects of compiled libraries is not seen, nor what is more than twelve steps aw
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import GeneratorType
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any, Final
 
 import torch
 
 from oomdoctor.objects.containers import items_of, pairs_of
-from oomdoctor.objects.kinds import Kind, held_by, kind_of, plain_dict
+from oomdoctor.objects.homes import is_installed, is_ours, own_modules
+from oomdoctor.objects.kinds import Kind, held_by, kind_of, module_of, plain_dict
 from oomdoctor.objects.named import is_users
+from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
+from oomdoctor.objects.rng import generator_state
 
 __all__ = ["Leaf", "end_of", "names_of"]
 
@@ -31,6 +35,8 @@ _WHOLE: Final = 1_024
 """Entries of a tensor up to which all of them are kept; of a larger one, sums over so many stretches."""
 _LONGEST: Final = 400
 _COUNTED: Final = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
+_CODE: Final = frozenset({FunctionType, staticmethod, classmethod, property})
+_OF_CODE: Final = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf")
 
 
@@ -76,9 +82,21 @@ def end_of(namespace: Mapping[str, Any], names: Collection[str], said: str) -> d
             found[path] = leaf
             if len(found) >= _MOST_LEAVES:
                 break
+    for module in own_modules():
+        for name, value in vars(module).items():
+            if is_users(name) and type(value) is not ModuleType and len(found) < _MOST_LEAVES:
+                found.update(_leaves(value, f"{module.__name__}.{name}", seen, _DEEPEST, is_gradient=False))
     found["what is printed"] = _text(said)
+    found["the modes of torch"] = _plain([*map(str, _modes())])
     found.update(_generators())
     return found
+
+
+def _modes() -> Iterator[object]:
+    """Yield the modes and settings of torch that results depend on."""
+    yield from (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled())
+    yield from (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
+    yield from (torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled())
 
 
 def _leaves(
@@ -86,15 +104,23 @@ def _leaves(
 ) -> Iterator[tuple[str, Leaf]]:
     """Yield the leaves below ``value``; what was met before is told by the path that first led there."""
     cls = type(value)
-    if value is None or cls in (bool, int, str, bytes):
+    if is_ours(module_of(cls)):
+        return
+    if value is None or cls in (bool, int, str, bytes, bytearray):
         yield path, _plain(value)
     elif cls in (float, complex):
         yield path, _number(value)
-    elif depth > 0 and (kind := kind_of(cls)) is not Kind.ATOM:
+    elif issubclass(cls, type):
+        if id(value) not in seen and not is_installed(module_of(value)):
+            seen[id(value)] = path
+            for name, item in ATTRIBUTES.read(value).items():
+                if type(item) not in _CODE:
+                    yield from _leaves(item, f"{path}.{name}", seen, depth - 1, is_gradient=is_gradient)
+    elif depth > 0 and ((kind := kind_of(cls)) is not Kind.ATOM or has_state(value)):
         if id(value) in seen and kind is not Kind.TENSOR:
             yield path, Leaf(exact=f"is {seen[id(value)]}", frame="another name")
         else:
-            seen[id(value)] = path
+            seen.setdefault(id(value), path)
             yield from _inner(value, kind, path, seen, depth, is_gradient=is_gradient)
 
 
@@ -103,6 +129,8 @@ def _inner(
 ) -> Iterator[tuple[str, Leaf]]:
     if kind is Kind.TENSOR:
         yield path, _tensor(value, is_gradient=is_gradient)
+        if isinstance(value, torch.nn.Parameter):  # tied to another, or frozen
+            yield f"{path}, the parameter", _plain(f"{seen[id(value)]} {value.requires_grad}")
         if value.is_leaf and value.grad is not None:
             yield f"{path}.grad", _tensor(value.grad, is_gradient=True)
         if hooks := getattr(value, "_backward_hooks", None):
@@ -112,14 +140,11 @@ def _inner(
         yield path, _array(value)
         return
     if kind is Kind.GENERATOR_STATE:
-        from_state = getattr(value, "get_state", None) or getattr(value, "getstate", None)
-        state = (
-            from_state() if from_state is not None else getattr(getattr(value, "bit_generator", None), "state", None)
-        )
-        yield path, _random(state)
+        yield path, _random(generator_state(value))
         return
     yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
-    for name, item in _items(value, kind):
+    yield from _leaves(type(value), type(value).__qualname__, seen, depth, is_gradient=is_gradient)
+    for name, item in (*_items(value, kind), *_places(value)):
         below = is_gradient or (kind is Kind.OPTIMIZER and name == ".state")
         yield from _leaves(item, path + name, seen, depth - 1, is_gradient=below)
 
@@ -132,8 +157,9 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
             yield f"[{key!r}]" if type(key) in (str, int, bool, float) else f"[{at}]", item
     elif kind in (Kind.SEQUENCE, Kind.TUPLE):
         yield from ((f"[{at}]", item) for at, item in enumerate(items_of(value, kind, _MOST_ITEMS)))
-    elif kind is Kind.CALLABLE:  # what it is given by default is its code, which a change may have written anew
+    elif kind is Kind.CALLABLE:  # what a function is given by default is its code, which a change may have written anew
         yield from ((f".{name}", item) for name, item in held_by(value) if kind_of(type(item)) is not Kind.ATOM)
+        yield from ((f".{name}", item) for name, item in (plain_dict(value) or {}).items())
     elif kind is Kind.OPTIMIZER:  # how it steps shows in what it has stepped; its learning rates are state
         members = plain_dict(value) or {}
         yield ".state", members.get("state")
@@ -147,6 +173,14 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
             yield f".{name}", len(item) if name in _COUNTED else item
 
 
+def _places(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object keeps elsewhere than in its dictionary: in slots, in a closure, in memory of its own."""
+    for place in (*places_of(type(value)), *((STATE,) if has_state(value) else ())):
+        for name, item in place.read(value).items():
+            if name not in _OF_CODE:
+                yield place.path("", name), item
+
+
 def _length(value: Any, kind: Kind) -> str:
     """Return what tells of a container or an iterator without going into it."""
     if kind is Kind.SET:
@@ -155,6 +189,8 @@ def _length(value: Any, kind: Kind) -> str:
         return str(len(value))
     if kind is Kind.ITERATOR and type(value).__module__ == "builtins":
         return f"{operator.length_hint(value, -1)} {getattr(value, 'gi_frame', value) is None}"
+    if type(value) is itertools.count:
+        return repr(value)
     return ""
 
 

@@ -7,12 +7,14 @@ often hooks of the user's ran is counted, as a hook may reach what no name leads
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import gc
 import inspect
 import io
 import linecache
 import signal
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -38,6 +40,7 @@ __all__ = ["End", "run"]
 _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
 _VALUE: Final = "the value that the cell ends with"
+_FILES: Final = "what is written to files"
 _CELL: Final = "<oomdoctor: cell of a trial>"
 _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Relative size of the last digit of each type."""
@@ -54,7 +57,8 @@ class End:
         names: the names of the user's at the end.
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
         computes_in_16_bits: autocast was on, or a result has such a type.
-        error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run at all.
+        error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
+            what a copy of the process may not do.
         known: the lines of the program and of the user's files.
     """
 
@@ -88,9 +92,10 @@ def run(
         nudged: begin with parameters that are off in the last digit of ``fine`` or ``coarse`` arithmetic.
     """
     namespace, said = session.namespace, io.StringIO()
+    warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
     keep_to_itself(session.shell)
     _keep_what_is_shown(session.shell, said)
-    torch.save = lambda *_args, **_kwargs: None
+    written = _keep_what_is_written()
     coarse, calls = _watch_autocast(), _count_hooks()
     texts = [mask(text).text for text in (*attempt.replays, attempt.source)]
     try:
@@ -105,7 +110,7 @@ def run(
     if nudged is not None:
         _nudge(_COARSE if nudged == "coarse" else None)
     forbid()
-    error = None
+    error, is_ours = None, False
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with _disable_current_modes(), contextlib.redirect_stdout(said), contextlib.ExitStack() as changes:
         try:
@@ -117,12 +122,11 @@ def run(
             pass  # the cell ends itself
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
             error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
+            is_ours = isinstance(raised, OSError | EOFError)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    leaves = (
-        end_of({**namespace, _HOOKS: calls, _VALUE: namespace.get(_LAST)}, (*found, _HOOKS, _VALUE), said.getvalue())
-        if error is None
-        else {}
-    )
+    files = {name: file.getvalue() for name, file in written.items()}
+    extra = {_HOOKS: calls, _VALUE: namespace.get(_LAST), _FILES: files}
+    leaves = end_of({**namespace, **extra}, (*found, *extra), said.getvalue())
     return End(
         leaves=leaves,
         names=found,
@@ -130,6 +134,7 @@ def run(
         rows=max(sizes, default=0),
         computes_in_16_bits=bool(coarse) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
         error=error,
+        is_ours=is_ours,
         known=progress.known,
     )
 
@@ -161,6 +166,43 @@ def _keep_what_is_shown(shell: Any, said: io.StringIO) -> None:
         object.__setattr__(publisher, "publish", publish)
 
 
+class _Text(io.StringIO):
+    """A file that stays readable when it is closed."""
+
+    def close(self) -> None:
+        """Stay open."""
+
+
+class _Bytes(io.BytesIO):
+    """Likewise."""
+
+    def close(self) -> None:
+        """Stay open."""
+
+
+def _keep_what_is_written() -> dict[str, Any]:
+    """Let files that are opened for writing be memory, the same for each path; return them by their paths."""
+    files: dict[str, Any] = {}
+    module, names = vars(io), vars(builtins)
+    opened = names["open"]
+
+    def kept(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wax+"):
+            return opened(file, mode, *args, **kwargs)
+        made = files.setdefault(str(file), (_Bytes if "b" in mode else _Text)())
+        made.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
+        if "w" in mode:
+            made.truncate()
+        return made
+
+    def saved(value: Any, file: Any, *_args: Any, **_kwargs: Any) -> None:
+        files.setdefault(str(file), _Text()).write(f"saved {type(value).__name__}\n")
+
+    names["open"] = module["open"] = kept
+    vars(torch)["save"] = saved
+    return files
+
+
 def _watch_autocast() -> list[bool]:
     """Return a list that is filled when autocast is entered."""
     seen: list[bool] = []
@@ -174,6 +216,11 @@ def _watch_autocast() -> list[bool]:
 
     cls.__enter__ = entered
     return seen
+
+
+def _alive(cls: type) -> list[Any]:
+    """Return the objects of a class, told by their types alone: others may answer by code of their own."""
+    return [found for found in gc.get_objects() if issubclass(type(found), cls)]
 
 
 def _count_hooks() -> dict[str, int]:
@@ -194,7 +241,7 @@ def _count_hooks() -> dict[str, int]:
 
         return called
 
-    for tensor in [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]:
+    for tensor in _alive(torch.Tensor):
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(tensor, name, None)
             if hooks:
@@ -224,7 +271,7 @@ def _nudge(size: float | None) -> None:
     """Put parameters off by their last digit, by numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(_NUDGED_BY)
     with torch.no_grad(), _disable_current_modes():
-        for found in gc.get_objects():
-            if isinstance(found, torch.nn.Parameter) and found.is_floating_point() and found.device.type == "cpu":
+        for found in _alive(torch.nn.Parameter):
+            if found.is_floating_point() and found.device.type == "cpu":
                 by = torch.rand(found.shape, generator=generator, dtype=torch.float64) * 2 - 1
                 found.data.mul_((1 + by * max(size or 0.0, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))

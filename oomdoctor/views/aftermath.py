@@ -60,7 +60,7 @@ def _title(case: Case) -> str:
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
         OutcomeKind.HEALED: f"Healed: {what} ran to its end with {changes} in place, {after}.",
         OutcomeKind.REFUSED: f"Not healed: no change kept its promise for {what}; {start}."
-        if outcome.attempts
+        if outcome.attempts or outcome.state is State.RESTORED
         else f"Not retried: {what} was left as it failed.",
         OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}; {start}.",
         OutcomeKind.FAILED: f"Retry failed: {what} did not run to its end {after}.",
@@ -108,6 +108,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     facts = [(WHY, words.clean(outcome.why, 600))]
     facts += [(did, _change(one)) for one in used]
     if outcome.kind is OutcomeKind.HEALED:
+        facts.append(("Checked", words.clean(outcome.checked, 600)))
         facts += [("Mind", words.clean(one, 600)) for one in _caveats(used) if one != outcome.why]
     facts += [("Peak", _peak(case, forecast)), ("Time", _time(case, forecast))]
     if outcome.kind is not OutcomeKind.OFFERED:

@@ -16,7 +16,7 @@ from oomdoctor.evidence import devices
 from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.session import Attempt
-from oomdoctor.retry import Transaction, Trial, heal
+from oomdoctor.retry import Choice, Transaction, heal
 
 
 class Doomed(MemoryError):
@@ -43,7 +43,7 @@ def outcome_of(
     transaction = Transaction(namespace, "log.append(1)", lambda: room)
     namespace["log"].append("wreck")
     trials = [
-        Trial(fix=source.partition("#")[2] or str(at), label=f"trial {at}",
+        Choice(fix=source.partition("#")[2] or str(at), label=f"trial {at}",
               attempt=Attempt(source=source, live=(live,) if live else ()))
         for at, source in enumerate(sources)
     ]  # fmt: skip
@@ -303,7 +303,7 @@ def test_what_replays_bind_anew_comes_back() -> None:
                 return exc
         return None
 
-    trial = Trial(fix="a", label="a", attempt=Attempt(source="log.append(step()); raise Doomed", replays=(replay,)))
+    trial = Choice(fix="a", label="a", attempt=Attempt(source="log.append(step()); raise Doomed", replays=(replay,)))
     outcome, _ = asyncio.run(
         heal(
             transaction, [trial], run,
@@ -335,7 +335,7 @@ def test_methods_that_replays_give_to_a_class_go_with_a_failed_attempt() -> None
                 return exc
         return None
 
-    trial = Trial(fix="a", label="a", attempt=Attempt(source="log.append(net()); raise Doomed", replays=(replay,)))
+    trial = Choice(fix="a", label="a", attempt=Attempt(source="log.append(net()); raise Doomed", replays=(replay,)))
     outcome, _ = asyncio.run(
         heal(
             transaction, [trial], run,
@@ -369,7 +369,7 @@ def test_what_the_failed_cell_had_made_is_told_to_be_gone_with_it() -> None:
 
     outcome, _ = asyncio.run(
         heal(
-            transaction, [Trial(fix="a", label="a", attempt=Attempt(source=cell))], run,
+            transaction, [Choice(fix="a", label="a", attempt=Attempt(source=cell))], run,
             accelerator=HostAccelerator(), is_oom=lambda exc: isinstance(exc, Doomed),
             most_attempts=3, time_budget_s=60,
         )

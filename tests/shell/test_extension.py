@@ -166,8 +166,8 @@ def test_a_fix_that_finds_the_model_unfit_is_refused_and_the_users_error_stands(
     refused = ready.run("%oomdoctor fix micro_batch", ok=True)
     case = ready.value("__import__('oomdoctor').last_case().to_dict()")
     assert case["outcome"]["kind"] == "refused"
-    assert case["outcome"]["attempts"] == 1
-    assert "depends on the others" in case["outcome"]["why"]
+    assert case["outcome"]["attempts"] == 0
+    assert "the change does not keep the results" in case["outcome"]["why"]
     assert "the state of its start is back" in refused.text
     assert ready.value(PARAMETERS) == before
     assert "Recompute repeated blocks" in ready.run("%oomdoctor retry", ok=True).text

@@ -1,0 +1,85 @@
+"""Checks a change that is to keep the results before it is made: both programs are tried on a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.session import Attempt
+from oomdoctor.pipeline.failure import uncounted
+
+if TYPE_CHECKING:
+    from oomdoctor.model.plan import Candidate
+    from oomdoctor.model.session import Session
+    from oomdoctor.model.trial import Trial
+    from oomdoctor.retry import Choice, Transaction
+
+__all__ = ["Checks"]
+
+_KEEP: Final = (Effect.EXACT, Effect.EQUIVALENT)
+_MOST_PARTS: Final = 64
+
+
+class Checks:
+    """Admits what a trial has shown to keep the results, once for each fix, whatever its dose.
+
+    Args:
+        choices: the candidates that may be tried, each with its attempt.
+        unfit: is filled with the fixes whose results differ, each with how.
+        by_itself: whether what could not be tried is passed over, as nobody asked for it by name.
+
+    Attributes:
+        told: what the trial of what was admitted last has shown, empty where there was none to make.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        transaction: Transaction,
+        choices: Sequence[tuple[Candidate, Choice]],
+        unfit: dict[str, str],
+        *,
+        by_itself: bool,
+    ) -> None:
+        self.told = ""
+        self._session, self._transaction, self._by_itself = session, transaction, by_itself
+        self._candidates = {choice.label: candidate for candidate, choice in choices}
+        self._known: dict[str, Trial] = {}
+        self._unfit = unfit
+
+    def admit(self, choice: Choice) -> str | None:
+        """Return why the change is not to be made, None where it may be."""
+        from oomdoctor import fixes
+
+        candidate, self.told = self._candidates[choice.label], ""
+        made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
+        if candidate.effect not in _KEEP or not any(fix.is_tried for fix in made_of):
+            return None
+        device = self._session.accelerator
+        if device.name != "cpu" and not device.read().simulated:
+            self.told = f"not tried: what lies on {device.name} is not copied to be tried on the CPU"
+            return None
+        if choice.fix not in self._known:
+            leaves = tuple(ending for fix in made_of for ending in fix.leaves)
+            parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
+            self._known[choice.fix] = self._tried(
+                choice.attempt, effect=candidate.effect, leaves=leaves, parts=min(max(parts, default=1), _MOST_PARTS)
+            )
+        trial = self._known[choice.fix]
+        if trial.same is False:
+            self._unfit[choice.fix] = why = f"tried on {trial.basis}, the change does not keep the results: {trial.why}"
+            return why
+        if trial.same is None:
+            self.told = f"not tried: {trial.why}"
+            return f"whether it keeps the results could not be tried: {trial.why}" if self._by_itself else None
+        others = ", ".join(f"`{name}`" for name in trial.beside)
+        self.told = f"the same over {trial.basis}" + (f"; {others} then holds other rows" if others else "")
+        return None
+
+    def _tried(self, attempt: Attempt, **terms: Any) -> Trial:
+        from oomdoctor.trial import compare
+
+        unchanged = Attempt(source=self._session.cells.failing.source)
+        with uncounted():
+            return compare(self._session, self._transaction.restore, unchanged, attempt, **terms)
