@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.objects.homes import is_users_file
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
+from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Progress, cut_functions, cut_loaders, cut_loops
@@ -102,8 +103,11 @@ def run(
         codes = [_compiled(text, f"{_CELL} {at}", session.shell) for at, text in enumerate(texts)]
     except SyntaxError as fault:
         return End(error=f"the cell is not Python: {fault}", is_ours=True)
+    files = {str(module.file): module.source for module in session.cells.modules}
     lines = cut_functions(namespace)
-    progress = Progress(known or lines.union(line.strip() for text in texts for line in text.splitlines()))
+    told = (*texts, *files.values())
+    progress = Progress(known or lines.union(line.strip() for text in told for line in text.splitlines()))
+    files |= {str(edit.file): edit.after for edit in attempt.modules}
     cut_loops(progress)
     progress.count()
     sizes = cut_loaders(rows)
@@ -114,6 +118,10 @@ def run(
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with _disable_current_modes(), contextlib.redirect_stdout(said), contextlib.ExitStack() as changes:
         try:
+            changes.enter_context(importing(files, compile_hooked))
+            for edit in attempt.modules:
+                _list(str(edit.file), edit.after)
+                put_in_place(edit, compile_hooked)
             for change in attempt.live:
                 changes.enter_context(change())
             for code in codes:
@@ -124,8 +132,8 @@ def run(
             error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
             is_ours = isinstance(raised, OSError | EOFError)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    files = {name: file.getvalue() for name, file in written.items()}
-    extra = {_HOOKS: calls, _VALUE: namespace.get(_LAST), _FILES: files}
+    texts_written = {name: file.getvalue() for name, file in written.items()}
+    extra = {_HOOKS: calls, _VALUE: namespace.get(_LAST), _FILES: texts_written}
     leaves = end_of({**namespace, **extra}, (*found, *extra), said.getvalue())
     return End(
         leaves=leaves,
@@ -142,8 +150,13 @@ def run(
 _HALVES: Final = ("torch.bfloat16", "torch.float16")
 
 
-def _compiled(text: str, name: str, shell: Any) -> CodeType:
+def _list(name: str, text: str) -> None:
+    """Let lines of a file be found in ``text``."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+def _compiled(text: str, name: str, shell: Any) -> CodeType:
+    _list(name, text)
     flags = getattr(getattr(shell, "compile", None), "flags", 0)
     return compile_hooked(text, name, flags, last=_LAST)
 
