@@ -26,7 +26,7 @@ from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.sandbox.fork import answered, forked
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
-from oomdoctor.sandbox.walls import raise_limits
+from oomdoctor.sandbox.walls import bound_memory, raise_limits
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
 from oomdoctor.trial.run import End, run
 
@@ -107,6 +107,7 @@ def _tried(
         prepare()
     except Exception as error:  # noqa: BLE001  border to what restores the user's objects, in a process that ends here
         return Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
+    bound_memory()
     keep_one_thread()
     _warm_up()
     gc.unfreeze()

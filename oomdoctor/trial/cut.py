@@ -23,13 +23,19 @@ from oomdoctor.objects.homes import is_users_file
 from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
 from oomdoctor.trial.rows import batch_size, few_rows
 
-__all__ = ["Progress", "cut_functions", "cut_loaders", "cut_loops"]
+__all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
 
 _OWN: Final = __name__.partition(".")[0]
 _STEPS: Final = 2
 _BATCHES: Final = 3
+_MOST_STEPS: Final = 8
+"""Optimizer steps after which the run ends wherever it is: the loop of a library's trainer does not ask."""
 _MOST_TURNS: Final = 32
 """Turns of a loop with backward passes after which it ends though no optimizer has stepped."""
+
+
+class Enough(BaseException):
+    """The program has made as many steps as are looked at."""
 
 
 class Progress:
@@ -58,6 +64,8 @@ class Progress:
 
     def _stepped(self, *_args: Any) -> None:
         self.steps += 1
+        if self.steps >= _MOST_STEPS:
+            raise Enough
 
     def is_over(self, loop: Loop, *, gives_batches: bool) -> bool:
         """Tell whether a loop has shown enough."""

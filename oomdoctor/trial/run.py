@@ -13,6 +13,7 @@ import gc
 import inspect
 import io
 import linecache
+import re
 import signal
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +31,7 @@ from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.sandbox.walls import forbid
-from oomdoctor.trial.cut import Progress, cut_functions, cut_loaders, cut_loops
+from oomdoctor.trial.cut import Enough, Progress, cut_functions, cut_loaders, cut_loops
 from oomdoctor.trial.ends import Leaf, end_of, names_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
 _VALUE: Final = "the value that the cell ends with"
 _FILES: Final = "what is written to files"
+_RUNS_CODE: Final = re.compile(r"%%?(\w*run|\w+it)\b")
+"""Magics that run code of their own: ``%run``, ``%timeit``, ``%prun``, ``%memit``."""
 _CELL: Final = "<oomdoctor: cell of a trial>"
 _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Relative size of the last digit of each type."""
@@ -98,7 +101,10 @@ def run(
     _keep_what_is_shown(session.shell, said)
     written = _keep_what_is_written()
     coarse, calls = _watch_autocast(), _count_hooks()
-    texts = [mask(text).text for text in (*attempt.replays, attempt.source)]
+    masked = [mask(text) for text in (*attempt.replays, attempt.source)]
+    texts = [cell.text for cell in masked]
+    if unrun := [line for cell in masked for _, line in cell.hidden if _RUNS_CODE.match(line)]:
+        return End(error=f"`{unrun[0]}` runs code that is not followed", is_ours=True)
     try:
         codes = [_compiled(text, f"{_CELL} {at}", session.shell) for at, text in enumerate(texts)]
     except SyntaxError as fault:
@@ -126,8 +132,8 @@ def run(
                 changes.enter_context(change())
             for code in codes:
                 _execute(code, namespace)
-        except SystemExit:
-            pass  # the cell ends itself
+        except (SystemExit, Enough):
+            pass  # the cell ends itself, or has shown enough
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
             error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
             is_ours = isinstance(raised, OSError | EOFError)

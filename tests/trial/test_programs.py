@@ -81,3 +81,10 @@ def test_what_differs_is_never_told_to_be_the_same(program: Path, tmp_path: Path
         assert trial.same is True, trial
     if trial.same and name in ROUNDING:
         assert float(trial.basis.partition("up to ")[2].split()[0]) > 1e-4
+
+
+@pytest.mark.parametrize("line", ["%run train.py", "%timeit -n1 fit()", "%%prun\nfit()"])
+def test_code_that_a_magic_runs_is_not_tried(line: str, tmp_path: Path) -> None:
+    trial = tried({"setup": ["x = 1\n"], "before": [line], "after": [f"{line}\n"]}, tmp_path)
+    assert trial.same is None
+    assert "not followed" in trial.why
