@@ -106,7 +106,6 @@ def _section(fix: Fix, rules: list[str]) -> str:
         about,
         f"*Live form* {'yes' if fix.apply else 'no'}{tolerance}"
         + (" · *only where you ask for it*" if fix.asks else ""),
-        *([f"*Live* {fix.live_caveat}"] if fix.live_caveat else []),
         f"*Suggested by* {suggested}",
     ]
     return "\n\n".join(lines).replace("\n\n\n", "\n\n") + "\n"

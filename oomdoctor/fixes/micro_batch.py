@@ -5,10 +5,6 @@ else (zeroing, clipping, the step, schedulers, accounting) stays once per batch.
 it proves that its loss is a mean or a sum over the samples: each part's loss is then weighted by its share of the
 batch, and the gradients are those of the whole batch up to rounding. Models are taken to treat each sample alike,
 apart from the layers that are known not to.
-
-On live objects, for loops without source, loaders of the session give parts of their batches and the rest is held
-back until the last part. The body of the user's loop then runs once for each part: what it prints or appends is of
-parts, and counters count them.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.fixes._chunks import layer
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -105,20 +100,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewrite(cells, evidence.code, dose.number("parts"))
 
 
-def apply(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Give out the batches of the session's loaders in parts, and step once per batch.
-
-    Raises:
-        OomDoctorError: on entering, where the meaning cannot be kept; in the loop, where a loss turns out to be neither
-            a mean nor a sum over samples.
-    """
-    from oomdoctor.fixes._micro_live import in_parts
-
-    if "through" in dict(dose.values):
-        raise OomDoctorError("the loop of a trainer takes its batches in parts by its own settings alone")
-    return in_parts(session, dose.number("parts"))
-
-
 def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
     """Try each model out at its first call in the patched cell: its samples must not depend on one another."""
     from oomdoctor.fixes import _rowwise
@@ -133,8 +114,7 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="the same arithmetic in smaller pieces",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
     guard=guard,
-    live_caveat="counters and lists of the loop count parts of batches, and random numbers are drawn for each part",
 )

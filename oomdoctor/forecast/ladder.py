@@ -75,7 +75,7 @@ class Ladder:
     @property
     def effect(self) -> Effect:
         """What it does to the results."""
-        return max((self._effect_of(part, patch) for part, patch in self._parts(0)), key=_EFFECTS.index)
+        return max((part.proposal.effect for part in self.rungs[0]), key=_EFFECTS.index)
 
     def ask(self, unchanged: Forecast, scale: float) -> tuple[int, Attempt] | None:
         """Return the dose to forecast next and how to run the cell with it, None where there is none for now."""
@@ -185,13 +185,13 @@ class Ladder:
         return replace(self._offered[index], forecast=shown, breaks=self.breaks)
 
     def _candidate(self, index: int, forecast: Forecast) -> Candidate:
-        rung, parts = self.rungs[index], self._parts(index)
-        caveats = dict.fromkeys(filter(None, (text for part, patch in parts for text in _caveats(part, patch))))
+        rung = self.rungs[index]
+        caveats = dict.fromkeys(filter(None, (part.proposal.caveat for part in rung)))
         return Candidate(
             fix=" + ".join(self.fixes),
             title=_title([part.fix.title for part in rung]),
             dose=Dose(tuple(value for part in rung for value in part.proposal.dose.values)),
-            effect=max((self._effect_of(part, patch) for part, patch in parts), key=_EFFECTS.index),
+            effect=max((part.proposal.effect for part in rung), key=_EFFECTS.index),
             forecast=forecast,
             patch=self._attempt(index)[0],
             applies_live=len(rung) > 1 or rung[0].fix.apply is not None,
@@ -199,28 +199,11 @@ class Ladder:
             parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
         )
 
-    def _parts(self, index: int) -> list[tuple[Part, Patch | Refused]]:
-        """Return the parts of a dose, each with its own patch."""
-        rung = self.rungs[index]
-        if len(rung) == 1:
-            return [(rung[0], self._attempt(index)[0])]
-        cells = self._session.cells
-        return [(part, part.fix.patch(cells, self._evidence, part.proposal.dose)) for part in rung]
-
-    @staticmethod
-    def _effect_of(part: Part, patch: Patch | Refused) -> Effect:
-        changes = isinstance(patch, Refused) and part.fix.live_caveat is not None
-        return max(part.proposal.effect, Effect.CHANGES_RESULT if changes else Effect.EXACT, key=_EFFECTS.index)
-
 
 def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast:
     """Return a forecast as if no more were needed than is known of, and an estimate were off by no more than this."""
     error = forecast.error_ratio if forecast.estimated is None else caution
     return replace(forecast, estimated=None, at_least=False, error_ratio=error)
-
-
-def _caveats(part: Part, patch: Patch | Refused) -> tuple[str | None, ...]:
-    return (part.fix.live_caveat if isinstance(patch, Refused) else None, part.proposal.caveat)
 
 
 def _saves(rung: Rung) -> int:

@@ -143,7 +143,6 @@ class Fix:
         is_tried: whether running the cell as it was and as changed on a few rows shows anything: not where the change
             only moves or frees memory, or sets how a loader's processes work.
         leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
-        live_caveat: what ``apply`` cannot keep as the changed source would, None where it is the same.
     """
 
     id: str
@@ -158,5 +157,4 @@ class Fix:
     detect: Detect | None = None
     is_tried: bool = True
     leaves: tuple[str, ...] = ()
-    live_caveat: str | None = None
     tolerance: float | None = None

@@ -78,8 +78,6 @@ async def heal(
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
     made = next((candidate for candidate, _ in choices if candidate.label in outcome.fixes), None)
-    if made is not None and outcome.kind is OutcomeKind.HEALED and (differs := _differs(made)):
-        outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join(dict.fromkeys([*lost, *differs])))
     if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
         _keep_forecast(made.forecast, outcome, session)
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
@@ -118,15 +116,6 @@ def _stronger(candidate: Candidate, case: Case) -> list[Candidate]:
     unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
     doses = stronger(fixes.get(candidate.fix), candidate.dose, case.incident, case.evidence)
     return [replace(candidate, dose=dose, forecast=unpriced) for dose in doses]
-
-
-def _differs(made: Candidate) -> list[str]:
-    """Return what a change that is in the live objects alone does not leave as the changed source would."""
-    from oomdoctor import fixes
-
-    if not isinstance(made.patch, Refused):
-        return []
-    return [told for fix, _ in made.made_of if (told := fixes.get(fix).live_caveat)]
 
 
 def _with(plan: Plan, made: Candidate | None) -> Plan:

@@ -177,7 +177,7 @@ def _check_live(fix: Fix, family: Family, proposal: Proposal, settings: Settings
     if not settings.live_frees_before:
         _check_memory(family, found, settings, lambda: finish(family, family.cells(), applied), "live")
     forms = _traces(family, applied, settings, None)
-    if proposal.effect in (Effect.EXACT, Effect.EQUIVALENT) and fix.live_caveat is None:
+    if proposal.effect in (Effect.EXACT, Effect.EQUIVALENT):
         others = other_form(_plain_forms(family), forms)
         assert not _unless(others, settings), f"after the live form is left, not as without it: {others}"
     for fault in _FAULTS:
@@ -291,10 +291,9 @@ def _check_numbers(fix: Fix, family: Family, proposal: Proposal, found: Run, set
     expected = plain(family)
     assert found.results, f"{form}: the program left no results"
     assert all(map(math.isfinite, found.results)), f"{form}: the results are not finite"
-    counts_parts = form == "live" and fix.live_caveat is not None
     if proposal.effect is Effect.EXACT:
         assert live.same(found.state, expected.state), f"{form}: the parameters are not bit for bit the same"
-        assert found.results == expected.results or counts_parts, f"{form}: the results are not bit for bit the same"
+        assert found.results == expected.results, f"{form}: the results are not bit for bit the same"
         assert found.random == expected.random, f"{form}: the random numbers stand elsewhere"
     elif proposal.effect is Effect.EQUIVALENT:
         tolerance = settings.tolerance.get(family.name, fix.tolerance)
@@ -302,12 +301,11 @@ def _check_numbers(fix: Fix, family: Family, proposal: Proposal, found: Run, set
         assert found.state.keys() == expected.state.keys()
         off = live.furthest(found.state, expected.state)
         assert off <= tolerance, f"{form}: the parameters are {off:.1e} off, more than {tolerance:.0e}"
-        if not counts_parts:
-            assert len(found.results) == len(expected.results), (
-                f"{form}: {len(found.results)} results, not {len(expected.results)}"
-            )
-            off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.results, expected.results, strict=True))
-            assert off <= tolerance, f"{form}: the results are {off:.1e} off, more than {tolerance:.0e}"
+        assert len(found.results) == len(expected.results), (
+            f"{form}: {len(found.results)} results, not {len(expected.results)}"
+        )
+        off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.results, expected.results, strict=True))
+        assert off <= tolerance, f"{form}: the results are {off:.1e} off, more than {tolerance:.0e}"
 
 
 def _check_memory(family: Family, found: Run, settings: Settings, again: Callable[[], Any], form: str) -> None:

@@ -118,8 +118,7 @@ def test_the_patched_cells_run_and_leave_what_the_live_form_leaves(example: str)
         applied = _applied(example, one)
         if applied is not None:
             rounding = 0.0 if one.proposal.effect is Effect.EXACT else ROUNDING
-            counted = one.fix.live_caveat is None
-            _check_same(f"{one.fix.id}, patched and live", patched, applied, rounding, counted=counted)
+            _check_same(f"{one.fix.id}, patched and live", patched, applied, rounding)
 
 
 def _patched(example: str, one: Made) -> tuple[Run, CodeFacts]:
@@ -159,16 +158,15 @@ def _check_again(example: str, one: Made, code: CodeFacts) -> None:
     assert isinstance(again, Refused), f"{one.fix.id} changes the patched cells again:\n{again.diff()}"
 
 
-def _check_same(what: str, found: Run, expected: Run, tolerance: float, *, counted: bool = True) -> None:
+def _check_same(what: str, found: Run, expected: Run, tolerance: float) -> None:
     assert found.state.keys() == expected.state.keys(), what
     if tolerance == 0.0:
         assert live.same(found.state, expected.state), f"{what}: the parameters differ"
-        assert found.results == expected.results or not counted, f"{what}: the results differ"
+        assert found.results == expected.results, f"{what}: the results differ"
         assert found.random == expected.random, f"{what}: the random numbers stand elsewhere"
         return
     assert live.furthest(found.state, expected.state) <= tolerance, what
-    if counted:
-        assert found.results == pytest.approx(expected.results, rel=tolerance), what
+    assert found.results == pytest.approx(expected.results, rel=tolerance), what
 
 
 # In real kernels ------------------------------------------------------------------------------------------------------

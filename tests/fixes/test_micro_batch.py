@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import textwrap
-from contextlib import nullcontext
 from typing import Any
 
 import live
@@ -9,21 +8,17 @@ import pytest
 import torch
 from observed import facts
 from torch import nn
-from torch.nn import functional
-from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _micro_place, _micro_writer
-from oomdoctor.fixes._loss_graph import SUM as SUMMED
-from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, apply, guard, patch, propose
+from oomdoctor.fixes import _micro_writer
+from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.session import Cells
 
 PARTS = Dose.of(parts=4)
 
@@ -463,46 +458,6 @@ def test_a_model_that_draws_by_itself_is_refused() -> None:
     )
 
 
-class Rows(TorchFunctionMode):
-    """The rows that linear layers are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear:
-            self.seen.append(len(args[0]))
-        return func(*args, **(kwargs or {}))
-
-
-# The live form reads no source: losses that pass over targets or mix reductions, and batches that come from
-# elsewhere, are not for it.
-@pytest.mark.parametrize("name", sorted(LOOPS.keys() - {"penalty", "ignoring", "no loader", "fetched", "scaled"}))
-def test_live_form_leaves_the_same_parameters(name: str) -> None:
-    sources = [textwrap.dedent(source) for source in (SETUP, LOOPS[name])]
-    plain, split = program(**own_model(name)), program(**own_model(name))
-    run(sources, plain)
-    with Rows() as rows, apply(session(split), PARTS):
-        run(sources, split)
-    assert distance(plain, split) <= TOLERANCE
-    assert max(rows.seen) == 4
-    assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
-
-
-def session(namespace: dict[str, Any]) -> Session:
-    def kind(cls: Any) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, value) for name, value in namespace.items() if isinstance(value, cls))
-
-    return live.having(
-        live.session(namespace=namespace),
-        modules=kind(nn.Module),
-        optimizers=kind(torch.optim.Optimizer),
-        schedulers=kind(torch.optim.lr_scheduler.LRScheduler),
-        loaders=kind(DataLoader),
-    )
-
-
 CONSTANTS = "PAD, BOS = 0, 1\nIGNORED = PAD\nclass Config:\n    pad = PAD\nconfig = Config()\n"
 TOKENS = """
     for ids, labels in texts:
@@ -607,13 +562,6 @@ def test_without_the_weights_the_parameters_differ(monkeypatch: pytest.MonkeyPat
     assert isinstance(made, Patch)
     plain = run([textwrap.dedent(s) for s in (SETUP, ZERO_FIRST)], program())
     split = run(after(made, (SETUP, ZERO_FIRST)), program())
-    assert distance(plain, split) > 100 * TOLERANCE
-
-    monkeypatch.setattr(_micro_place, "reduction", lambda node: (SUMMED, ()))
-    sources = [textwrap.dedent(source) for source in (SETUP, UNPACKED)]
-    plain, split = run(sources, program() | sgd()), program() | sgd()
-    with apply(session(split), PARTS):
-        run(sources, split)
     assert distance(plain, split) > 100 * TOLERANCE
 
 
@@ -869,8 +817,6 @@ def test_batch_norm_is_refused_while_it_trains() -> None:
     assert isinstance(patched(SETUP, ZERO_FIRST, model=frozen), Patch)
     assert isinstance(patched(SETUP, ZERO_FIRST, model=norm().eval()), Patch)
     assert isinstance(patched(SETUP, "model.train()\n" + textwrap.dedent(ZERO_FIRST), model=norm().eval()), Refused)
-    with pytest.raises(OomDoctorError, match="normalises"), apply(session(program(model=norm())), PARTS):
-        pass
 
 
 def test_sequence_first_layers_are_refused() -> None:
@@ -966,157 +912,6 @@ def test_proposal_refused_for_one_sample_and_for_nothing_to_save() -> None:
     one = (Holding(bytes=8, device="cuda:0", role=Role.BATCH, path="x", shape=(1, 8)),)
     refused = propose(live.INCIDENT, evidence(cells, program(), holdings=one))
     assert refused == Refused("the batch has one sample: there is nothing to split")
-
-
-def everything(namespace: dict[str, Any]) -> list[Any]:
-    home = torch.nn.utils
-    return [
-        home.clip_grad_norm_,
-        home.clip_grad_value_,
-        torch.Tensor.backward,
-        DataLoader.__iter__,
-        # A mark of torch's own, by which schedulers know that an optimizer has stepped.
-        *(sorted(vars(namespace[name]).keys() - {"_opt_called"}) for name in ("optimizer", "scheduler", "model")),
-        vars(namespace["optimizer"]).get("step"),
-        vars(namespace["scheduler"]).get("step"),
-        namespace.get("clip_grad_norm_"),
-        len(_global_optimizer_pre_hooks),
-    ]
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_live_form_is_undone_exactly(error: type[BaseException] | None) -> None:
-    namespace = program(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
-    before = everything(namespace)
-    with pytest.raises(error) if error else nullcontext(), apply(session(namespace), PARTS):
-        assert everything(namespace) != before
-        for x, y in namespace["loader"]:
-            functional.cross_entropy(namespace["model"](x), y).backward()
-            if error:
-                raise error
-            namespace["optimizer"].step()
-    after = everything(namespace)
-    assert after == before
-
-
-def test_undone_functions_of_torch_are_the_very_same() -> None:
-    namespace = program()
-    before = (torch.Tensor.backward, torch.nn.utils.clip_grad_norm_, DataLoader.__iter__)
-    with apply(session(namespace), PARTS):
-        pass
-    now = (torch.Tensor.backward, torch.nn.utils.clip_grad_norm_, DataLoader.__iter__)
-    assert all(left is right for left, right in zip(before, now, strict=True))
-
-
-def test_live_form_refuses_on_entering() -> None:
-    for lacking, reason in ((["loader", "dicts", "named"], "no DataLoader"), (["optimizer"], "no optimizer")):
-        namespace = {name: value for name, value in program().items() if name not in lacking}
-        with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
-            pass
-    for loss in (nn.CrossEntropyLoss(ignore_index=1), nn.NLLLoss(weight=torch.ones(4))):
-        with pytest.raises(OomDoctorError, match="not one over samples"), apply(session(program(loss=loss)), PARTS):
-            pass
-
-
-LIVE_REFUSED = {
-    "mean or a sum": HEAD + "    loss = model(x).norm()\n" + TAIL,
-    "compares the samples": HEAD + "    z = model(x)\n    loss = criterion(z @ z.T, torch.arange(len(z)))\n" + TAIL,
-    "passes over": "lost = nn.CrossEntropyLoss(ignore_index=1)\n" + HEAD + "    loss = lost(model(x), y)\n" + TAIL,
-    "cell made itself": "new = torch.optim.SGD(model.parameters())\n"
-    + HEAD.replace("optimizer", "new")
-    + "    loss = criterion(model(x), y)\n    loss.backward()\n    new.step()\n",
-    "over the batch in training mode": "b = nn.BatchNorm1d(8)\n"
-    + HEAD
-    + "    loss = criterion(model(b(x)), y)\n"
-    + TAIL,
-    "accumulates already": "for x, y in loader:\n    criterion(model(x), y).backward()\n",
-    "closure": HEAD + "    optimizer.step(lambda: criterion(model(x), y))\n",
-    # What the loop counts are parts.
-    "ended before its batches": "it = iter(loader)\nfor step in range(len(loader)):\n    x, y = next(it)\n"
-    "    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n" + TAIL,
-    "the loop accumulates": "for i, (x, y) in enumerate(loader):\n    (criterion(model(x), y) / 2).backward()\n"
-    "    if i % 2:\n        optimizer.step()\n        optimizer.zero_grad()\n",
-    "sets the optimizer anew": "for i, (x, y) in enumerate(loader):\n    optimizer.param_groups[0]['lr'] = 0.01 * i\n"
-    "    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n" + TAIL,
-    # What it does to weights and gradients would be done for each part.
-    "writes to weights": HEAD
-    + "    loss = criterion(model(x), y)\n"
-    + TAIL
-    + "    with torch.no_grad():\n        model[2].weight.mul_(0.99)\n",
-    "changes gradients": HEAD.replace("optimizer.zero_grad()", "[setattr(p, 'grad', None) for p in model.parameters()]")
-    + "    loss = criterion(model(x), y)\n"
-    + TAIL,
-    "zeroed between backward": HEAD
-    + "    criterion(model(x), y).backward()\n    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n"
-    + TAIL,
-    "several for a batch": HEAD + "    loss = criterion(model(x), y)\n" + TAIL + "    model(x).mean().backward()\n",
-    "takes derivatives": HEAD
-    + "    loss = criterion(model(x), y)\n    torch.autograd.grad(loss, model[0].weight, retain_graph=True)\n"
-    + TAIL,
-    "GradScaler": "scaler = torch.amp.GradScaler('cpu')\n"
-    + HEAD
-    + "    scaler.scale(criterion(model(x), y)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
-    # What the loss is.
-    "may be a count": HEAD + "    loss = F.cross_entropy(model(x), y, reduction='sum') / len(x)\n" + TAIL,
-    "known to be a mean or": HEAD + "    loss = criterion(model(x), y) * model(x).square().mean()\n" + TAIL,
-    "class weights": "weights = torch.tensor([1.0, 2.0, 3.0, 4.0])\n"
-    + HEAD
-    + "    loss = F.cross_entropy(model(x), y, weights)\n"
-    + TAIL,
-    "with one another": HEAD + "    z = model(x)\n    loss = torch.cdist(z, z).mean()\n" + TAIL,
-    "made over the samples": HEAD + "    z = model(x)\n    loss = criterion(z - z.mean(0), y)\n" + TAIL,
-}
-
-
-@pytest.mark.parametrize("reason", LIVE_REFUSED)
-def test_live_form_stops_where_it_would_lie(reason: str) -> None:
-    namespace = program()
-    with pytest.raises(OomDoctorError, match=reason), apply(session(namespace), PARTS):
-        run([textwrap.dedent(SETUP), LIVE_REFUSED[reason]], namespace)
-
-
-@pytest.mark.parametrize("schedule", ["OneCycleLR(optimizer, 0.1, total_steps=4)", "StepLR(optimizer, 1, gamma=0.5)"])
-def test_a_scheduler_that_the_cell_makes_steps_once_a_batch(schedule: str) -> None:
-    source = f"schedule = torch.optim.lr_scheduler.{schedule}\n{HEAD}    loss = criterion(model(x), y)\n{TAIL}"
-    source += "    schedule.step()\n"
-    plain, split = run([textwrap.dedent(SETUP), source], program()), program()
-    with apply(session(split), PARTS):
-        run([textwrap.dedent(SETUP), source], split)
-    assert distance(plain, split) <= TOLERANCE
-    assert split["schedule"].last_epoch == plain["schedule"].last_epoch
-    split["optimizer"].step()
-    split["schedule"].step()
-    assert split["schedule"].last_epoch == plain["schedule"].last_epoch + 1
-
-
-def test_live_form_looks_through_the_graph_of_the_model() -> None:
-    class Centred(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self[0](x)
-            return functional.relu(self[1](hidden - hidden.mean(0)))
-
-    namespace = program(model=Centred(nn.Linear(8, 16), nn.Linear(16, 4)))
-    source = HEAD + "    loss = criterion(model(x), y)\n" + TAIL
-    with pytest.raises(OomDoctorError, match="made over the samples"), apply(session(namespace), PARTS):
-        run([textwrap.dedent(SETUP), source], namespace)
-
-
-@pytest.mark.parametrize(
-    ("factor", "why"), [("-0.5 *", ""), ("1 / 16 *", "may be a count"), ("1 / (y.sum() + 0.3) *", "otherwise")]
-)
-def test_a_sum_may_be_multiplied_by_what_does_not_count(factor: str, why: str) -> None:
-    source = HEAD + f"    loss = {factor} (model(x) * 0.1).square().sum()\n" + TAIL
-    plain, split = run([textwrap.dedent(SETUP), source], program() | sgd()), program() | sgd()
-    refused = pytest.raises(OomDoctorError, match=why) if why else nullcontext()
-    with refused, apply(session(split), PARTS):
-        run([textwrap.dedent(SETUP), source], split)
-    assert why or distance(plain, split) <= TOLERANCE
-
-
-def test_live_form_leaves_evaluation_alone() -> None:
-    namespace = program()
-    with apply(session(namespace), PARTS), torch.no_grad():
-        assert [len(x) for x, _ in namespace["loader"]] == [16, 16, 10]
 
 
 class CouplesInTraining(Keywords):
