@@ -140,7 +140,7 @@ def _on(
         return _end_of(lambda: run(session, attempt, rows=rows, **terms))
 
     unchanged = ended(before)
-    if unchanged.error is not None and (unchanged.is_ours or not unchanged.steps):
+    if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes):
         return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}"), 0.0, 0
     own = _own_names(session, before, after)
     terms: dict[str, Any] = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}

@@ -15,6 +15,7 @@ from types import FrameType, FunctionType
 from typing import Any, Final
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -39,7 +40,7 @@ class Enough(BaseException):
 
 
 class Progress:
-    """What the run has come to: optimizer steps and backward passes.
+    """What the run has come to: optimizer steps, backward passes and calls of modules.
 
     Attributes:
         known: the lines of the unchanged program: its loops begin on them.
@@ -48,12 +49,13 @@ class Progress:
 
     def __init__(self, known: Collection[str]) -> None:
         self.known = frozenset(known)
-        self.steps = self.backwards = 0
+        self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
 
     def count(self) -> None:
         """Count from now on."""
         register_optimizer_step_post_hook(self._stepped)
+        register_module_forward_pre_hook(self._forwarded)
         backward, owner = torch.autograd.backward, sys.modules["torch.autograd"]
 
         def counted(*args: Any, **kwargs: Any) -> None:
@@ -61,6 +63,9 @@ class Progress:
             backward(*args, **kwargs)
 
         owner.backward = counted  # type: ignore[attr-defined]
+
+    def _forwarded(self, *_args: Any) -> None:
+        self.forwards += 1
 
     def _stepped(self, *_args: Any) -> None:
         self.steps += 1

@@ -118,7 +118,8 @@ def _leaves(
                     yield from _leaves(item, f"{path}.{name}", seen, depth - 1, is_gradient=is_gradient)
     elif depth > 0 and ((kind := kind_of(cls)) is not Kind.ATOM or has_state(value)):
         if id(value) in seen and kind is not Kind.TENSOR:
-            yield path, Leaf(exact=f"is {seen[id(value)]}", frame="another name")
+            if kind is not Kind.CALLABLE:  # a change may have defined one of two names of a function anew
+                yield path, Leaf(exact=f"is {seen[id(value)]}", frame="another name")
         else:
             seen.setdefault(id(value), path)
             yield from _inner(value, kind, path, seen, depth, is_gradient=is_gradient)
@@ -142,7 +143,8 @@ def _inner(
     if kind is Kind.GENERATOR_STATE:
         yield path, _random(generator_state(value))
         return
-    yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
+    if kind is not Kind.CALLABLE:
+        yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
     yield from _leaves(type(value), type(value).__qualname__, seen, depth, is_gradient=is_gradient)
     for name, item in (*_items(value, kind), *_places(value)):
         below = is_gradient or (kind is Kind.OPTIMIZER and name == ".state")

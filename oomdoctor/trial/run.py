@@ -60,6 +60,7 @@ class End:
     Attributes:
         names: the names of the user's at the end.
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
+        computes: whether it has called a module, or backward, or stepped.
         computes_in_16_bits: autocast was on, or a result has such a type.
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
             what a copy of the process may not do.
@@ -69,6 +70,7 @@ class End:
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     steps: int = 0
+    computes: bool = False
     rows: int = 0
     computes_in_16_bits: bool = False
     error: str | None = None
@@ -145,6 +147,7 @@ def run(
         leaves=leaves,
         names=found,
         steps=progress.steps,
+        computes=bool(progress.steps or progress.backwards or progress.forwards),
         rows=max(sizes, default=0),
         computes_in_16_bits=bool(coarse) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
         error=error,
