@@ -101,8 +101,8 @@ def run(
     warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
     keep_to_itself(session.shell)
     _keep_what_is_shown(session.shell, said)
-    if str(getattr(namespace.get("open"), "__module__", "")).startswith("IPython"):
-        del namespace["open"]  # IPython's, which refuses to open its own streams, has kept Python's
+    if hasattr(namespace.get("open"), "__wrapped__"):
+        namespace.pop("open", None)  # IPython's, which refuses to open its own streams, has kept Python's
     written = _keep_what_is_written()
     coarse, calls = _watch_autocast(), _count_hooks()
     masked = [mask(text) for text in (*attempt.replays, attempt.source)]
