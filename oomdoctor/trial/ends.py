@@ -160,7 +160,7 @@ def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
     elif kind in (Kind.SEQUENCE, Kind.TUPLE):
         yield from ((f"[{at}]", item) for at, item in enumerate(items_of(value, kind, _MOST_ITEMS)))
     elif kind is Kind.CALLABLE:  # what a function is given by default is its code, which a change may have written anew
-        yield from ((f".{name}", item) for name, item in held_by(value) if kind_of(type(item)) is not Kind.ATOM)
+        yield from ((f".{name}", item) for name, item in held_by(value) if "defaults__" not in name)
         yield from ((f".{name}", item) for name, item in (plain_dict(value) or {}).items())
     elif kind is Kind.OPTIMIZER:  # how it steps shows in what it has stepped; its learning rates are state
         members = plain_dict(value) or {}
