@@ -33,7 +33,7 @@ from oomdoctor.trial.run import End, run
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["compare"]
+__all__ = ["compare", "warm_up"]
 
 _FEW_ROWS: Final = 13
 """A number that no usual number of parts divides: the last part is smaller than the others."""
@@ -109,7 +109,7 @@ def _tried(
         return Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
     bound_memory()
     keep_one_thread()
-    _warm_up()
+    warm_up()
     gc.unfreeze()
     gc.collect()
     begun = time.monotonic()
@@ -123,7 +123,7 @@ def _tried(
     return trial
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Load what the first step of an optimizer loads, so that no run waits for it or seeds generators by it."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

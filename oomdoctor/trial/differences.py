@@ -50,7 +50,7 @@ def differences(
         before: the end of the unchanged program; ``after``: of the changed one.
         control: the end of the control; None asks for the same bit for bit.
     """
-    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    steepest = _steepest(before)
     for path, leaf in before.items():
         other = after.get(path)
         if other is None:
@@ -65,16 +65,21 @@ def differences(
 
 def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> float:
     """Return the largest difference of numbers between two ends, each as a share of its largest entry."""
-    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    steepest = _steepest(before)
     pairs = ((leaf, after[path]) for path, leaf in before.items() if path in after and leaf.frame == after[path].frame)
     return max((_size(leaf, other, steepest) or 0.0 for leaf, other in pairs), default=0.0)
 
 
 def is_blurred(before: Mapping[str, Leaf], control: Mapping[str, Leaf]) -> bool:
     """Tell whether rounding alone changes so much of the end that nothing can be told from it."""
-    steepest = max((leaf.scale for leaf in before.values() if leaf.is_gradient), default=0.0)
+    steepest = _steepest(before)
     noisy = [_noise(leaf, control.get(path), steepest) > _BLURRED for path, leaf in before.items() if leaf.numbers]
     return sum(noisy) > _MOST_BLURRED * len(noisy)
+
+
+def _steepest(end: Mapping[str, Leaf]) -> float:
+    """Return the largest entry of all gradients, which each of them is measured by."""
+    return max((leaf.scale for leaf in end.values() if leaf.is_gradient), default=0.0)
 
 
 def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:

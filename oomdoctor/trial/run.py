@@ -253,7 +253,7 @@ def _count_hooks() -> dict[str, int]:
 
     def counted(hook: Any) -> Any:
         function = getattr(hook, "__func__", hook)
-        if not is_users_hook(function):
+        if not _is_users_hook(function):
             return hook
         name = function.__qualname__
         calls.setdefault(name, 0)
@@ -282,7 +282,7 @@ def _count_hooks() -> dict[str, int]:
     return calls
 
 
-def is_users_hook(function: Any) -> bool:
+def _is_users_hook(function: Any) -> bool:
     """Tell whether a function is the user's: of the notebook, or of a file of theirs."""
     names = getattr(function, "__globals__", None)
     if names is None:
