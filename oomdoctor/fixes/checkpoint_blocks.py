@@ -343,5 +343,6 @@ FIX: Final = Fix(
     apply=apply,
     patch=patch,
     guard=guard,
+    leaves=("._forward_hooks", ".gradient_checkpointing", "._gradient_checkpointing_func"),
     tolerance=1e-4,
 )

@@ -7,7 +7,6 @@ the time allows: what depends on how many rows there are shows then.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
@@ -29,6 +28,7 @@ from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory, raise_limits
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
 from oomdoctor.trial.run import End, run
+from oomdoctor.trial.stage import Stage
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
@@ -110,13 +110,11 @@ def _tried(
     bound_memory()
     keep_one_thread()
     warm_up()
-    gc.unfreeze()
-    gc.collect()
-    begun = time.monotonic()
-    trial, took_s, whole = _on(session, before, after, effect, leaves, rows)
+    begun, stage = time.monotonic(), Stage.set_up(session)
+    trial, took_s, whole = _on(session, stage, before, after, effect, leaves, rows)
     while trial.same and rows < whole and took_s * _PATIENCE < aim_s - (time.monotonic() - begun):
         rows = min(whole, rows * _FASTER)
-        wider, took_s, whole = _on(session, before, after, effect, leaves, rows)
+        wider, took_s, whole = _on(session, stage, before, after, effect, leaves, rows)
         if wider.same is None:
             break
         trial = wider
@@ -131,13 +129,13 @@ def warm_up() -> None:
 
 
 def _on(
-    session: Session, before: Attempt, after: Attempt, effect: Effect, leaves: tuple[str, ...], rows: int
+    session: Session, stage: Stage, before: Attempt, after: Attempt, effect: Effect, leaves: tuple[str, ...], rows: int
 ) -> tuple[Trial, float, int]:
     """Return what comes of so many rows, how long it took, and how many rows there are."""
     begun = time.monotonic()
 
     def ended(attempt: Attempt, **terms: Any) -> End:
-        return _end_of(lambda: run(session, attempt, rows=rows, **terms))
+        return _end_of(lambda: run(session, stage, attempt, rows=rows, **terms))
 
     unchanged = ended(before)
     if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes):

@@ -7,10 +7,9 @@ loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``)
 
 from __future__ import annotations
 
-import gc
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType, FunctionType
 from typing import Any, Final
 
@@ -142,11 +141,11 @@ def cut_loops(progress: Progress) -> None:
     )
 
 
-def cut_functions(namespace: dict[str, Any]) -> set[str]:
-    """Give the user's functions that are alive and loop code whose loops ask; return the lines of their files."""
+def cut_functions(namespace: dict[str, Any], functions: Iterable[FunctionType]) -> set[str]:
+    """Give those of the user's functions that loop code whose loops ask; return the lines of their files."""
     found: dict[str, list[FunctionType]] = {}
-    for function in gc.get_objects():
-        if type(function) is FunctionType and _is_users(function, namespace) and has_loop(function.__code__):
+    for function in functions:
+        if _is_users(function, namespace) and has_loop(function.__code__):
             found.setdefault(function.__code__.co_filename, []).append(function)
     known: set[str] = set()
     for name, functions in found.items():

@@ -1,41 +1,31 @@
-"""One run of a trial: a program executed on real values in a copy of the process, and the end state that it leaves.
-
-The copy writes, shows and starts nothing (see ``sandbox.silence``), and what it prints is kept as part of its end. How
-often hooks of the user's ran is counted, as a hook may reach what no name leads to.
-"""
+"""One run of a trial: a program executed on real values in a copy of the process, and the end state that it leaves."""
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
-import gc
 import inspect
-import io
 import linecache
 import re
 import signal
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.objects.homes import is_users_file
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
-from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.sandbox.walls import forbid
-from oomdoctor.trial.cut import Enough, Progress, cut_functions, cut_loaders, cut_loops
+from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
 from oomdoctor.trial.ends import Leaf, end_of, names_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.trial.stage import Stage
 
 __all__ = ["End", "run"]
 
@@ -80,6 +70,7 @@ class End:
 
 def run(
     session: Session,
+    stage: Stage,
     attempt: Attempt,
     *,
     rows: int,
@@ -91,20 +82,13 @@ def run(
 
     Args:
         session: holds the namespace; its start has been brought back.
+        stage: was set up in the process that this one was forked from.
         attempt: the program.
         rows: how many rows of a batch are taken.
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
         nudged: begin with parameters that are off in the last digit of ``fine`` or ``coarse`` arithmetic.
     """
-    namespace, said = session.namespace, io.StringIO()
-    warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
-    keep_to_itself(session.shell)
-    _keep_what_is_shown(session.shell, said)
-    if hasattr(namespace.get("open"), "__wrapped__"):
-        namespace.pop("open", None)  # IPython's, which refuses to open its own streams, has kept Python's
-    written = _keep_what_is_written()
-    coarse, calls = _watch_autocast(), _count_hooks()
     masked = [mask(text) for text in (*attempt.replays, attempt.source)]
     texts = [cell.text for cell in masked]
     if unrun := [line for cell in masked for _, line in cell.hidden if _RUNS_CODE.match(line)]:
@@ -114,48 +98,60 @@ def run(
     except SyntaxError as fault:
         return End(error=f"the cell is not Python: {fault}", is_ours=True)
     files = {str(module.file): module.source for module in session.cells.modules}
-    lines = cut_functions(namespace)
     told = (*texts, *files.values())
-    progress = Progress(known or lines.union(line.strip() for text in told for line in text.splitlines()))
-    files |= {str(edit.file): edit.after for edit in attempt.modules}
+    progress = Progress(known or stage.lines.union(line.strip() for text in told for line in text.splitlines()))
     cut_loops(progress)
     progress.count()
     sizes = cut_loaders(rows)
     if nudged is not None:
-        _nudge(_COARSE if nudged == "coarse" else None)
-    forbid()
-    error, is_ours = None, False
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with _disable_current_modes(), contextlib.redirect_stdout(said), contextlib.ExitStack() as changes:
-        try:
-            changes.enter_context(importing(files, compile_hooked))
-            for edit in attempt.modules:
-                _list(str(edit.file), edit.after)
-                put_in_place(edit, compile_hooked)
-            for change in attempt.live:
-                changes.enter_context(change())
-            for code in codes:
-                _execute(code, namespace)
-        except (SystemExit, Enough):
-            pass  # the cell ends itself, or has shown enough
-        except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
-            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
-            is_ours = isinstance(raised, OSError | EOFError)
+        _nudge(stage.parameters, _COARSE if nudged == "coarse" else 0.0)
+    error, is_ours = _ran(session, stage, attempt, codes, files)
+    namespace = session.namespace
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    texts_written = {name: file.getvalue() for name, file in written.items()}
-    extra = {_HOOKS: calls, _VALUE: namespace.get(_LAST), _FILES: texts_written}
-    leaves = end_of({**namespace, **extra}, (*found, *extra), said.getvalue())
+    texts_written = {name: file.getvalue() for name, file in stage.written.items()}
+    extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written}
+    leaves = end_of({**namespace, **extra}, (*found, *extra), stage.said.getvalue())
     return End(
         leaves=leaves,
         names=found,
         steps=progress.steps,
         computes=bool(progress.steps or progress.backwards or progress.forwards),
         rows=max(sizes, default=0),
-        computes_in_16_bits=bool(coarse) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
+        computes_in_16_bits=bool(stage.autocast) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
         error=error,
         is_ours=is_ours,
         known=progress.known,
     )
+
+
+def _ran(
+    session: Session, stage: Stage, attempt: Attempt, codes: Iterable[CodeType], files: Mapping[str, str]
+) -> tuple[str | None, bool]:
+    """Run the cells with what the attempt changes; return what they raised, and whether that is for our restrictions.
+
+    Args:
+        files: the texts of the user's modules, by their paths.
+    """
+    changed = {str(edit.file): edit.after for edit in attempt.modules}
+    forbid()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with _disable_current_modes(), contextlib.redirect_stdout(stage.said), contextlib.ExitStack() as changes:
+        try:
+            changes.enter_context(importing({**files, **changed}, compile_hooked))
+            for edit in attempt.modules:
+                _list(str(edit.file), edit.after)
+                put_in_place(edit, compile_hooked)
+            for change in attempt.live:
+                changes.enter_context(change())
+            for code in codes:
+                _execute(code, session.namespace)
+        except (SystemExit, Enough):
+            pass  # the cell ends itself, or has shown enough
+        except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
+            return f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}", isinstance(
+                raised, OSError | EOFError
+            )
+    return None, False
 
 
 _HALVES: Final = ("torch.bfloat16", "torch.float16")
@@ -179,123 +175,11 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
         exec(code, namespace)
 
 
-def _keep_what_is_shown(shell: Any, said: io.StringIO) -> None:
-    """Keep what is displayed as text, beside what is printed."""
-    publisher = getattr(shell, "display_pub", None)
-    if publisher is not None:
-
-        def publish(data: Any = None, *_args: Any, **_kwargs: Any) -> None:
-            said.write(f"{data.get('text/plain', '') if isinstance(data, dict) else ''}\n")
-
-        object.__setattr__(publisher, "publish", publish)
-
-
-class _Text(io.StringIO):
-    """A file that stays readable when it is closed."""
-
-    def close(self) -> None:
-        """Stay open."""
-
-
-class _Bytes(io.BytesIO):
-    """Likewise."""
-
-    def close(self) -> None:
-        """Stay open."""
-
-
-def _keep_what_is_written() -> dict[str, Any]:
-    """Let files that are opened for writing be memory, the same for each path; return them by their paths."""
-    files: dict[str, Any] = {}
-    module, names = vars(io), vars(builtins)
-    opened = names["open"]
-
-    def kept(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set(mode) & set("wax+"):
-            return opened(file, mode, *args, **kwargs)
-        made = files.setdefault(str(file), (_Bytes if "b" in mode else _Text)())
-        made.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
-        if "w" in mode:
-            made.truncate()
-        return made
-
-    def saved(value: Any, file: Any, *_args: Any, **_kwargs: Any) -> None:
-        files.setdefault(str(file), _Text()).write(f"saved {type(value).__name__}\n")
-
-    names["open"] = module["open"] = kept
-    vars(torch)["save"] = saved
-    return files
-
-
-def _watch_autocast() -> list[bool]:
-    """Return a list that is filled when autocast is entered."""
-    seen: list[bool] = []
-    cls: Any = torch.autocast
-    enter = cls.__enter__
-
-    def entered(context: Any) -> Any:
-        if getattr(context, "_enabled", True):
-            seen.append(True)
-        return enter(context)
-
-    cls.__enter__ = entered
-    return seen
-
-
-def _alive(cls: type) -> list[Any]:
-    """Return the objects of a class, told by their types alone: others may answer by code of their own."""
-    return [found for found in gc.get_objects() if issubclass(type(found), cls)]
-
-
-def _count_hooks() -> dict[str, int]:
-    """Count how often each hook of the user's runs, by the name of its function; return the counts."""
-    calls: dict[str, int] = {}
-
-    def counted(hook: Any) -> Any:
-        function = getattr(hook, "__func__", hook)
-        if not _is_users_hook(function):
-            return hook
-        name = function.__qualname__
-        calls.setdefault(name, 0)
-
-        @wraps(hook)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return hook(*args, **kwargs)
-
-        return called
-
-    for tensor in _alive(torch.Tensor):
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(tensor, name, None)
-            if hooks:
-                for key, hook in list(hooks.items()):
-                    hooks[key] = counted(hook)
-    owner: Any = torch.Tensor
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        register: Callable[..., Any] = getattr(owner, name)
-
-        def registered(tensor: Any, hook: Any, register: Callable[..., Any] = register) -> Any:
-            return register(tensor, counted(hook))
-
-        setattr(owner, name, registered)
-    return calls
-
-
-def _is_users_hook(function: Any) -> bool:
-    """Tell whether a function is the user's: of the notebook, or of a file of theirs."""
-    names = getattr(function, "__globals__", None)
-    if names is None:
-        return False
-    home = str(names.get("__name__", ""))
-    return home == "__main__" or "get_ipython" in names or is_users_file(names.get("__file__"))
-
-
-def _nudge(size: float | None) -> None:
-    """Put parameters off by their last digit, by numbers of a generator of our own."""
+def _nudge(parameters: Iterable[torch.nn.Parameter], size: float) -> None:
+    """Put parameters off by their last digit, or by ``size`` of them, by numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(_NUDGED_BY)
     with torch.no_grad(), _disable_current_modes():
-        for found in _alive(torch.nn.Parameter):
+        for found in parameters:
             if found.is_floating_point() and found.device.type == "cpu":
                 by = torch.rand(found.shape, generator=generator, dtype=torch.float64) * 2 - 1
-                found.data.mul_((1 + by * max(size or 0.0, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))
+                found.data.mul_((1 + by * max(size, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))
