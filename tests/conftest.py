@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from kernels import Kernel
 _no_cache = tempfile.TemporaryDirectory(prefix="oomdoctor-tests-")
 (Path(_no_cache.name) / "oomdoctor").touch()
 os.environ["XDG_CACHE_HOME"] = _no_cache.name
+
+# A shell starts what is to run in the background with interrupts ignored, and tests interrupt themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

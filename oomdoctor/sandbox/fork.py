@@ -53,6 +53,8 @@ _MOST_COPIED: Final = 64 << 20
 
 _LONGEST: Final = 1 << 12
 """Bytes of an answer that are kept: a pipe takes so many at once."""
+_HEED_S: Final = 0.5
+"""Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
 _END: Final = b"\0"
 """Ends an answer, as the end of the pipe need not come while another process has inherited it."""
 
@@ -153,7 +155,10 @@ def _told(reader: int, limit_s: float) -> tuple[str | None, bool]:
     deadline, text, waiting = time.monotonic() + limit_s, b"", select.poll()
     waiting.register(reader, select.POLLIN)
     while not text.endswith(_END):
-        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        left_s = max(0.0, deadline - time.monotonic())
+        if not waiting.poll(min(left_s, _HEED_S) * 1000):
+            if left_s > _HEED_S:
+                continue
             return None, True
         if not (more := os.read(reader, 1 << 16)):
             return None, False

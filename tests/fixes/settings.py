@@ -109,9 +109,11 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     "micro_batch": Settings(
         refuses={
             "normalises over the batch": ("cnn", "unet"),
-            "no DataLoader was found": ("lstm", "gpt", "history"),
+            "is known to hold the batch": ("lstm", "history"),
+            "is not known to be a mean or a sum": ("gpt",),
             "the loop steps 2 optimizers": ("gan",),
-            "compares the samples of a batch with one another": ("contrastive",),
+            "is not known to keep the samples apart": ("contrastive",),
+            "draws random numbers": ("vae", "transformers"),
             "no training loop": ("evaluation", "prediction", "stateful"),
             # A second backward may follow, whose share is not known.
             "backward is called with arguments": ("retained",),

@@ -14,10 +14,8 @@ from typing import Any
 import live
 import pytest
 import torch
-from torch import nn
 
 from oomdoctor import fixes
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast.planning import attempt_with
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts, TrainerFacts
@@ -464,11 +462,6 @@ def test_a_loop_of_accelerate_without_accumulate_is_taken_apart_in_its_source() 
     trainer = facts(**{**ACC, "weighs": ""})
     found = proposals("micro_batch", trainer, loops=(replace(loop(), accumulates=False),))
     assert all("through" not in dict(one.dose.values) for one in found)
-
-
-def test_the_loop_of_a_trainer_has_no_live_form() -> None:
-    with pytest.raises(OomDoctorError, match="own settings"):
-        fixes.get("micro_batch").apply(live.session(model=nn.Linear(2, 2)), FOUR).__enter__()
 
 
 def test_mixed_precision() -> None:
