@@ -29,8 +29,7 @@ from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
 from oomdoctor.program.differentiation import Differentiation
 from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.ground import ground
-from oomdoctor.program.names import own_nodes
-from oomdoctor.program.naming import bindings
+from oomdoctor.program.names import bindings, own_nodes
 from oomdoctor.program.sites import site
 from oomdoctor.program.undifferentiated import ModelCalls
 

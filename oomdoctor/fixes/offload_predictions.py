@@ -28,8 +28,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.kept_tensors import gathers_predictions
-from oomdoctor.program.names import own_nodes
-from oomdoctor.program.naming import names_bound, names_in, parameters_of, root_of
+from oomdoctor.program.names import names_in, own_nodes, parameters_of, root_of, stored
 from oomdoctor.program.sites import site
 from oomdoctor.program.undifferentiated import ModelCalls
 from oomdoctor.program.words import Result
@@ -98,7 +97,7 @@ class _Uses:
         """Return whether all that is made of a collection is the same with it in host memory, or why it cannot be."""
         self.moved.append(name)
         own = parameters_of(self._scope.function.node) if self._scope.function is not None else set()
-        bound = {bound for node in own_nodes(self._scope.body) for bound in names_bound(node)}
+        bound = stored(own_nodes(self._scope.body))
         if name in own or name not in bound:
             return f"`{name}` is made elsewhere than it is filled"
         if any(self._is_written(fill) for fill in self.fills(name)):
@@ -132,7 +131,7 @@ class _Uses:
             flow = Flow(stops=_leaves_host, of_graphs=False)
             others = [scope for scope in self._program.scopes if scope is not self._scope]
             for scope in others:
-                own_names = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+                own_names = stored(own_nodes(scope.body))
                 hidden = own_names if scope.function is not None else set[str]()
                 yield scope, flow.through(scope.body, way.now - hidden)
 

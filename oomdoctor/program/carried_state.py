@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope, Statement, statements, target_names
+from oomdoctor.program.definitions import Loop, Program, Scope, Statement, statements
 from oomdoctor.program.ground import ground
-from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.names import call_name, own_nodes, target_names
 
 __all__ = ["Carried", "carried_state"]
 

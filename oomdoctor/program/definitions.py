@@ -17,7 +17,7 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, parsed
-from oomdoctor.program.names import call_name, imports_in, own_nodes
+from oomdoctor.program.names import call_name, imports_in, own_nodes, target_names
 
 __all__ = [
     "Function",
@@ -30,7 +30,6 @@ __all__ = [
     "read",
     "short",
     "statements",
-    "target_names",
     "with_gradients",
 ]
 
@@ -201,11 +200,6 @@ def short(text: str) -> str:
     """Return ``text`` on one line, cut where it is long."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
-
-
-def target_names(target: ast.AST) -> tuple[str, ...]:
-    """Return the names that an assignment to ``target`` binds."""
-    return tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 _NOTHING: Final = ast.Module(body=[], type_ignores=[])

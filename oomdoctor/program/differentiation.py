@@ -17,15 +17,16 @@ from typing import Final
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.graph_flow import Flow
-from oomdoctor.program.names import FirstUse, first_uses, own_nodes
-from oomdoctor.program.naming import (
-    names_bound,
+from oomdoctor.program.names import (
     names_filled,
     names_in,
     names_set,
+    own_nodes,
     parameters_of,
     parts_of,
+    read_first,
     root_of,
+    stored,
     stored_in,
 )
 
@@ -114,7 +115,7 @@ class Differentiation:
         """Return the names that ``body`` binds or fills with what may have a graph, and those that it does not bind."""
         nodes = list(own_nodes(body))
         free = {name for node in nodes for name in names_in(node)}
-        free -= {name for node in nodes for name in names_bound(node)}
+        free -= stored(nodes)
         return _flow().spread(body, (), free), free
 
     def _spread(self, node: ast.AST, names: set[str], alike: Mapping[str, set[str]]) -> set[str]:
@@ -172,7 +173,7 @@ class Differentiation:
     def _is_read_by_cells(self, names: set[str], apart: Scope) -> bool:
         """Whether another cell differentiates what one of the global ``names`` holds."""
         others = [scope for scope in self._program.scopes if scope.function is None and scope is not apart]
-        return any((live := names & _read_first(one.body)) and self._reaches(one.body, live) for one in others)
+        return any((live := names & read_first(one.body)) and self._reaches(one.body, live) for one in others)
 
     def _reaches(self, body: Sequence[ast.AST], names: set[str], source: str = "") -> bool:
         """Whether anything made from ``names`` is part of a call that takes a gradient."""
@@ -210,7 +211,7 @@ class Differentiation:
         """Whether something that carries a graph goes into an attribute, or into a container that a caller has."""
         flow = _flow(source)
         stores = [to for node in own_nodes(body) for to, value in stored_in(node) if flow.carries(value, names)]
-        local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+        local = stored(own_nodes(scope.body))
         return any(isinstance(to, ast.Attribute) for to in stores) or (
             scope.function is not None and any(root_of(to) not in local for to in stores)
         )
@@ -248,13 +249,7 @@ def _with_others(names: set[str], body: Iterable[ast.AST], alike: Mapping[str, s
 
 def _free(scope: Scope) -> set[str]:
     """Return the names from outside that a function reads."""
-    return _read_first(scope.body) - (parameters_of(scope.function.node) if scope.function is not None else set())
-
-
-def _read_first(body: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that statements read, or go on from, before they bind them."""
-    text = ast.unparse(ast.Module(body=list(body), type_ignores=[]))
-    return {name for name, use in first_uses(text).items() if use is not FirstUse.BINDS}
+    return read_first(scope.body) - (parameters_of(scope.function.node) if scope.function is not None else set())
 
 
 def _gives(body: Iterable[ast.AST], names: set[str], source: str = "") -> bool:

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.naming import (
+from oomdoctor.program.names import (
     assigned,
     bindings,
+    call_name,
     fed,
     names_captured,
     names_in,
     names_set,
+    own_nodes,
     parameters_of,
     plain_names,
 )

@@ -8,7 +8,7 @@ Limits: what a function changes in its globals, and objects that are reached thr
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from oomdoctor.program.definitions import Function, Program, Scope
-from oomdoctor.program.names import FirstUse, first_uses, own_nodes, root_of
+from oomdoctor.program.names import free_names, loaded, outside, own_nodes, plain_names, read_first, root_of, stored
 
 __all__ = ["Ground", "ground"]
 
@@ -47,10 +47,10 @@ def ground(program: Program) -> Ground:
         if kept := trail.back(scope.body):
             before.insert(0, replace(scope, body=tuple(kept)))
     basis = (*program.running, *before)
-    named = _closed(definitions, _mentioned(basis, definitions) | _of_modules(basis, program))
+    named = _mentioned(basis, definitions, _of_modules(basis, program))
     functions = [scope for scope in program.scopes if scope.function is not None and _owner(scope.function) in named]
     methods = [scope for scope in functions if scope.function is not None and scope.function.in_class]
-    called = _closed(definitions, _mentioned(methods, definitions))
+    called = _mentioned(methods, definitions)
     helpers = [scope for scope in functions if scope.function is not None and _owner(scope.function) in called]
     reach = _once((*program.running, *methods, *helpers))
     return Ground(reach=reach, basis=_once((*reach, *before, *functions)))
@@ -61,7 +61,7 @@ class _Trail:
 
     def __init__(self, definitions: Mapping[str, ast.stmt], names: set[str]) -> None:
         self._definitions = definitions
-        self._needed = _closed(definitions, names)
+        self._needed = names
 
     def back(self, body: Iterable[ast.stmt]) -> list[ast.stmt]:
         """Return the statements of ``body`` that matter, blocks with what matters in them."""
@@ -75,7 +75,8 @@ class _Trail:
             return self._cut_block(node)
         if self._needed.isdisjoint(_changed(node)):
             return None
-        self._need(_reads([node]), without=_rebound(node))
+        rebound = plain_names(*node.targets) if isinstance(node, ast.Assign) else set()
+        self._need(read_first([node]), without=rebound)
         return node
 
     def _cut_block(self, node: ast.stmt) -> ast.stmt | None:
@@ -92,9 +93,9 @@ class _Trail:
             if below:
                 setattr(block, name, kept)
         header = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr | ast.withitem)]
-        if not matters and self._needed.isdisjoint({name for part in header for name in _stored(part)}):
+        if not matters and self._needed.isdisjoint(stored(inner for part in header for inner in ast.walk(part))):
             return None
-        self._need({name for part in header for name in _loaded(part)})
+        self._need(loaded(*header))
         if not getattr(block, "body", True):
             block.body = [ast.copy_location(ast.Pass(), node)]
         return cast("ast.stmt", block)
@@ -106,7 +107,8 @@ class _Trail:
         return cast("ast.stmt", inner) if inner.body else None
 
     def _need(self, names: AbstractSet[str], without: AbstractSet[str] = frozenset()) -> None:
-        self._needed = _closed(self._definitions, (self._needed - without) | names)
+        needed = (self._needed - without) | names
+        self._needed = needed | outside(self._definitions, needed)
 
 
 def _definitions(program: Program) -> dict[str, ast.stmt]:
@@ -120,26 +122,17 @@ def _definitions(program: Program) -> dict[str, ast.stmt]:
     }
 
 
-def _closed(definitions: Mapping[str, ast.stmt], names: set[str]) -> set[str]:
-    """Return ``names`` and all that the functions and classes among them mention, and those among that."""
-    found, waiting = set(names), [name for name in names if name in definitions]
-    while waiting:
-        more = _names(definitions[waiting.pop()]) - found
-        found |= more
-        waiting += [name for name in more if name in definitions]
-    return found
-
-
-def _mentioned(scopes: Iterable[Scope], definitions: Mapping[str, ast.stmt]) -> set[str]:
-    """Return the names that ``scopes`` find outside of themselves, and definitions that they name."""
-    found: set[str] = set()
+def _mentioned(
+    scopes: Iterable[Scope], definitions: Mapping[str, ast.stmt], more: AbstractSet[str] = frozenset()
+) -> set[str]:
+    """Return the names that ``scopes`` find outside of themselves, and what the definitions among these find."""
+    found = set(more)
     for scope in scopes:
         if scope.function is not None:
-            found |= _free(scope.function.node)
+            found |= free_names(scope.function.node)
         else:
-            named = {name for node in scope.body for name in _loaded(node)}
-            found |= _reads(scope.body) | (named & definitions.keys())
-    return found
+            found |= read_first(scope.body) | (loaded(*scope.body) & definitions.keys())
+    return found | outside(definitions, found)
 
 
 def _of_modules(scopes: Iterable[Scope], program: Program) -> set[str]:
@@ -149,75 +142,20 @@ def _of_modules(scopes: Iterable[Scope], program: Program) -> set[str]:
     return {node.attr for node in taken if node.value.id in program.aliases}  # type: ignore[attr-defined]
 
 
-def _names(node: ast.stmt) -> set[str]:
-    """Return the names that a statement or a definition finds outside of itself."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return _free(node)
-    if isinstance(node, ast.ClassDef):
-        outside = {name for part in (*node.bases, *node.decorator_list) for name in _loaded(part)}
-        return outside | {name for part in node.body for name in _names(part)}
-    return _reads([node])
-
-
-def _free(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the names that a function reads and does not bind."""
-    inside = [node for node in ast.walk(function) if isinstance(node, ast.Name | ast.arg)]
-    bound = {node.arg if isinstance(node, ast.arg) else node.id for node in inside if not _is_load(node)}
-    changed = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
-    return (_loaded(function) - bound) | changed
-
-
-def _is_load(node: ast.Name | ast.arg) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-
-
-def _loaded(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
-
-
-def _reads(body: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that statements read before they bind them."""
-    text = ast.unparse(ast.Module(body=list(body), type_ignores=[]))
-    return {name for name, use in first_uses(text).items() if use is not FirstUse.BINDS}
-
-
 def _owner(function: Function) -> str:
     """Return the name by which a function is reached: that of its class or of the outermost function around it."""
     return function.name.partition(".")[0]
 
 
-def _changed(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement binds, or whose objects it may change: targets, receivers and arguments."""
+def _changed(node: ast.AST) -> set[str]:
+    """Return the names that a statement binds, or whose objects it may change: targets, receivers and arguments."""
+    found: set[str] = set()
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-            yield inner.id
-        elif isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store):
-            yield from _base(inner)
+        if isinstance(inner, ast.Name | ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store):
+            found.add(root_of(inner))
         elif isinstance(inner, ast.Call) and isinstance(node, ast.Expr):
-            yield from _base(inner.func)
-            for argument in inner.args:
-                yield from _base(argument)
-
-
-def _stored(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
-
-
-def _base(node: ast.AST) -> Iterator[str]:
-    if name := root_of(node):
-        yield name
-
-
-def _rebound(node: ast.stmt) -> set[str]:
-    """Return the names that a statement binds for certain, so that what they were before does not matter."""
-    if not isinstance(node, ast.Assign):
-        return set()
-    targets = [part for target in node.targets for part in _parts(target)]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _parts(target: ast.expr) -> list[ast.expr]:
-    return list(target.elts) if isinstance(target, ast.Tuple | ast.List) else [target]
+            found |= {root_of(part) for part in (inner.func, *inner.args)}
+    return found
 
 
 def _once(scopes: Iterable[Scope]) -> tuple[Scope, ...]:

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements, target_names
+from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements
 from oomdoctor.program.graph_flow import Flow
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.naming import names_in, root_of
+from oomdoctor.program.names import call_name, names_in, own_nodes, root_of, target_names
 from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["gathers_predictions", "history_appends", "hooks"]

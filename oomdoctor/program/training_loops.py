@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope, target_names
-from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.definitions import Loop, Program, Scope
+from oomdoctor.program.names import call_name, own_nodes, target_names
 
 __all__ = ["called_like_a_model", "training_loops"]
 

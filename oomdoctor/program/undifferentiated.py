@@ -22,8 +22,7 @@ from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, short, with_gradients
 from oomdoctor.program.differentiation import Differentiation, outer_names
 from oomdoctor.program.graph_flow import Flow, Way
-from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.naming import names_bound, root_of, stored_in
+from oomdoctor.program.names import call_name, own_nodes, root_of, stored, stored_in
 from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["ModelCalls", "outliving", "runs_model", "undifferentiated"]
@@ -277,7 +276,7 @@ class _Leavings:
 
     def _stored_outside(self, scope: Scope, way: Way) -> Iterator[str]:
         """Yield what a function puts something with a graph into that is not its own."""
-        local = {name for node in own_nodes(scope.body) for name in names_bound(node)}
+        local = stored(own_nodes(scope.body))
         outer = outer_names(scope)
         yield from sorted(way.ever & outer)
         for met, _ in way.met:
