@@ -8,37 +8,41 @@ literal that a person would edit. What is computed is not followed: there is no 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
 from oomdoctor.program.magics import parsed
-from oomdoctor.program.names import call_name, parameters_of, root_of
-from oomdoctor.program.settings import (
-    FUNCTIONS,
-    SETTINGS,
-    Function,
-    argument_defaults,
-    argument_for,
-    assigned,
-    binds,
-    calls,
-    default_of,
-    is_given,
-    key_of,
-    literal,
-    looked_up,
-    of_class,
-    own_statements,
-    sets_entry,
-)
+from oomdoctor.program.names import arguments_of, call_name, parameters_of, root_of
 
-__all__ = ["SETTINGS", "Book", "Function", "Number", "Page", "Place", "call_name", "calls", "key_of", "literal"]
+__all__ = [
+    "SETTINGS",
+    "Book",
+    "Function",
+    "Number",
+    "Page",
+    "Place",
+    "assigned",
+    "binds",
+    "calls",
+    "key_of",
+    "literal",
+]
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+SETTINGS: Final = re.compile(
+    r"^((types\.)?SimpleNamespace|(argparse\.)?Namespace|dict|(\w+\.)?(EasyDict|edict|AttrDict|DotDict|Munch|ConfigDict)"
+    r"|OmegaConf\.create)$"
+)
+"""Calls that make settings which can be changed of the settings that they are given."""
 
 _DEEPEST: Final = 8
 _EMPTY: Final = ast.Module(body=[], type_ignores=[])
@@ -169,19 +173,19 @@ class Book:
         return [
             (node.value, Place(page=at.page, function=method))
             for method in methods
-            for node in own_statements(method)
+            for node in _own_statements(method)
             if isinstance(node, ast.Assign) and any(ast.unparse(one) == f"self.{name}" for one in node.targets)
         ]
 
     def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
-        made = [node for node in own_statements(function) if binds(node, name)]
+        made = [node for node in _own_statements(function) if binds(node, name)]
         if made:
             value = assigned(made[-1], name) if len(made) == 1 else None
             return [(value, at)] if value is not None else []
         return list(self._passed(name, at.page, function))
 
     def _passed(self, name: str, page: Page, function: Function) -> Iterator[tuple[ast.expr, Place]]:
-        default = default_of(function, name)
+        default = _default_of(function, name)
         called = function.name
         if called == "__init__":
             called = next(
@@ -195,7 +199,7 @@ class Book:
         ]
         omitted = not uses
         for call, place in uses:
-            given = argument_for(call, function, name)
+            given = arguments_of(call, function).get(name)
             omitted = omitted or given is None
             if given is not None:
                 yield given, place
@@ -210,7 +214,7 @@ class Book:
             return [Number(page=at.page, node=expr, name=name, entry=entry)] if type(expr.value) is int else []
         if depth == 0:
             return []
-        expr = looked_up(expr)
+        expr = _looked_up(expr)
         if isinstance(expr, ast.IfExp):
             known = [self.numbers(branch, at, depth - 1, name, entry) for branch in (expr.body, expr.orelse)]
             known = [[replace(one, is_choice=True) for one in found] for found in known]
@@ -268,7 +272,7 @@ class Book:
         if isinstance(whole, ast.Name):
             found = self.binding(whole.id, at)
             if found is not None and isinstance(found[0], ast.ClassDef):
-                return [(value, found[1]) for value in of_class(found[0], key)]
+                return [(value, found[1]) for value in _of_class(found[0], key)]
         return [one for value, place in self._wholes(whole, at) for one in self._of_object(value, key, place)]
 
     def _wholes(self, whole: ast.expr, at: Place) -> list[tuple[ast.expr, Place]]:
@@ -288,7 +292,7 @@ class Book:
             for node in reversed(page.tree.body):
                 if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
                     continue
-                if any(sets_entry(part, text, key) for part in own(node)):
+                if any(_sets_entry(part, text, key) for part in own(node)):
                     value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
                     return value or ast.Constant(None), Place(page=page, line=node.lineno)
                 if binds(node, root):
@@ -309,9 +313,9 @@ class Book:
         if call_name(value).endswith(("parse_args", "parse_known_args")):
             option = f"--{key}".replace("_", "-"), f"--{key}"
             trees = [page.tree for page in self.pages]
-            if any(is_given(tree, option) for tree in trees):
+            if any(_is_given(tree, option) for tree in trees):
                 return []
-            return [(one, self.place(page, one)) for page in self.pages for one in argument_defaults(page.tree, key)]
+            return [(one, self.place(page, one)) for page in self.pages for one in _argument_defaults(page.tree, key)]
         if SETTINGS.match(call_name(value)):
             inner = [*value.args, *(keyword.value for keyword in value.keywords if keyword.arg is None)]
             return [
@@ -323,7 +327,7 @@ class Book:
         made = self.binding(call_name(value), at)
         if made is None or not isinstance(made[0], ast.ClassDef):
             return []
-        return [(one, made[1]) for one in of_class(made[0], key)]
+        return [(one, made[1]) for one in _of_class(made[0], key)]
 
 
 @lru_cache(maxsize=16)
@@ -339,3 +343,112 @@ def _unguarded(page: Page) -> Iterator[ast.stmt]:
             yield from node.body if page.cell.file is None else ()
         else:
             yield node
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield every call within ``tree``."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def literal(node: ast.AST | None) -> int | None:
+    """Return the whole number that ``node`` is, None if it is none."""
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+
+
+def _own_statements(function: Function) -> Iterator[ast.stmt]:
+    """Yield the statements of ``function``, those of functions in it left out."""
+    for statement in function.body:
+        yield from (node for node in own(statement) if isinstance(node, ast.stmt))
+
+
+def key_of(expr: ast.expr) -> str | None:
+    """Return the name of the attribute or item that ``expr`` takes, None where it takes none by name."""
+    if isinstance(expr, ast.Attribute):
+        return expr.attr
+    key = getattr(expr.slice, "value", None) if isinstance(expr, ast.Subscript) else None
+    return key if isinstance(key, str) else None
+
+
+def _looked_up(expr: ast.expr) -> ast.expr:
+    """Return ``config["size"]`` for ``config.get("size", 8)``."""
+    if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute) and expr.func.attr == "get" and expr.args:
+        return ast.Subscript(value=expr.func.value, slice=expr.args[0], ctx=ast.Load())
+    return expr
+
+
+def _sets_entry(node: ast.AST, whole: str, key: str) -> bool:
+    """Tell whether ``node`` sets the attribute or item ``key`` of ``whole``."""
+    return (
+        isinstance(node, ast.Attribute | ast.Subscript)
+        and isinstance(node.ctx, ast.Store)
+        and key_of(node) == key
+        and ast.unparse(node.value) == whole
+    )
+
+
+def _is_given(tree: ast.AST, options: tuple[str, ...]) -> bool:
+    """Whether a list of arguments gives one of ``options``, so that its default does not count."""
+    lists = (node for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple))
+    texts = (str(one.value) for node in lists for one in node.elts if isinstance(one, ast.Constant))
+    return any(text.partition("=")[0] in options for text in texts)
+
+
+def binds(node: ast.stmt, name: str) -> bool:
+    """Tell whether ``node`` binds ``name``."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name == name
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return any((alias.asname or alias.name) == name for alias in node.names)
+    return any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store) for part in own(node))
+
+
+def assigned(node: ast.stmt, name: str) -> ast.expr | None:
+    """Return the expression that ``node`` assigns to ``name``; the whole value where it is unpacked from one."""
+    if isinstance(node, ast.AnnAssign):
+        return node.value
+    if isinstance(node, ast.If):
+        first, second = (_assigned_last(block, name) for block in (node.body, node.orelse))
+        return ast.IfExp(test=node.test, body=first, orelse=second)
+    if not isinstance(node, ast.Assign):
+        return None
+    for target in node.targets:
+        if isinstance(target, ast.Name) and target.id == name:
+            return node.value
+        if isinstance(target, ast.Tuple | ast.List):
+            names = [part.id if isinstance(part, ast.Name) else "" for part in target.elts]
+            if name in names and isinstance(node.value, ast.Tuple) and len(names) == len(node.value.elts):
+                return node.value.elts[names.index(name)]
+            if name in names:
+                return node.value
+    return None
+
+
+def _assigned_last(block: Sequence[ast.stmt], name: str) -> ast.expr:
+    """Return what a branch assigns to ``name``: what it was before where the branch leaves it alone."""
+    made = next((node for node in reversed(block) if binds(node, name)), None)
+    if made is None:
+        return ast.Name(id=name, ctx=ast.Load())
+    return assigned(made, name) or ast.Constant(None)
+
+
+def _default_of(function: Function, name: str) -> ast.expr | None:
+    """Return the default of a parameter, None where it has none."""
+    args = function.args
+    names = [part.arg for part in (*args.posonlyargs, *args.args)]
+    given: dict[str, ast.expr | None] = dict(zip(names[::-1], args.defaults[::-1], strict=False))
+    given |= {part.arg: value for part, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
+    return given.get(name)
+
+
+def _of_class(node: ast.ClassDef, key: str) -> list[ast.expr]:
+    """Return what a class gives its attribute ``key``."""
+    found = [assigned(part, key) for part in node.body if binds(part, key)]
+    return [value for value in found if value is not None]
+
+
+def _argument_defaults(tree: ast.Module, key: str) -> Iterator[ast.expr]:
+    """Yield the default of the command line's argument that is stored as ``key``."""
+    for call in calls(tree):
+        names = [str(arg.value).lstrip("-").replace("-", "_") for arg in call.args if isinstance(arg, ast.Constant)]
+        if call_name(call).endswith("add_argument") and key in names:
+            yield from (keyword.value for keyword in call.keywords if keyword.arg == "default")

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import takewhile
 from typing import Final
 
 from oomdoctor.program import words
@@ -14,6 +15,7 @@ from oomdoctor.program.magics import parsed
 __all__ = [
     "FirstUse",
     "all_imports_in",
+    "arguments_of",
     "assigned",
     "bindings",
     "bound_names",
@@ -65,6 +67,15 @@ def call_name(node: ast.AST) -> str:
 def parameters_of(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     """Return the names of the parameters of ``function``."""
     return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+
+
+def arguments_of(call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
+    """Return what a call passes for the parameters of a function, ``self`` left out, as far as it is written out."""
+    args = function.args
+    names = [part.arg for part in (*args.posonlyargs, *args.args)]
+    plain = takewhile(lambda value: not isinstance(value, ast.Starred), call.args)
+    given = dict(zip(names[1:] if names[:1] == ["self"] else names, plain, strict=False))
+    return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def root_of(node: ast.AST, *, through_calls: bool = True) -> str:

@@ -21,25 +21,11 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
-from oomdoctor.program.book import Book, Number, Page, calls
+from oomdoctor.program.book import SETTINGS, Book, Number, Page, binds, calls, key_of
 from oomdoctor.program.dataflow import bound, own, reads
-from oomdoctor.program.names import call_name
-from oomdoctor.program.needs import (
-    DEFINITIONS,
-    can_be_set,
-    closed,
-    entry_of,
-    holds_settings,
-    is_update,
-    masked_text,
-    needed,
-    only_defines,
-    reads_entry,
-    rebound,
-    receivers,
-)
+from oomdoctor.program.magics import mask
+from oomdoctor.program.names import call_name, imported, outside, read_first, root_of
 from oomdoctor.program.rewriting import exchange
-from oomdoctor.program.settings import binds
 
 __all__ = ["LOADERS", "exchange_numbers", "node_of", "write"]
 
@@ -58,6 +44,7 @@ LOADERS: Final = re.compile(
 )
 """Calls that only make an object: they draw no random numbers, and running them again leaves nothing behind."""
 
+_DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
 
 
@@ -164,7 +151,9 @@ class _Again:
         entries: Mapping[Number, int] = MappingProxyType({}),
     ) -> None:
         self._book, self._makes, self._used_up, self._values = book, makes, used_up, entries
-        self._needed = needed(book)
+        nodes = [node for page in book.pages for node in page.tree.body]
+        self._definitions = {node.name: node for node in nodes if isinstance(node, _DEFINITIONS)}
+        self._needed = _needed(book, self._definitions)
         self._stale: set[str] = set()
         self._entries: dict[str, set[str]] = {}
         self.texts: dict[int, str] = {}
@@ -172,14 +161,14 @@ class _Again:
     def take(self, old: Page, new: Page) -> str | None:
         """Take from one cell what has to run again; return why it cannot, None if all is well."""
         known = {ast.dump(node) for node in old.tree.body}
-        text, found = masked_text(new), []
+        text, found = mask(new.cell.source).text, []
         for place, node in enumerate(new.tree.body):
-            is_changed = ast.dump(node) not in known or bool(self._used_up & rebound(node))
+            is_changed = ast.dump(node) not in known or bool(self._used_up & _rebound(node))
             if is_changed and (lines := self._set_live(old, place, node)):
                 found += lines
                 continue
             if not is_changed and not self._reads_stale(node):
-                self._stale -= rebound(node)
+                self._stale -= _rebound(node)
                 continue
             if is_changed and isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
                 rerun = True
@@ -211,13 +200,13 @@ class _Again:
 
     def _set_live(self, old: Page, place: int, node: ast.stmt) -> list[str]:
         """Return lines that change settings where they are, where only an entry of theirs changes."""
-        if not isinstance(node, ast.Assign | ast.Expr) or (isinstance(node, ast.Assign) and not can_be_set(node)):
+        if not isinstance(node, ast.Assign | ast.Expr) or (isinstance(node, ast.Assign) and not _can_be_set(node)):
             return []
         changes = self._changed_entries(old, place)
-        if isinstance(node, ast.Assign) and any(self._is_rebound(entry_of(n)[0], old, place) for n in changes):
+        if isinstance(node, ast.Assign) and any(self._is_rebound(_entry_of(n)[0], old, place) for n in changes):
             return []
         for number in changes:
-            root, key = entry_of(number)
+            root, key = _entry_of(number)
             self._entries.setdefault(root, set()).add(key)
         return [f"{number.entry} = {value}" for number, value in changes.items()]
 
@@ -229,8 +218,8 @@ class _Again:
 
     def _mark(self, old: Page, place: int, node: ast.stmt) -> None:
         """Note what is another thing now that ``node`` runs again: all of it, or an entry of settings."""
-        names = {node.name} if isinstance(node, DEFINITIONS) else bound(node)
-        keys = {entry_of(number)[1] for number in self._changed_entries(old, place)}
+        names = {node.name} if isinstance(node, _DEFINITIONS) else bound(node)
+        keys = {_entry_of(number)[1] for number in self._changed_entries(old, place)}
         value = node.value if isinstance(node, ast.Assign) else None
         if isinstance(value, ast.Call) and not keys and self._is_settings(call_name(value)):
             keys = self._entries.get(call_name(value), set())
@@ -242,7 +231,7 @@ class _Again:
 
     def _is_settings(self, name: str) -> bool:
         classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
-        return any(node.name == name and holds_settings(node) for node in classes)
+        return any(node.name == name and _holds_settings(node) for node in classes)
 
     def _reads_stale(self, node: ast.stmt) -> bool:
         names = self._reads_now(node)
@@ -251,15 +240,15 @@ class _Again:
         trees: list[ast.AST] = [node]
         if any(isinstance(part, ast.Call) for part in ast.walk(node)):
             called = {call_name(call) for call in calls(node)}
-            reached = called | closed(self._book, called)
+            reached = called | outside(self._definitions, called)
             trees += [
                 one
                 for page in self._book.pages
                 for one in page.tree.body
-                if isinstance(one, DEFINITIONS) and one.name in reached
+                if isinstance(one, _DEFINITIONS) and one.name in reached
             ]
         return any(
-            reads_entry(tree, root, keys) for root, keys in self._entries.items() if root in names for tree in trees
+            _reads_entry(tree, root, keys) for root, keys in self._entries.items() if root in names for tree in trees
         )
 
     def _of_the_same_data(self, node: ast.stmt) -> str | None:
@@ -295,20 +284,20 @@ class _Again:
             given = [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.decorator_list]
             return {name for part in given for name in reads(part)}
         if isinstance(node, ast.ClassDef):
-            outside = {name for part in [*node.bases, *node.decorator_list] for name in reads(part)}
-            return outside.union(*(self._reads_now(part) for part in node.body))
-        return reads(node) | closed(self._book, {call_name(call) for call in calls(node)})
+            heads = (reads(part) for part in (*node.bases, *node.decorator_list))
+            return set().union(*heads, *map(self._reads_now, node.body))
+        return reads(node) | outside(self._definitions, {call_name(call) for call in calls(node)})
 
     def _is_made_anew(self, node: ast.stmt) -> bool:
         """Whether running ``node`` again does no more than to bind its names to new objects."""
         if isinstance(node, ast.ClassDef):
-            return holds_settings(node) or only_defines(node)
+            return _holds_settings(node) or _only_defines(node)
         if isinstance(node, ast.If):
             branches = [*node.body, *node.orelse]
             return self._is_plain(node.test) and all(map(self._is_made_anew, branches))
         if isinstance(node, ast.Pass):
             return True
-        if is_update(node) and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if _is_update(node) and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             return all(self._is_plain(part) for part in [*node.value.args, *(k.value for k in node.value.keywords)])
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             return False
@@ -325,7 +314,7 @@ class _Again:
         name = call_name(call)
         classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
         if any(node.name == name for node in classes):
-            return all(holds_settings(node) for node in classes if node.name == name)
+            return all(_holds_settings(node) for node in classes if node.name == name)
         if name.endswith(".get") and name.partition(".")[0] in self._entries:
             return True
         found = self._book.function(name)
@@ -345,19 +334,111 @@ class _Again:
         """Whether ``node``, which is left as it ran, made or changed something that the failing cell needs."""
         if isinstance(node, ast.Import | ast.ImportFrom):
             return False
-        if isinstance(node, DEFINITIONS):
+        if isinstance(node, _DEFINITIONS):
             return node.name in self._needed
         if isinstance(node, ast.Expr):
             is_lasting = not any(ast.unparse(call.func).endswith(_PASSING) for call in calls(node))
-            return is_lasting and bool(receivers(node) & (self._needed | self._stale))
+            return is_lasting and bool(_receivers(node) & (self._needed | self._stale))
         # A loop or a block of an earlier cell is history, but for what it made of the changed value itself.
-        if any(is_update(part) and receivers(part) & self._stale for part in own(node)):
+        if any(_is_update(part) and _receivers(part) & self._stale for part in own(node)):
             return True
         assigned = [part for part in own(node) if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign)]
-        return any(self._reads_stale(part) and (bound(part) | receivers(part)) & self._needed for part in assigned)
+        return any(self._reads_stale(part) and (bound(part) | _receivers(part)) & self._needed for part in assigned)
 
     def _why(self, page: Page, node: ast.stmt, is_changed: bool) -> str:
         where = f"line {node.lineno} of {page.cell}"
         if is_changed:
             return f"{where} does more than to make an object, so it cannot run again for a retry"
         return f"{where} made something of it that the failing cell needs, and cannot run again for a retry"
+
+
+def _needed(book: Book, definitions: Mapping[str, ast.stmt]) -> set[str]:
+    """Return the names that the failing cell finds bound, and those that functions and classes among them mention."""
+    found = read_first(book.failing.tree.body)
+    nodes = [node for page in book.pages for node in ast.walk(page.tree)]
+    return (found | outside(definitions, found | bound(book.failing.tree))) - {
+        name for node in nodes for name, _ in imported(node)
+    }
+
+
+def _rebound(node: ast.stmt) -> set[str]:
+    """Return the names that an assignment binds; none for other statements."""
+    return bound(node) if isinstance(node, ast.Assign | ast.AnnAssign) else set()
+
+
+def _entry_of(number: Number) -> tuple[str, str]:
+    """Return the name of the settings that a number is an entry of, and the key right below that name."""
+    expr: ast.AST = ast.parse(number.entry or "", mode="eval").body
+    key = ""
+    while isinstance(expr, ast.Attribute | ast.Subscript):
+        key, expr = key_of(expr) or "", expr.value
+    return (expr.id if isinstance(expr, ast.Name) else ""), key
+
+
+def _can_be_set(node: ast.Assign) -> bool:
+    """Whether what ``node`` makes is settings of which an entry can be changed afterwards."""
+    if isinstance(node.targets[0], ast.Attribute | ast.Subscript):
+        return isinstance(node.value, ast.Constant)
+    return isinstance(node.value, ast.Dict) or (
+        isinstance(node.value, ast.Call) and SETTINGS.match(call_name(node.value)) is not None
+    )
+
+
+def _reads_entry(tree: ast.AST, root: str, keys: set[str]) -> bool:
+    """Whether ``tree`` reads one of these entries of ``root``, or ``root`` as a whole."""
+    others = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute | ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == root
+        ):
+            key = key_of(node)
+            if isinstance(node, ast.Attribute) and key == "get":
+                continue
+            if key is not None and key not in keys:
+                others.add(id(node.value))
+    return any(
+        isinstance(node, ast.Name) and node.id == root and isinstance(node.ctx, ast.Load) and id(node) not in others
+        for node in ast.walk(tree)
+    )
+
+
+def _is_update(node: ast.AST) -> bool:
+    """Whether ``node`` puts more into settings: ``kwargs.update(...)``."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in {"update", "setdefault"}
+    return False
+
+
+def _only_defines(node: ast.ClassDef) -> bool:
+    """Whether a class runs nothing when it is defined but the definitions of its methods."""
+    values = [part for part in node.body if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    runs = [*node.decorator_list, *(one for part in methods for one in (*part.args.defaults, *part.decorator_list))]
+    return not any(any(calls(part)) for part in [*values, *runs])
+
+
+def _receivers(node: ast.AST) -> set[str]:
+    """Return the names of objects that ``node`` calls methods of or sets items or attributes of."""
+    found: set[str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+            base: ast.AST = part.func.value
+        elif isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
+            base = part.value
+        else:
+            continue
+        if name := root_of(base, through_calls=False):
+            found.add(name)
+    return found
+
+
+def _holds_settings(node: ast.ClassDef) -> bool:
+    """Whether a class only gives values to names."""
+    return all(
+        (isinstance(part, ast.Assign | ast.AnnAssign) and not any(calls(part)))
+        or isinstance(part, ast.Pass)
+        or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+        for part in node.body
+    )
