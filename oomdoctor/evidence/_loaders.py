@@ -17,7 +17,7 @@ from oomdoctor.evidence._making import Makers, home_of
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.objects.kinds import mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Program
-from oomdoctor.program.looping import looped
+from oomdoctor.program.training_loops import looped
 
 __all__ = ["loaders", "sharing_strategy"]
 

@@ -20,7 +20,7 @@ from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.calls import Call, calls, imports_of
 from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.looping import steps_within
+from oomdoctor.program.training_loops import steps_within
 
 __all__ = ["Passed", "passed", "trainers"]
 

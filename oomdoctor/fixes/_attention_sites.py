@@ -15,10 +15,9 @@ from typing import Any, Final
 from oomdoctor.model.site import Site
 from oomdoctor.objects.kinds import name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
-from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.ground import Ground, ground
 from oomdoctor.program.names import call_name, own_nodes, target_names
-from oomdoctor.program.sites import site
 
 __all__ = ["ASKED", "DROPS", "WRITTEN", "detect"]
 

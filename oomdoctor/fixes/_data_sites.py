@@ -9,10 +9,9 @@ from typing import Final
 
 from oomdoctor.model.site import Site
 from oomdoctor.objects.known import Objects
-from oomdoctor.program.definitions import Program, Scope, statements
+from oomdoctor.program.definitions import Program, Scope, site, statements
 from oomdoctor.program.ground import Ground, ground
 from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.sites import site
 
 __all__ = ["detect"]
 

@@ -20,7 +20,7 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.rewriting import exchange
 
-__all__ = ["Call", "assigned", "by_cell", "called", "code_of", "edited", "find", "keyword", "with_argument"]
+__all__ = ["Call", "assigned", "by_cell", "called", "code_of", "edited", "find", "keyword"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,29 +138,6 @@ def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
 def code_of(node: cst.CSTNode) -> str:
     """Return ``node`` as source text."""
     return cst.Module([]).code_for_node(node).strip()
-
-
-def with_argument(call: cst.Call, text: str) -> cst.Call:
-    """Return ``call`` with the keyword argument ``text`` after its first one, spaced as the arguments are."""
-    new = cst.ensure_type(cst.parse_expression(f"f({text})"), cst.Call).args[0]
-    first, *rest = call.args
-    comma = first.comma if rest else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    last = cst.MaybeSentinel.DEFAULT if rest else first.comma
-    if rest:
-        between = rest[0].comma if len(rest) > 1 else first.comma
-        return call.with_changes(args=[first, new.with_changes(comma=_plain(between)), *rest])
-    bare = first.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
-    return call.with_changes(args=[bare, new.with_changes(comma=last)])
-
-
-def _plain(comma: cst.Comma | cst.MaybeSentinel) -> cst.Comma | cst.MaybeSentinel:
-    """Return ``comma`` without the comment that follows it."""
-    space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
-    line = space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None
-    if not isinstance(comma, cst.Comma) or line is None or line.comment is None:
-        return comma
-    bare: cst.Comma = comma.with_deep_changes(line, comment=None, whitespace=cst.SimpleWhitespace(""))
-    return bare
 
 
 def edited(

@@ -132,42 +132,7 @@ def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:
     """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
     if any(arg.star for arg in call.args):
         return Refused("the optimizer's options are unpacked from something that may hold this one already")
-    new = cst.parse_expression(value)
-    for at, arg in enumerate(call.args):
-        if arg.keyword is not None and arg.keyword.value == name:
-            return call.with_changes(args=[*call.args[:at], arg.with_changes(value=new), *call.args[at + 1 :]])
-    *rest, last = call.args
-    added = last.with_changes(
-        keyword=cst.Name(name),
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        value=new,
-        comma=_without_comment(last.comma),
-    )
-    between = rest[-1].comma if rest else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    kept = last.with_changes(comma=_with_comment_of(between, last.comma), whitespace_after_arg=cst.SimpleWhitespace(""))
-    return call.with_changes(args=[*rest, kept, added])
-
-
-def _first_line(comma: cst.Comma | cst.MaybeSentinel) -> cst.TrailingWhitespace | None:
-    space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
-    return space.first_line if isinstance(space, cst.ParenthesizedWhitespace) else None
-
-
-def _without_comment(comma: cst.Comma | cst.MaybeSentinel) -> cst.Comma | cst.MaybeSentinel:
-    line = _first_line(comma)
-    if line is None or line.comment is None:
-        return comma
-    return comma.with_deep_changes(line, comment=None, whitespace=cst.SimpleWhitespace(""))  # type: ignore[union-attr]
-
-
-def _with_comment_of(comma: cst.Comma | cst.MaybeSentinel, other: cst.Comma | cst.MaybeSentinel) -> cst.Comma:
-    """Return the comma between two arguments, followed by the comment that stood behind the last argument."""
-    own, line = _first_line(comma), _first_line(other)
-    assert isinstance(comma, cst.Comma)
-    if own is None:
-        return comma
-    bare = line or cst.TrailingWhitespace()
-    return comma.with_deep_changes(own, comment=bare.comment, whitespace=bare.whitespace)
+    return rewriting.with_keyword(call, name, value)
 
 
 def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequence[str]) -> Edit | Refused:

@@ -23,7 +23,7 @@ from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.sites import place_at
+from oomdoctor.program.rewriting import place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

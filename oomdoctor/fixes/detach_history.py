@@ -25,8 +25,8 @@ from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.definitions import site
 from oomdoctor.program.kept_tensors import history_appends
-from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

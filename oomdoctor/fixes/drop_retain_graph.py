@@ -26,11 +26,11 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
+from oomdoctor.program.definitions import site
 from oomdoctor.program.differentiation import Differentiation
 from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import bindings, own_nodes
-from oomdoctor.program.sites import site
 from oomdoctor.program.undifferentiated import ModelCalls
 
 if TYPE_CHECKING:

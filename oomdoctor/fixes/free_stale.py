@@ -28,8 +28,8 @@ from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submo
 from oomdoctor.objects.named import is_users
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.compiled import is_in_definition
+from oomdoctor.program.definitions import site
 from oomdoctor.program.names import FirstUse, first_assignments, first_uses, names_in, read_names
-from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

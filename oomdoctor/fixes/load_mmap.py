@@ -33,8 +33,9 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.definitions import site
 from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.sites import Place, place_at, site
+from oomdoctor.program.rewriting import EditPlace, place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -165,7 +166,7 @@ def _can_map(cells: Cells, load: cst.Call) -> bool:
     return not any(_SAVES.search(cell.source) or re.search(bound, cell.source) for cell in cells.history)
 
 
-def _destinations(cells: Cells, page: Page, place: Place, load: cst.Call) -> list[cst.Call] | Refused:
+def _destinations(cells: Cells, page: Page, place: EditPlace, load: cst.Call) -> list[cst.Call] | Refused:
     """Return the calls of ``load_state_dict`` that the checkpoint goes into, or what else is done with it."""
     node: cst.CSTNode = load
     while isinstance(page.parents[node], cst.Subscript):
@@ -185,7 +186,7 @@ def _destinations(cells: Cells, page: Page, place: Place, load: cst.Call) -> lis
     return _followed(page, place, target.value, page.line(load))
 
 
-def _followed(page: Page, place: Place, name: str, since: int) -> list[cst.Call] | Refused:
+def _followed(page: Page, place: EditPlace, name: str, since: int) -> list[cst.Call] | Refused:
     found: list[cst.Call] = []
     waiting, done = [name], set[str]()
     while waiting:

@@ -28,7 +28,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.magics import mask, parsed
 from oomdoctor.program.names import call_name
-from oomdoctor.program.sites import Place, place_at
+from oomdoctor.program.rewriting import EditPlace, place_at
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -112,7 +112,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewriting.join(cells, [rewriting.edit(cells, place.cell, page.parsed, module)])
 
 
-def _stands_at(page: Page, call: cst.Call, place: Place, wanted: cst.Call) -> bool:
+def _stands_at(page: Page, call: cst.Call, place: EditPlace, wanted: cst.Call) -> bool:
     return page.parsed.positions[call] == place.parsed.positions[wanted]
 
 

@@ -26,9 +26,9 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
+from oomdoctor.program.definitions import site
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import own_nodes
-from oomdoctor.program.sites import site
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

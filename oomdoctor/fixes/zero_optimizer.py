@@ -182,7 +182,8 @@ def _within(one: _ddp_source.Call, name: str) -> cst.Call | Refused:
     if len(unnamed) == 2:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
-    added = _ddp_source.with_argument(call, f"optimizer_class={_ddp_source.code_of(call.func)}")
+    first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
+    added = rewriting.with_keyword(call, "optimizer_class", _ddp_source.code_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 

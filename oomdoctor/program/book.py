@@ -28,7 +28,6 @@ __all__ = [
     "Number",
     "Page",
     "Place",
-    "assigned",
     "binds",
     "calls",
     "key_of",
@@ -162,7 +161,7 @@ class Book:
         found = self.binding(name, at)
         if found is None:
             return []
-        value = assigned(found[0], name)
+        value = _assigned(found[0], name)
         return [(value, found[1])] if value is not None else []
 
     def of_self(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
@@ -180,7 +179,7 @@ class Book:
     def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
         made = [node for node in _own_statements(function) if binds(node, name)]
         if made:
-            value = assigned(made[-1], name) if len(made) == 1 else None
+            value = _assigned(made[-1], name) if len(made) == 1 else None
             return [(value, at)] if value is not None else []
         return list(self._passed(name, at.page, function))
 
@@ -259,7 +258,7 @@ class Book:
             return self._local(name, at, at.function)
         pages = [page for page in self.pages if page is at.page or at.page.cell.file is page.cell.file is None]
         found = [(page, node) for page in pages for node in page.tree.body if binds(node, name)]
-        return [(assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
+        return [(_assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
 
     def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return what an attribute of a settings object or an item of a settings dictionary was given."""
@@ -402,7 +401,7 @@ def binds(node: ast.stmt, name: str) -> bool:
     return any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store) for part in own(node))
 
 
-def assigned(node: ast.stmt, name: str) -> ast.expr | None:
+def _assigned(node: ast.stmt, name: str) -> ast.expr | None:
     """Return the expression that ``node`` assigns to ``name``; the whole value where it is unpacked from one."""
     if isinstance(node, ast.AnnAssign):
         return node.value
@@ -428,7 +427,7 @@ def _assigned_last(block: Sequence[ast.stmt], name: str) -> ast.expr:
     made = next((node for node in reversed(block) if binds(node, name)), None)
     if made is None:
         return ast.Name(id=name, ctx=ast.Load())
-    return assigned(made, name) or ast.Constant(None)
+    return _assigned(made, name) or ast.Constant(None)
 
 
 def _default_of(function: Function, name: str) -> ast.expr | None:
@@ -442,7 +441,7 @@ def _default_of(function: Function, name: str) -> ast.expr | None:
 
 def _of_class(node: ast.ClassDef, key: str) -> list[ast.expr]:
     """Return what a class gives its attribute ``key``."""
-    found = [assigned(part, key) for part in node.body if binds(part, key)]
+    found = [_assigned(part, key) for part in node.body if binds(part, key)]
     return [value for value in found if value is not None]
 
 

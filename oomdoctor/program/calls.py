@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from oomdoctor.program.definitions import Program, Scope, place, short, statements
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported, own_nodes
 
 __all__ = [
-    "NO_LITERAL",
     "Call",
     "calls",
     "calls_at",
@@ -26,16 +24,6 @@ __all__ = [
     "imports_of",
     "text_of",
 ]
-
-
-class _NoLiteral:
-    """Stands for an argument that is computed."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-NO_LITERAL: Final = _NoLiteral()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,14 +49,16 @@ class Call:
     @property
     def receiver(self) -> str:
         """The text of what a method is called on, empty for a plain function."""
-        called = self._node.func if isinstance(self._node, ast.Call) else self._node
-        return ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        return ast.unparse(self._called.value) if isinstance(self._called, ast.Attribute) else ""
 
     @property
     def method(self) -> str:
         """The name of the method, or of a plain function."""
-        called = self._node.func if isinstance(self._node, ast.Call) else self._node
-        return called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)
+        return self._called.attr if isinstance(self._called, ast.Attribute) else ast.unparse(self._called)
+
+    @property
+    def _called(self) -> ast.expr:
+        return self._node.func if isinstance(self._node, ast.Call) else self._node
 
     @property
     def place(self) -> str:
@@ -92,9 +82,9 @@ class Call:
 
     @property
     def literals(self) -> Mapping[str, object]:
-        """What is passed by keyword, ``NO_LITERAL`` for what is computed."""
+        """What is passed by keyword, ``...`` for what is computed."""
         given = self._given()
-        return {name: value.value if isinstance(value, ast.Constant) else NO_LITERAL for name, value in given}
+        return {name: value.value if isinstance(value, ast.Constant) else ... for name, value in given}
 
     @property
     def passes_keywords_on(self) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "is_compiled_from",
     "is_in_definition",
     "keyword_in",
+    "lines_of",
     "on_their_lines",
     "source_of",
     "statement_end",
@@ -165,15 +166,16 @@ def on_their_lines(statements: str, cell: str) -> str:
     """
     wanted = [ast.dump(node) for node in _tree(statements).body]
     nodes = [(ast.dump(node), node) for node in _tree(cell).body]
-    kept = {line for text, node in nodes if text in wanted for line in _lines(node)}
-    others = {line for text, node in nodes if text not in wanted for line in _lines(node)}
+    kept = {line for text, node in nodes if text in wanted for line in lines_of(node)}
+    others = {line for text, node in nodes if text not in wanted for line in lines_of(node)}
     if not wanted or [text for text, _ in nodes if text in wanted] != wanted or kept & others:
         return statements
     lines = [line if at in kept else "" for at, line in enumerate(cell.split("\n"), start=1)]
     return "\n".join([lines[0] or "#", *lines[1:]])  # the shell takes empty lines at the beginning away
 
 
-def _lines(node: ast.stmt) -> range:
+def lines_of(node: ast.stmt) -> range:
+    """Return the lines of a text that a statement stands on, those of its decorators included."""
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
     return range(first, (node.end_lineno or node.lineno) + 1)
 

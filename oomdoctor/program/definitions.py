@@ -14,10 +14,11 @@ from pathlib import PurePath
 from typing import Final, TypeAlias
 
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.site import Site
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, parsed
-from oomdoctor.program.names import call_name, imports_in, own_nodes, target_names
+from oomdoctor.program.names import arguments_of, call_name, imports_in, own_nodes, target_names
 
 __all__ = [
     "Function",
@@ -29,6 +30,7 @@ __all__ = [
     "place",
     "read",
     "short",
+    "site",
     "statements",
     "with_gradients",
 ]
@@ -196,6 +198,19 @@ def place(scope: Scope, node: ast.stmt | ast.expr) -> str:
     return f"{where}: {short(ast.unparse(node))}"
 
 
+def site(kind: str, scope: Scope, node: ast.stmt | ast.expr, names: Iterable[str] = ()) -> Site:
+    """Return where ``node`` of ``scope`` stands."""
+    return Site(
+        kind=kind,
+        cell=scope.cell,
+        line=node.lineno,
+        end_line=node.end_lineno or node.lineno,
+        text=short(ast.unparse(node)),
+        names=tuple(names),
+        file=scope.file,
+    )
+
+
 def short(text: str) -> str:
     """Return ``text`` on one line, cut where it is long."""
     line = " ".join(text.split())
@@ -254,8 +269,6 @@ def _arguments(function: Function, scopes: list[Scope]) -> tuple[tuple[str, str]
     for scope in scopes:
         for call in own_nodes(scope.body):
             if isinstance(call, ast.Call) and call_name(call).rpartition(".")[2] == name:
-                pairs = [*zip(function.parameters, call.args, strict=False)]
-                pairs += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
-                for parameter, value in pairs:
+                for parameter, value in arguments_of(call, function.node).items():
                     seen.setdefault(parameter, set()).add(ast.unparse(value))
     return tuple((parameter, texts.pop()) for parameter, texts in seen.items() if len(texts) == 1)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import CodeType
 from typing import Any, Final, TypeAlias
+
+from oomdoctor.program.compiled import with_inner
 
 __all__ = [
     "HOOK_PREFIX",
@@ -93,16 +96,11 @@ def hooked_functions(text: str, filename: str) -> dict[FunctionKey, CodeType]:
     Two lambdas of one line look alike, and are left out.
     """
     try:
-        todo = [compile_hooked(text, filename)]
+        _, *inner = with_inner(compile_hooked(text, filename))
     except (SyntaxError, ValueError, RecursionError):
         return {}
-    found: dict[FunctionKey, CodeType | None] = {}
-    while todo:
-        for const in todo.pop().co_consts:
-            if type(const) is CodeType:
-                found[function_key(const)] = None if function_key(const) in found else const
-                todo.append(const)
-    return {key: code for key, code in found.items() if code is not None}
+    counted = Counter(map(function_key, inner))
+    return {key: code for code in inner if counted[key := function_key(code)] == 1}
 
 
 def function_key(code: CodeType) -> FunctionKey:
@@ -112,9 +110,7 @@ def function_key(code: CodeType) -> FunctionKey:
 
 def has_loop(code: CodeType) -> bool:
     """Return whether a function has a loop, or a function or comprehension inside of it has."""
-    return not _JUMP_BACK.isdisjoint(code.co_code[::2]) or any(
-        has_loop(inner) for inner in code.co_consts if type(inner) is CodeType
-    )
+    return any(not _JUMP_BACK.isdisjoint(each.co_code[::2]) for each in with_inner(code))
 
 
 class _Hooking(ast.NodeTransformer):

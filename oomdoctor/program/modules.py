@@ -8,16 +8,16 @@ what its loaded functions were compiled from: one that was edited since is left 
 from __future__ import annotations
 
 import ast
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Final
 
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.compiled import compile_python, source_of, with_inner
 from oomdoctor.program.magics import parsed
 
-__all__ = ["codes_in", "note_text", "noted_text", "with_modules"]
+__all__ = ["note_text", "noted_text", "with_modules"]
 
 _MOST_MODULES: Final = 16
 _MOST_CHARACTERS: Final = 120_000
@@ -97,8 +97,7 @@ def _running_text(module: ModuleType, file: str) -> str | None:
     if file in _texts and _is_compiled_from(module, file, _texts[file]):
         return _texts[file]
     try:
-        with tokenize.open(file) as opened:
-            text = opened.read()
+        text = source_of(Path(file))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
     return text if Path(file).suffix == ".py" and _is_compiled_from(module, file, text) else None
@@ -106,7 +105,7 @@ def _running_text(module: ModuleType, file: str) -> str | None:
 
 def _is_compiled_from(module: ModuleType, file: str, text: str) -> bool:
     try:
-        codes = codes_in(compile(text, file, "exec", dont_inherit=True))
+        codes = list(with_inner(compile_python(text, file)))
     except (SyntaxError, ValueError, RecursionError):
         return False
     known: dict[tuple[str, int], list[CodeType]] = {}
@@ -118,11 +117,3 @@ def _is_compiled_from(module: ModuleType, file: str, text: str) -> bool:
     return all(
         code in known.get((code.co_qualname, code.co_firstlineno), ()) for code in own if code.co_filename == file
     )
-
-
-def codes_in(code: CodeType) -> list[CodeType]:
-    """Return the code of every function and class of a text, the outer ones first."""
-    found = [constant for constant in code.co_consts if type(constant) is CodeType]
-    for one in found:  # it grows on the way
-        found += [constant for constant in one.co_consts if type(constant) is CodeType]
-    return found

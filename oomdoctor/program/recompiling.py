@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,15 +24,17 @@ from typing import Any, Final
 from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import shown_path
-from oomdoctor.program.methods import MAKING
-from oomdoctor.program.modules import codes_in, note_text, noted_text
+from oomdoctor.program.compiled import compile_python, lines_of, with_inner
+from oomdoctor.program.modules import note_text, noted_text
 from oomdoctor.program.names import imported
 
-__all__ = ["Compile", "importing", "put_in_place", "why_not"]
+__all__ = ["MAKING", "Compile", "importing", "put_in_place", "why_not"]
 
 Compile = Callable[[str, str], CodeType]
 """Makes the code of a text of a file."""
 
+MAKING: Final = re.compile(r"__(?!call__)\w+__|setup|reset_parameters|extra_repr")
+"""Names of methods that run when an object is made, or may."""
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ABSENT: Final = object()
 
@@ -53,7 +56,7 @@ def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], No
     Raises:
         StateError: a function cannot take the other code.
     """
-    file, make = str(edit.file), compiled or _compiled
+    file, make = str(edit.file), compiled or compile_python
     modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _file_of(one) == file]
     if (why := why_not(edit.before, edit.after)) is not None:
         raise StateError(f"{shown_path(file)}: {why}")
@@ -87,7 +90,7 @@ def importing(texts: Mapping[str, str], compiled: Compile | None = None) -> Iter
     Args:
         texts: the text by the file.
     """
-    finder = _Finder(texts, compiled or _compiled)
+    finder = _Finder(texts, compiled or compile_python)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -134,18 +137,13 @@ def _file_of(module: ModuleType) -> Any:
     return vars(module).get("__file__")
 
 
-def _compiled(text: str, file: str) -> CodeType:
-    code: CodeType = compile(text, file, "exec", dont_inherit=True)
-    return code
-
-
 def _swaps(
     module: ModuleType, edit: Edit, make: Compile
 ) -> Iterator[tuple[FunctionType, CodeType, tuple[Any, Any] | None]]:
     """Yield each loaded function of a module with its other code, and with its defaults where they are others."""
     file = str(edit.file)
     old_tree, new_tree = ast.parse(edit.before), ast.parse(edit.after)
-    old, new = _by_name(_compiled(edit.before, file)), _by_name(make(edit.after, file))
+    old, new = _by_name(compile_python(edit.before, file)), _by_name(make(edit.after, file))
     before, after = _defined(old_tree.body), _defined(new_tree.body)
     names = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
     for function in _functions_of(module):
@@ -196,7 +194,7 @@ def _is_filled(cell: Any) -> bool:
 def _by_name(code: CodeType) -> dict[tuple[str, int], CodeType]:
     """Return the code of functions by their qualified name, and their place among those of the same name."""
     found: dict[tuple[str, int], CodeType] = {}
-    for one in sorted(codes_in(code), key=lambda code: code.co_firstlineno):
+    for one in sorted(with_inner(code), key=lambda code: code.co_firstlineno):
         place = 0
         while (one.co_qualname, place) in found:
             place += 1
@@ -297,13 +295,7 @@ def _run_new(module: ModuleType, edit: Edit, make: Compile, back: list[Callable[
 
 def _alone(text: str, nodes: list[ast.stmt]) -> str:
     """Return the statements of a text alone, on the lines that they have in it."""
-    kept = {
-        line
-        for node in nodes
-        for line in range(
-            min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]), (node.end_lineno or 0) + 1
-        )
-    }
+    kept = {line for node in nodes for line in lines_of(node)}
     return "\n".join(line if at in kept else "" for at, line in enumerate(text.split("\n"), 1))
 
 

@@ -23,11 +23,11 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.magics import MaskedCell, mask, parsed
-from oomdoctor.program.methods import given_to_class
-from oomdoctor.program.recompiling import why_not
+from oomdoctor.program.recompiling import MAKING, why_not
 
 __all__ = [
     "Definition",
+    "EditPlace",
     "New",
     "ParsedCell",
     "Statement",
@@ -37,16 +37,19 @@ __all__ = [
     "enclosing",
     "exchange",
     "fresh_name",
+    "given_to_class",
     "is_import",
     "join",
     "lines_apart",
     "loop_at",
     "path_to",
+    "place_at",
     "read",
     "replace",
     "replace_all",
     "statement_at",
     "statements",
+    "with_keyword",
     "write",
 ]
 
@@ -55,6 +58,7 @@ Definition: TypeAlias = cst.FunctionDef | cst.ClassDef
 New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst.CSTNode]
 """What comes in the place of a node: another one, statements, or what is made of it when all within it is exchanged."""
 
+_BOUND_TO_CLASS: Final = re.compile(r"\bsuper\b|\b__class__\b|(?<!\w)__[a-zA-Z]\w*(?<!__)\b")
 _WORD: Final = re.compile(r"[^\W\d]\w*")
 
 
@@ -160,6 +164,41 @@ def enclosing(parsed: ParsedCell, line: int) -> Definition | None:
     return path[0] if path and isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EditPlace:
+    """A line of a cell that can be changed.
+
+    Attributes:
+        around: the function at the top level of the cell that it stands in, None outside of functions.
+    """
+
+    cell: Cell
+    parsed: ParsedCell
+    line: int
+    around: cst.FunctionDef | None
+
+    @property
+    def scope(self) -> cst.CSTNode:
+        """The function, or the whole cell."""
+        return self.around or self.parsed.module
+
+
+def place_at(cells: Cells, number: int, line: int) -> EditPlace | Refused:
+    """Return a line of a cell as a place, or why it cannot be changed."""
+    cell = next((one for one in cells.history if one.number == number), None)
+    if cell is None:
+        return Refused(f"cell {number} is no longer there")
+    parsed = read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    around = enclosing(parsed, line)
+    if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number:
+        return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
+    return EditPlace(
+        cell=cell, parsed=parsed, line=line, around=around if isinstance(around, cst.FunctionDef) else None
+    )
+
+
 def statements(text: str, parsed: ParsedCell) -> tuple[Statement, ...]:
     """Return ``text`` as statements that take on the indentation of ``parsed``."""
     return tuple(cst.parse_module(text, config=parsed.module.config_for_parsing).body)
@@ -181,6 +220,63 @@ def replace_all(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[State
 def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Module:
     """Return ``module`` with each of these very nodes exchanged."""
     return module.visit(_Exchange(changes))
+
+
+def with_keyword(call: cst.Call, name: str, text: str, after: str | None = None) -> cst.Call:
+    """Return ``call`` with ``name=text`` in its style: where it stands, else behind ``after``, else at the end.
+
+    Args:
+        after: a keyword, empty for the first argument by position.
+    """
+    args, value = list(call.args), cst.parse_expression(text)
+    names = [arg.keyword.value if arg.keyword is not None else "" for arg in args]
+    if name in names:
+        at = names.index(name)
+        args[at] = args[at].with_changes(value=value)
+        return call.with_changes(args=args)
+    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    equal = next((arg.equal for arg in args if isinstance(arg.equal, cst.AssignEqual)), tight)
+    new = cst.Arg(keyword=cst.Name(name), value=value, equal=equal)
+    at = names.index(after) + 1 if after is not None and after in names else len(args)
+    if at < len(args):
+        space = cst.ensure_type(args[at - 1].comma, cst.Comma).whitespace_after
+        new = new.with_changes(comma=cst.Comma(whitespace_after=_without_comment(space)))
+        return call.with_changes(args=[*args[:at], new, *args[at:]])
+    return call.with_changes(args=[*args[:-1], *_at_end(call, new)])
+
+
+def _at_end(call: cst.Call, new: cst.Arg) -> list[cst.Arg]:
+    """Return the last argument of ``call`` and ``new`` behind it; a comment behind the last one stays with it."""
+    if not call.args:
+        return [new]
+    last = call.args[-1]
+    tail = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
+    space = _without_comment(_between(call, tail))
+    if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(tail, cst.ParenthesizedWhitespace):
+        space = space.with_changes(first_line=tail.first_line)
+    end = _without_comment(tail)
+    if isinstance(last.comma, cst.Comma):
+        new = new.with_changes(comma=cst.Comma(whitespace_after=end))
+    else:
+        new = new.with_changes(whitespace_after_arg=end)
+    return [
+        last.with_changes(comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")),
+        new,
+    ]
+
+
+def _between(call: cst.Call, tail: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    """Return what stands between two arguments of ``call``."""
+    if len(call.args) > 1 and isinstance(call.args[-2].comma, cst.Comma):
+        return call.args[-2].comma.whitespace_after
+    one_each = isinstance(tail, cst.ParenthesizedWhitespace)
+    return call.whitespace_before_args if one_each else cst.SimpleWhitespace(" ")
+
+
+def _without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    if not isinstance(space, cst.ParenthesizedWhitespace):
+        return space
+    return space.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
 
 
 def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:
@@ -278,6 +374,48 @@ def _is_statement(node: cst.CSTNode) -> bool:
 
 def _covers(where: CodeRange, line: int) -> bool:
     return where.start.line <= line <= where.end.line
+
+
+def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef, holder: str) -> str | None:
+    """Return what gives the changed methods of a class to the live one, None where they cannot be given to it.
+
+    Running the definition again would make another class, which the live objects are none of. A method cannot be given
+    where it was needed to make the objects (``__init__`` and what it calls have run), or with ``super()`` or private
+    names, which are compiled with the class that they stand in.
+
+    Args:
+        before: the cell, as it was.
+        after: the cell, as it is to be.
+        changed: a class at its top level.
+        holder: a name that nothing has, for as long as the statements run.
+    """
+    found = [node for node in before.body if isinstance(node, cst.ClassDef) and node.name.value == changed.name.value]
+    if len(found) != 1 or _header(before, found[0]) != _header(after, changed):
+        return None
+    pairs = list(zip(found[0].body.body, changed.body.body, strict=False))
+    if len(found[0].body.body) != len(changed.body.body):
+        return None
+    methods = [new for old, new in pairs if before.code_for_node(old) != after.code_for_node(new)]
+    made = "".join(before.code_for_node(node) for node in found[0].body.body if _is_making(node))
+    name, given = changed.name.value, list[str]()
+    for method in methods:
+        if not isinstance(method, cst.FunctionDef) or method.decorators or _is_making(method):
+            return None
+        called = method.name.value
+        if _BOUND_TO_CLASS.search(after.code_for_node(method)) or re.search(rf"\.{called}\b", made):
+            return None
+        given += [f"{name}.{called} = {holder}.{called}", f'{name}.{called}.__qualname__ = "{name}.{called}"']
+    held = cst.ClassDef(name=cst.Name(holder), body=changed.body.with_changes(body=methods))
+    return "\n".join([after.code_for_node(held), *given, f"del {holder}", ""])
+
+
+def _header(module: cst.Module, node: cst.ClassDef) -> str:
+    return module.code_for_node(node.with_changes(body=cst.SimpleStatementSuite([cst.Pass()]), leading_lines=()))
+
+
+def _is_making(node: cst.CSTNode) -> bool:
+    """Whether ``node`` is a method that runs when an object is made, or may."""
+    return isinstance(node, cst.FunctionDef) and MAKING.fullmatch(node.name.value) is not None
 
 
 class _Exchange(cst.CSTTransformer):

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Loop, Program, Scope
-from oomdoctor.program.names import call_name, own_nodes, target_names
+from oomdoctor.program.names import arguments_of, call_name, own_nodes, target_names
 
-__all__ = ["called_like_a_model", "training_loops"]
+__all__ = ["called_like_a_model", "looped", "steps_within", "training_loops"]
 
-_WRAPPERS: Final = frozenset(
-    {"enumerate", "tqdm", "tqdm_notebook", "trange", "track", "progress_bar", "log_every", "iter", "auto_tqdm", "zip"}
-)
+_BARS: Final = frozenset({"enumerate", "tqdm", "tqdm_notebook", "notebook_tqdm", "auto_tqdm", "track", "progress_bar"})
+"""They take the first batch as soon as they begin; ``zip``, ``iter`` and libraries may draw random numbers before."""
+_WRAPPERS: Final = _BARS | {"trange", "log_every", "iter", "zip"}
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "unscale_")
 _MOVES: Final = frozenset({"to", "cuda", "train"})
 _SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
@@ -137,11 +137,10 @@ def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
     made = next((one for one in program.scopes if one.function and one.function.name == f"{owner}.__init__"), None)
     if made is None or made.function is None:
         return
-    parameters, texts = made.function.parameters, dict[str, set[str]]()
+    texts = dict[str, set[str]]()
     for call in (node for one in program.scopes for node in own_nodes(one.body) if isinstance(node, ast.Call)):
         if call_name(call) == owner:
-            given = [*zip(parameters, call.args, strict=False), *((k.arg or "", k.value) for k in call.keywords)]
-            for parameter, value in given:
+            for parameter, value in arguments_of(call, made.function.node).items():
                 texts.setdefault(parameter, set()).add(ast.unparse(value))
     for node in own_nodes(made.body):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
@@ -247,12 +246,14 @@ def _iterated(scope: Scope, loop: ast.For | ast.AsyncFor) -> ast.expr:
 
 
 def _loader(scope: Scope, loop: Loop) -> str:
-    if isinstance(loop, ast.While):
-        return ast.unparse(loop.test)
-    node = _iterated(scope, loop)
-    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _WRAPPERS and node.args:
+    return ast.unparse(loop.test if isinstance(loop, ast.While) else _inner(_iterated(scope, loop), _WRAPPERS))
+
+
+def _inner(node: ast.expr, wrappers: Collection[str]) -> ast.expr:
+    """Return what a loop goes through, without ``enumerate``, ``tqdm`` and the like around it."""
+    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in wrappers and node.args:
         node = node.args[0]
-    return ast.unparse(node)
+    return node
 
 
 def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
@@ -268,11 +269,9 @@ def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
     return target_names(target)
 
 
-def _counts(node: ast.AST) -> bool:
-    name = call_name(node).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-    if name in _WRAPPERS - {"trange"} and isinstance(node, ast.Call) and node.args:
-        return _counts(node.args[0])
-    return name in {"range", "trange", "count"}
+def _counts(node: ast.expr) -> bool:
+    inner = _inner(node, _WRAPPERS - {"trange"})
+    return isinstance(inner, ast.Call) and call_name(inner).rpartition(".")[2] in {"range", "trange", "count"}
 
 
 def _drawn(body: list[ast.stmt]) -> tuple[str, ...]:
@@ -352,3 +351,58 @@ def _split(call: ast.Call) -> tuple[str, str]:
 
 def _unique(items: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(items))
+
+
+def looped(program: Program, path: str) -> bool:
+    """Return whether a plain loop goes through the loader, and nothing else in the cells begins with it."""
+    found = [_uses(program, scope, path) for scope in program.scopes]
+    return any(loops for loops, _ in found) and not any(others for _, others in found)
+
+
+def steps_within(scopes: Iterable[Scope], loop: TrainingLoop, context: str, flag: str) -> bool:
+    """Return whether a loop steps as a context of a library says, and by no count of its own.
+
+    Args:
+        context: how the name of what the loop enters ends.
+        flag: what is asked before gradients are clipped: those of parts must not be before they are all there.
+    """
+    for scope in scopes:
+        for node in own_nodes(scope.body) if scope.cell == loop.cell else ():
+            if isinstance(node, ast.For) and node.lineno == loop.line:
+                inner = list(own_nodes(node.body))
+                items = [item.context_expr for one in inner if isinstance(one, ast.With) for item in one.items]
+                tests = [one.test for one in inner if isinstance(one, ast.If)]
+                counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+                waits = "clip" not in loop.order or any(flag in ast.unparse(test) for test in tests)
+                return waits and not counts and any(call_name(one).endswith(context) for one in items)
+    return False
+
+
+def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
+    """Return whether loops of ``scope`` go through the loader, and whether anything else uses it as a whole."""
+    given = program.arguments.get(scope.function.name, ()) if scope.function is not None else ()
+    names = {path, *(name for name, text in given if text == path)}
+    nodes = list(own_nodes(scope.body))
+    plain: set[int] = set()
+    loops = False
+    for node in nodes:
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            iterated = _inner(node.iter, _BARS)
+            loops = loops or ast.unparse(iterated) in names
+            plain.add(id(iterated))
+        plain |= {id(one) for one in _harmless(program, node)}
+    used = (node for node in nodes if isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Load))
+    return loops, any(id(node) not in plain and ast.unparse(node) in names for node in used)
+
+
+def _harmless(program: Program, node: ast.AST) -> Iterator[ast.expr]:
+    """Yield what is only asked for a part, or handed to a function of the cells, which is looked at itself."""
+    if isinstance(node, ast.Attribute):
+        yield node.value
+    if not isinstance(node, ast.Call):
+        return
+    name = call_name(node)
+    if name == "next" and node.args and isinstance(node.args[0], ast.Call) and call_name(node.args[0]) == "iter":
+        yield from node.args[0].args
+    if name == "len" or (name and program.function(name) is not None):
+        yield from (*node.args, *(keyword.value for keyword in node.keywords))

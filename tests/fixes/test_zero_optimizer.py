@@ -176,7 +176,7 @@ def test_golden_diff_and_second_time() -> None:
             "Adam(\n    n.parameters(),  # all\n    lr=1,\n)",
             "Z(\n    n.parameters(),  # all\n    optimizer_class=Adam,\n    lr=1,\n)",
         ),
-        ("Adam(\n    n.parameters(),\n)", "Z(\n    n.parameters(), optimizer_class=Adam,\n)"),
+        ("Adam(\n    n.parameters(),\n)", "Z(\n    n.parameters(),\n    optimizer_class=Adam,\n)"),
     ],
 )
 def test_the_call_is_written_as_it_was(call, expected) -> None:

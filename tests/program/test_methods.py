@@ -3,7 +3,7 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from oomdoctor.program.methods import given_to_class
+from oomdoctor.program.rewriting import given_to_class
 
 CELL = '''\
 class Net(Base):
