@@ -80,7 +80,7 @@ def _dropout(under: Ground, objects: Objects) -> str | None:
     training = {path: held for path, part in parts.items() if (held := plain_dict(part) or {}).get("training") is True}
     for scope in under.reach:
         if scope.function is not None and _softmax_of_scores(scope) is not None:
-            owner, layers = scope.function.name.rpartition(".")[0], _dropping(scope)
+            owner, layers = scope.owner, _dropping(scope)
             owners = [path for path in training if name_of(type(parts[path])) == owner]
             found = [f"{path}.{layer}" for path in owners for layer in layers]
             return next((path for path in found if _is_positive(training.get(path, {}).get("p"))), None)

@@ -60,7 +60,7 @@ def _cell(
             return Refused("several statements of the loop share a line")
         (new,) = rewriting.statements(line + "\n", parsed)
         changes[old] = [new.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
-    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
 
 
 def _runs(node: ast.AST, facts: TrainingLoop) -> bool:

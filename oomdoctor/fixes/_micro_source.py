@@ -73,4 +73,4 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
             changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
         except NotProven as why:
             return Refused(str(why))
-    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))

@@ -84,7 +84,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
             tops.append(rewriting.path_to(parsed, facts.line)[0])
     except _NotSafe as why:
         return Refused(str(why))
-    edit = rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
+    edit = rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
     if isinstance(edit, Refused) or not scaler:
         return edit
     index = min(i for i, node in enumerate(parsed.module.body) if any(node is top for top in tops))

@@ -63,7 +63,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 
 def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]:
-    stands_for = dict(program.arguments.get(scope.function.name, ())) if scope.function else {}
+    stands_for = program.given(scope)
     for node in own_nodes(scope.body):
         name = call_name(node) if isinstance(node, ast.Call) else ""
         stands = stands_for.get(name, name)

@@ -139,7 +139,7 @@ def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
         if old is None or new is None:
             return Refused(f"line {line} of {cell} keeps more than one value: detach each of its tensors there")
         changes[old] = [new]
-    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
 
 
 def _detached(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:

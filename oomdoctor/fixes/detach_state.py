@@ -153,7 +153,7 @@ def _rebinds(node: ast.AST, names: set[str], feeding: ast.stmt) -> bool:
 
 def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
     """Return the statement of a method that feeds an attribute back which nothing binds anew."""
-    if scope.function is None or not scope.function.in_class or scope.function.node.name == "__init__":
+    if not scope.owner or scope.tail == "__init__":
         return None
     for node in own_nodes(scope.body):
         fed = {name.removeprefix("self.") for name in _fed_back(node) if name.startswith("self.")}
@@ -164,12 +164,9 @@ def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
 
 def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: ast.Assign) -> bool:
     """Whether any method of the class but ``__init__``, or code outside of classes, binds the attribute anew."""
-    assert scope.function is not None
-    owner = scope.function.name.rpartition(".")[0]
     for other in program.scopes:
-        method = other.function
-        if method is not None and (
-            method.node.name == "__init__" or method.in_class != (method.name.rpartition(".")[0] == owner)
+        if other.function is not None and (
+            other.tail == "__init__" or bool(other.owner) != (other.owner == scope.owner)
         ):
             continue
         for node in own_nodes(other.body):

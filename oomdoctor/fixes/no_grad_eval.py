@@ -198,7 +198,7 @@ def _cell(cells: Cells, number: int, sites: Sequence[Site]) -> Edit | Refused:
     for group in _neighbours(parsed, wrapped):
         changes |= dict.fromkeys(group[1:], ())
         changes[group[0]] = [_under_no_grad(group, name)]
-    module = import_lines.insert_at_top(parsed, rewriting.replace_all(parsed.module, changes), imports)
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
     return rewriting.edit(cells, cell, parsed, module)
 
 

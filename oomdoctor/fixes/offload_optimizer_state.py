@@ -219,7 +219,7 @@ def _hooked(cells: Cells, found: tuple[_optimizer_source.Made, ...]) -> Edit | R
         define = _set_off(rewriting.statements(_HOOKS.format(move=move), parsed)) if at == 0 else []
         hooks = list(rewriting.statements(_REGISTER.format(name=one.path, move=move), parsed))
         changes[here] = [here, *define, *(_set_off(hooks) if at == 0 else hooks)]
-    module = rewriting.replace_all(parsed.module, changes)
+    module = rewriting.exchange(parsed.module, changes)
     has_torch = import_lines.knows_torch(cells)
     return rewriting.edit(
         cells, cells.failing, parsed, import_lines.insert_at_top(parsed, module, [] if has_torch else ["import torch"])

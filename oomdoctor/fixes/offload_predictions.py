@@ -124,7 +124,7 @@ class _Uses:
         function = self._scope.function
         given = (node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None)
         if function is not None and any(way.carries(node, node.value) for node in given if node.value is not None):
-            own = function.name.rpartition(".")[2]
+            own = self._scope.tail
             flow = Flow(makes=lambda call: words.last_name(call) == own, stops=_leaves_host, of_graphs=False)
             yield from ((scope, flow.through(scope.body)) for scope in self._program.scopes)
         elif function is None:
@@ -305,7 +305,7 @@ def _cell(cells: Cells, gathers: Sequence[Site], detached: set[tuple[int, int]])
         if old is None or new is None:
             return Refused(f"line {one.line} of {cell} collects more than one tensor: move each of them there")
         changes[old] = [new]
-    return rewriting.edit(cells, cell, parsed, rewriting.replace_all(parsed.module, changes))
+    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
 
 
 def _moved(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine, how: str) -> cst.SimpleStatementLine | None:

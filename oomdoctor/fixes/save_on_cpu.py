@@ -115,7 +115,7 @@ def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused
             return step
         first, *rest = step
         changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
-    module = import_lines.insert_at_top(parsed, rewriting.replace_all(parsed.module, changes), imports)
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
     return rewriting.edit(cells, cell, parsed, module)
 
 

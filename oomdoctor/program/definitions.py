@@ -71,6 +71,17 @@ class Scope:
     file: str | None = None
 
     @property
+    def tail(self) -> str:
+        """The last part of the function's name, empty at the top level of a cell."""
+        return self.function.name.rpartition(".")[2] if self.function is not None else ""
+
+    @property
+    def owner(self) -> str:
+        """The class that the function is a method of, empty where it is none."""
+        is_method = self.function is not None and self.function.in_class
+        return self.function.name.rpartition(".")[0] if is_method and self.function is not None else ""
+
+    @property
     def disables_grad(self) -> bool:
         """Whether a decorator runs all of it without autograd."""
         return self.function is not None and any(
@@ -108,10 +119,14 @@ class Program:
         own = [one for one in self.scopes if one.cell == scope.cell]
         return replace(self, scopes=(*(one for one in self.scopes if one.cell != scope.cell), *own))
 
+    def given(self, scope: Scope) -> dict[str, str]:
+        """Return what stands for each parameter of a scope in all its calls, as source text."""
+        return dict(self.arguments.get(scope.function.name, ())) if scope.function is not None else {}
+
     def function(self, name: str) -> Scope | None:
         """Return the live function called ``name``, or the one method of that name."""
-        found = [s for s in self.scopes if s.function and s.function.name.rpartition(".")[2] == name]
-        plain = [s for s in found if s.function and not s.function.in_class]
+        found = [scope for scope in self.scopes if scope.function is not None and scope.tail == name]
+        plain = [scope for scope in found if not scope.owner]
         return (plain or found)[-1] if found else None
 
 
@@ -259,7 +274,7 @@ def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
             continue
         done.append(scope)
         called = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
-        waiting += [s for s in scopes if s.function and s.function.name.rpartition(".")[2] in called]
+        waiting += [one for one in scopes if one.function is not None and one.tail in called]
     return tuple(done)
 
 

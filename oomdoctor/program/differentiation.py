@@ -69,7 +69,11 @@ class Differentiation:
         waiting = list(body)
         while waiting:
             calls = {words.last_name(node) for part in waiting for node in ast.walk(part) if isinstance(node, ast.Call)}
-            more = [scope for scope in self._program.scopes if _own_name(scope) in calls and id(scope) not in found]
+            more = [
+                scope
+                for scope in self._program.scopes
+                if scope.function is not None and scope.tail in calls and id(scope) not in found
+            ]
             found |= {id(scope): scope for scope in more}
             waiting = [node for scope in more for node in scope.body]
         return list(found.values())
@@ -129,7 +133,7 @@ class Differentiation:
         return [
             (name, set().union(*map(_free, [scope, *self.called(scope.body)])))
             for scope in self._program.scopes
-            if (name := _own_name(scope)) is not None
+            if (name := scope.tail)
         ]
 
     @cached_property
@@ -157,7 +161,7 @@ class Differentiation:
         """Whether ``body`` gives one who differentiates it something of ``names``."""
         if scope.function is None or not _gives(body, names, source):
             return False
-        own = _own_name(scope) or ""
+        own = scope.tail
         if any(_passes_on(other, own) for other in self._program.scopes):
             return True
         callers = [other for other in self._program.scopes if _calls(other, own)]
@@ -262,10 +266,6 @@ def outer_names(scope: Scope) -> set[str]:
     return {
         name for part in own_nodes(scope.body) if isinstance(part, ast.Global | ast.Nonlocal) for name in part.names
     }
-
-
-def _own_name(scope: Scope) -> str | None:
-    return scope.function.name.rpartition(".")[2] if scope.function is not None else None
 
 
 def _calls(scope: Scope, function: str) -> bool:

@@ -49,7 +49,7 @@ def ground(program: Program) -> Ground:
     basis = (*program.running, *before)
     named = _mentioned(basis, definitions, _of_modules(basis, program))
     functions = [scope for scope in program.scopes if scope.function is not None and _owner(scope.function) in named]
-    methods = [scope for scope in functions if scope.function is not None and scope.function.in_class]
+    methods = [scope for scope in functions if scope.owner]
     called = _mentioned(methods, definitions)
     helpers = [scope for scope in functions if scope.function is not None and _owner(scope.function) in called]
     reach = _once((*program.running, *methods, *helpers))

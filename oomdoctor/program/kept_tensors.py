@@ -48,7 +48,7 @@ def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterat
     if scope.disables_grad:
         return
     paths = {path for path, kind in kinds.items() if kind in {"model", "loss"}}
-    sources = paths | {name for name, path in _arguments(program, scope) if path in paths}
+    sources = paths | {name for name, path in program.given(scope).items() if path in paths}
     way = Flow(makes=lambda call: ast.unparse(call.func) in sources).through(scope.body)
     backed = _backed(scope)
     for statement in statements(scope.body):
@@ -58,10 +58,6 @@ def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterat
         is_sum = isinstance(node, ast.AugAssign | ast.Assign)
         if not (is_sum and names_in(kept[1]) & backed) and _is_measured(program, scope, kept[0], is_sum=is_sum):
             yield node
-
-
-def _arguments(program: Program, scope: Scope) -> tuple[tuple[str, str], ...]:
-    return program.arguments.get(scope.function.name, ()) if scope.function else ()
 
 
 def _kept(node: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -223,7 +219,7 @@ def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> tuple[Sco
 
 def _outputs(program: Program, scope: Scope, kinds: Mapping[str, str], depth: int = 1) -> Flow:
     """Return how outputs of models go through ``scope``: by what keeps them on the device, with a graph or without."""
-    stands_for = dict(_arguments(program, scope))
+    stands_for = program.given(scope)
 
     def makes(call: ast.Call) -> bool:
         text = ast.unparse(call.func)

@@ -118,7 +118,7 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
-            named.setdefault(scope.function.name.rpartition(".")[2], []).append(scope)
+            named.setdefault(scope.tail, []).append(scope)
     found: dict[Scope, list[tuple[Scope, ast.AST]]] = {}
     waiting = [top]
     while waiting:

@@ -161,8 +161,7 @@ def _followed(program: Program, names: _Names, without: Container[int]) -> list[
     functions: dict[str, list[Scope]] = {}
     for scope in program.scopes:
         if scope.function is not None:
-            tail = scope.function.name.rpartition(".")[2]
-            functions.setdefault(f".{tail}" if scope.function.in_class else tail, []).append(scope)
+            functions.setdefault(f".{scope.tail}" if scope.owner else scope.tail, []).append(scope)
     waiting = list(program.running)
     done: list[Scope] = []
     while waiting:

@@ -46,7 +46,6 @@ __all__ = [
     "place_at",
     "read",
     "replace",
-    "replace_all",
     "statement_at",
     "statements",
     "with_keyword",
@@ -206,15 +205,7 @@ def statements(text: str, parsed: ParsedCell) -> tuple[Statement, ...]:
 
 def replace(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode | Sequence[Statement]) -> cst.Module:
     """Return ``module`` with ``old`` (the very node) replaced by a node, or a statement by several or none."""
-    changed = module.deep_replace(old, new) if isinstance(new, cst.CSTNode) else exchange(module, {old: new})
-    if not isinstance(changed, cst.Module):
-        raise TypeError("a module cannot be replaced by something else")
-    return changed
-
-
-def replace_all(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[Statement]]) -> cst.Module:
-    """Return ``module`` with each of these statements (none within another) replaced by several or none."""
-    return exchange(module, changes)
+    return exchange(module, {old: new})
 
 
 def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Module:

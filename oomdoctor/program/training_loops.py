@@ -98,9 +98,8 @@ def _events_within(program: Program, loop: Loop) -> set[str]:
 
 
 def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str]) -> TrainingLoop:
-    arguments = program.arguments.get(scope.function.name, ()) if scope.function else ()
-    arguments = (*arguments, *_attributes(program, scope))
-    roles = _Roles(kinds=kinds, stands_for=dict(arguments))
+    arguments = program.given(scope) | dict(_attributes(program, scope))
+    roles = _Roles(kinds=kinds, stands_for=arguments)
     events = list(_events(program, loop.body, roles, depth=2))
     loss, loss_call = _loss(loop, roles)
     return TrainingLoop(
@@ -124,16 +123,15 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
             if isinstance(node, ast.Call) and _DRAWS.match(call_name(node))
         ),
         stands_for=tuple(
-            (name, path) for name, path in arguments if path in kinds or kinds.get(path.partition(".")[0])
+            (name, path) for name, path in arguments.items() if path in kinds or kinds.get(path.partition(".")[0])
         ),
     )
 
 
 def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
     """Yield ``self.model`` and what stands for it where every object of the class is made: ``model``."""
-    if scope.function is None or not scope.function.in_class:
+    if not (owner := scope.owner):
         return
-    owner = scope.function.name.rpartition(".")[0]
     made = next((one for one in program.scopes if one.function and one.function.name == f"{owner}.__init__"), None)
     if made is None or made.function is None:
         return
@@ -186,7 +184,7 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
         elif depth and (called := program.function(method)) is not None and program.is_own(text):
             if _has_loop_of_its_own(program, called, depth - 1):
                 continue  # an epoch around a function that trains: the loop to change is the function's
-            arguments = dict(program.arguments.get(called.function.name, ())) if called.function else {}
+            arguments = program.given(called)
             inner = _Roles(kinds=roles.kinds, stands_for={k: roles.stands_for.get(v, v) for k, v in arguments.items()})
             for kind, of in _events(program, list(called.body), inner, depth - 1):
                 yield kind, arguments.get(of, of)
@@ -380,8 +378,7 @@ def steps_within(scopes: Iterable[Scope], loop: TrainingLoop, context: str, flag
 
 def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
     """Return whether loops of ``scope`` go through the loader, and whether anything else uses it as a whole."""
-    given = program.arguments.get(scope.function.name, ()) if scope.function is not None else ()
-    names = {path, *(name for name, text in given if text == path)}
+    names = {path, *(name for name, text in program.given(scope).items() if text == path)}
     nodes = list(own_nodes(scope.body))
     plain: set[int] = set()
     loops = False

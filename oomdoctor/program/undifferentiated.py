@@ -51,7 +51,7 @@ class ModelCalls:
     def path(self, scope: Scope, call: ast.Call) -> str | None:
         """Return the path of the model that a call runs, as it is written where it leads to none; None without one."""
         text = ast.unparse(call.func)
-        stands_for = dict(self._program.arguments.get(scope.function.name, ())) if scope.function else {}
+        stands_for = self._program.given(scope)
         first, _, rest = text.partition(".")
         path = stands_for.get(text, f"{stands_for.get(first, first)}.{rest}" if rest else text)
         kind = self._kinds.get(path.removesuffix(".forward"))
@@ -174,10 +174,7 @@ class _Search:
 
     def _is_of_module(self, scope: Scope) -> bool:
         """Whether it is a method of a class that has a ``forward``: others call it, with gradients wanted or not."""
-        if scope.function is None or not scope.function.in_class:
-            return False
-        owner = scope.function.name.rpartition(".")[0]
-        return any(s.function is not None and s.function.name == f"{owner}.forward" for s in self._gradients.forwards)
+        return bool(scope.owner) and any(one.owner == scope.owner for one in self._gradients.forwards)
 
     def _keeps_state(self) -> bool:
         """Whether a forward leaves something behind that other code reads: its graph may be part of a later loss."""
@@ -241,7 +238,7 @@ class _Leavings:
         self._program, self._models, self._giving = program, models, set[str]()
         self.models: dict[str, None] = {}
         functions = [one for one in program.scopes if one.function is not None and not one.disables_grad]
-        while more := {name for one in functions if (name := _own_name(one)) not in self._giving and self._gives(one)}:
+        while more := {name for one in functions if (name := one.tail) not in self._giving and self._gives(one)}:
             self._giving |= more
 
     def of(self, scope: Scope, node: ast.stmt) -> Iterator[str]:
@@ -292,7 +289,3 @@ def _is_given(scope: Scope, way: Way) -> bool:
         isinstance(node, ast.Return | ast.Yield) and node.value is not None and way.carries(met, node.value)
         for met, node in given
     )
-
-
-def _own_name(scope: Scope) -> str:
-    return scope.function.name.rpartition(".")[2] if scope.function is not None else ""
