@@ -5,19 +5,25 @@ advises. With float16 the loss is scaled, gradients are unscaled before they are
 and schedules that count steps count those that were taken.
 
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+
+By what expression the cells name the device that a step runs on, so that a changed step goes with them to another.
+
+``torch.autocast`` and ``GradScaler`` take the type of a device as text: ``device.type`` of a ``torch.device``, the
+text itself where a string says it, ``torch.device(device).type`` where the cells do not show which of the two it is.
+
+Source: ``torch.amp.autocast_mode.autocast`` refuses ``cuda:0``.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._precision_device import device_text
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit
@@ -75,7 +81,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
         for facts in loops:
             old, node = _loops(parsed, tree, facts.line)
             step = _plan(tree, node, _helpers(cells, facts))
-            there = device_text(node, ancestors(tree, node), read.values(), device)
+            there = _device_text(node, ancestors(tree, node), read.values(), device)
             new = _wrapped(parsed, old, step, there, dtype)
             if scaler:
                 _check_scaled(node, facts)
@@ -90,7 +96,7 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     index = min(i for i, node in enumerate(parsed.module.body) if any(node is top for top in tops))
     above = ast.Module(body=[], type_ignores=[])  # nothing of the function, whose parameters are not known there
     before = [one for number, one in read.items() if number < cell.number]
-    there = device_text(above, (), [*before, ast.Module(body=tree.body[:index], type_ignores=[])], device)
+    there = _device_text(above, (), [*before, ast.Module(body=tree.body[:index], type_ignores=[])], device)
     return _with_scaler(cells, edit, index, f"{scaler} = torch.amp.GradScaler({there})")
 
 
@@ -326,3 +332,61 @@ def _with_scaler(cells: Cells, edit: Edit, index: int, line: str) -> Edit | Refu
     is_failing = edit.cell == cells.failing.number
     replay = after if is_failing else f"{line}\n\n\n{edit.replay}"
     return Edit(cell=edit.cell, before=edit.before, after=after, replay=replay)
+
+
+def _device_text(loop: ast.AST, around: Iterable[ast.AST], trees: Iterable[ast.Module], kind: str) -> str:
+    """Return the source text of the type of the device that ``loop`` moves its batches to, else ``kind`` in quotes.
+
+    Args:
+        loop: where the step stands.
+        around: the functions that it stands in.
+        trees: the cells, for what is said about the device at their top level.
+        kind: ``cuda``, as it was found to be.
+    """
+    literal, trees = f'"{kind}"', list(trees)
+    functions = [node for node in around if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = set(_moved_to(loop)) or {name for tree in trees for name in _moved_to(tree) if "." not in name}
+    if len(names) != 1:
+        return literal
+    (name,) = names
+    root = name.partition(".")[0]
+    parameters = {part.arg for one in functions for part in ast.walk(one.args) if isinstance(part, ast.arg)}
+    top = {one for tree in trees for node in tree.body for one in bound(node)}
+    if root not in parameters | top | {one for function in functions for one in bound(function)}:
+        return literal
+    if name.endswith(".device"):
+        return f"{name}.type"
+    values = list(_values([*functions, *trees], name)) if root not in parameters else []
+    if values and all(map(_is_device, values)):
+        return f"{name}.type"
+    return name if values and all(map(_is_type, values)) else f"torch.device({name}).type"
+
+
+def _moved_to(node: ast.AST) -> Iterator[str]:
+    """Yield what ``.to`` is told by a name: dtypes and other tensors are told apart by how they are called."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "to":
+            given = [*part.args[:1], *(one.value for one in part.keywords if one.arg == "device")]
+            for one in given:
+                if isinstance(one, ast.Name | ast.Attribute) and "dev" in ast.unparse(one).lower():
+                    yield ast.unparse(one)
+
+
+def _values(nodes: Iterable[ast.AST], name: str) -> Iterator[ast.expr]:
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Assign) and any(ast.unparse(target) == name for target in part.targets):
+                yield part.value
+
+
+def _is_device(value: ast.expr) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _is_device(value.body) and _is_device(value.orelse)
+    text = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return text in ("torch.device", "device") or (isinstance(value, ast.Attribute) and value.attr == "device")
+
+
+def _is_type(value: ast.expr) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _is_type(value.body) and _is_type(value.orelse)
+    return isinstance(value, ast.Constant) and isinstance(value.value, str) and ":" not in value.value

@@ -12,10 +12,13 @@ that have their ``partial``, so running it again changes nothing; ``deepcopy`` b
 blocks with BatchNorm are refused there, as plain ``checkpoint`` would count their batches twice. Where the model has a
 switch, the source turns that on: such models keep the keys of earlier tokens for each layer, which their blocks, run
 again from outside, would find there.
+
+Cells that recompute activations already are told by their calls, wherever these stand; modules are not looked at.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -27,16 +30,17 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import found_or_asked, why_not_short
 from oomdoctor.fixes._micro_names import model_facts
-from oomdoctor.fixes._recomputing import SWITCHES, recomputes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.bindings import last_binding
-from oomdoctor.program.names import bound_names
+from oomdoctor.program.magics import parsed
+from oomdoctor.program.names import bound_names, call_name, imported
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -57,6 +61,13 @@ _FORWARD_SHARE: Final = 1 / 3
 _MISSING: Final = object()
 
 
+_SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The model's own switch: the name of transformers since 5.23, where the older one warns and is gone in 6."""
+
+_HOME: Final = "torch.utils.checkpoint"
+_METHODS: Final = frozenset({*_SWITCHES, "set_grad_checkpointing"})
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose every other block, then all, where a model has repeated blocks and gradients are on."""
     if (through := _trainer_terms.proposed("checkpoint_blocks", incident, evidence)) is not None:
@@ -68,7 +79,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     if not with_blocks:
         return Refused("no model with repeated blocks was found")
     if all(model.switches and not model.training for model in with_blocks):
-        return Refused(f"`{with_blocks[0].path}` recomputes its layers in training alone, and is in evaluation mode")
+        return Refused(f"`{with_blocks[0].path}` _recomputes its layers in training alone, and is in evaluation mode")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
     activations = found_or_asked(incident, evidence)
@@ -98,8 +109,8 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes import _forward
 
-    if recomputes(session.cells):
-        raise OomDoctorError("the code recomputes activations already")
+    if _recomputes(session.cells):
+        raise OomDoctorError("the code _recomputes activations already")
     chosen: dict[int, tuple[str, Any]] = {}
     every = dose.number("every")
     with ExitStack() as stack:
@@ -171,7 +182,7 @@ def _switch(model: Any) -> tuple[str, str] | None:
     """Return the method by which the model recomputes its own layers, as those of transformers do, and its argument."""
     if inspect.getattr_static(type(model), "supports_gradient_checkpointing", None) is not True:
         return None
-    for name in SWITCHES:
+    for name in _SWITCHES:
         switch, argument = inspect.getattr_static(type(model), name, None), name.replace("enable", "kwargs")
         if inspect.isfunction(switch) and argument in inspect.signature(switch).parameters:
             return name, argument
@@ -212,8 +223,8 @@ def _switched(model: Any, every: int) -> Iterator[None]:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a loop over the blocks behind the line that makes the model."""
-    if recomputes(cells):
-        return Refused("the code recomputes activations already")
+    if _recomputes(cells):
+        return Refused("the code _recomputes activations already")
     through = _trainer_source.patched("checkpoint_blocks", cells, evidence, dose) if dose["every"] == 1 else None
     if through is not None:
         return through
@@ -332,6 +343,27 @@ def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
     from oomdoctor.fixes import _recompute_watch
 
     return nullcontext() if "through" in dict(dose.values) else _recompute_watch.watched(session.modules)
+
+
+def _recomputes(cells: Cells) -> bool:
+    """Return whether a cell uses what ``torch.utils.checkpoint`` has, or calls a model's switch for it."""
+    trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
+    # Names are of one namespace: one cell imports what another one calls.
+    aliases = dict(alias for tree in trees for node in ast.walk(tree) for alias in imported(node))
+    return any(_uses(node, aliases) for tree in trees for node in ast.walk(tree))
+
+
+def _uses(node: ast.AST, aliases: dict[str, str]) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        return not _turns_off(node.args)
+    if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
+        return False
+    root, dot, rest = call_name(node).partition(".")
+    return f"{aliases.get(root, root)}{dot}{rest}".startswith(f"{_HOME}.")
+
+
+def _turns_off(args: Sequence[ast.expr]) -> bool:
+    return bool(args) and isinstance(args[0], ast.Constant) and args[0].value is False
 
 
 FIX: Final = Fix(

@@ -15,19 +15,24 @@ There is no live form: the buckets are made with the wrapper, on every process a
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_grads, _ddp_ranks, _ddp_source
+from oomdoctor.fixes import _ddp_ranks, _ddp_source
 from oomdoctor.fixes._optimizer_source import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.magics import parsed
+from oomdoctor.program.words import Result
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -41,6 +46,17 @@ _IN_ANY_ORDER: Final = 2
 """Of so many numbers the sum is the same to the bit in whichever order they are added."""
 
 
+_MEASURES: Final = frozenset(
+    {
+        *words.names_of(Result.REDUCED, Result.DISCRETE),
+        *("abs", "square", "pow", "clone", "numel", "item", "size", "element_size", "dim"),
+        *("zero_", "mul_", "div_", "add_", "sub_", "clamp_", "copy_", "nan_to_num_"),
+    }
+)
+"""Methods whose result shares no memory with the gradient, or that change it where it is."""
+_FACTS: Final = frozenset({"shape", "dtype", "device", "is_sparse", "ndim"})
+
+
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where gradients were held beside their buckets."""
     del incident
@@ -51,7 +67,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("the gradients lie in the buckets already")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
-        return Refused("no gradient was held when the memory ran out, so the buckets are not a second copy")
+        return Refused("no gradient was _held when the memory ran out, so the buckets are not a second copy")
     is_idle = _searches_in_vain(found)
     return (
         Proposal(
@@ -81,7 +97,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return found
     if not found:
         return Refused(f"no cell makes a {_ddp_ranks.DDP}: it is made by a library")
-    if (text := _ddp_grads.held(cells)) is not None:
+    if (text := _held(cells)) is not None:
         return Refused(f"`{text}` may hold on to a gradient, which as a view would change with the next step")
     live = {one.path for one in evidence.code.replicas}
     return rewriting.join(cells, [_told(cells, group, dose, live) for group in _ddp_source.by_cell(found)])
@@ -132,6 +148,58 @@ def _anew(call: cst.Call, name: str) -> cst.Call:
     at = next((i for i, arg in enumerate(call.args) if arg.keyword is not None and arg.keyword.value == "module"), 0)
     args = [arg.with_changes(value=inner) if index == at else arg for index, arg in enumerate(call.args)]
     return call.with_changes(args=args)
+
+
+def _held(cells: Cells) -> str | None:
+    """Return the text of the first expression that may keep a gradient or refuses views, None where there is none."""
+    for cell in cells.history:
+        if (tree := parsed(cell.source)) is None:
+            continue
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if (text := _reading(node, parents)) is not None:
+                return text
+    return None
+
+
+def _reading(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str | None:
+    if isinstance(node, ast.keyword) and node.arg == "create_graph" and not _is(node.value, False):
+        return f"create_graph={ast.unparse(node.value)}"
+    if not (isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)):
+        return None
+    above = list(_above(node, parents))
+    return None if _is_passing(node, above) else ast.unparse(above[0])
+
+
+def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    while node in parents:
+        node = parents[node]
+        yield node
+
+
+def _is_passing(node: ast.Attribute, above: list[ast.AST]) -> bool:
+    """Whether what is done with the gradient at ``node`` leaves nothing behind that shares its memory."""
+    parent = above[0]
+    if isinstance(parent, ast.Call) and parent.func is node:
+        return True  # torch.autograd.grad is a function
+    if isinstance(parent, ast.Compare):
+        return all(_is(one, None) for one in parent.comparators)
+    if isinstance(parent, ast.Attribute) and parent.attr == "data":
+        node, parent, above = parent, above[1], above[1:]
+        if isinstance(node.ctx, ast.Store):
+            return False
+    if isinstance(parent, ast.Attribute):
+        is_call = len(above) > 1 and isinstance(above[1], ast.Call) and above[1].func is parent
+        kept = len(above) > 2 and not isinstance(above[2], ast.Expr) and parent.attr.endswith("_")
+        return parent.attr in _FACTS or (is_call and parent.attr in _MEASURES and not kept)
+    if isinstance(parent, ast.Call) and node in parent.args:
+        called = ast.unparse(parent.func).rpartition(".")[2]
+        return called in {"isnan", "isfinite", "isinf", "norm", "vector_norm", "is_tensor"}
+    return isinstance(parent, ast.AugAssign) and parent.target is node
+
+
+def _is(node: ast.AST, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 FIX: Final = Fix(

@@ -11,7 +11,7 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes._attention_sites import DROPS
+from oomdoctor.fixes.sdpa_attention import DROPS
 from oomdoctor.model.session import Cell, Cells
 
 CELL = """

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import chunked_inference
-from oomdoctor.fixes._inference_source import moved_inwards
-from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, apply, patch, propose
+from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, apply, moved_inwards, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _attention_kernels, _attention_source
-from oomdoctor.fixes._attention_sites import WRITTEN
-from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, guard, patch, propose
+from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, WRITTEN, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
