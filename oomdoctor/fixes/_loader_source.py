@@ -24,6 +24,7 @@ from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.program import rewriting
+from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.book import Book, Page, Place
 from oomdoctor.program.replay import node_of
 
@@ -164,7 +165,7 @@ def _with(call: cst.Call, settings: Mapping[str, str | None]) -> cst.Call:
         at = _PLACES.get(name)
         unnamed = at is not None and len(call.args) > at and call.args[at].keyword is None
         if text is None:
-            call = _without(call, name)
+            call = without_keyword(call, name)
         elif unnamed and at is not None:
             new = call.args[at].with_changes(value=cst.parse_expression(text))
             call = call.with_changes(args=[*call.args[:at], new, *call.args[at + 1 :]])
@@ -173,26 +174,6 @@ def _with(call: cst.Call, settings: Mapping[str, str | None]) -> cst.Call:
             assert not isinstance(named, Refused)  # nothing is unpacked, as was seen before
             call = named
     return call
-
-
-def _without(call: cst.Call, name: str) -> cst.Call:
-    kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != name]
-    last = call.args[-1]
-    if last not in kept:
-        kept[-1] = _as_last(kept[-1], last)
-    return call.with_changes(args=kept)
-
-
-def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
-    """Return ``arg`` ended as ``last`` was; a comment behind it stays."""
-    before = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
-    has_comma = isinstance(last.comma, cst.Comma)
-    space = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
-    if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(space, cst.ParenthesizedWhitespace):
-        space = space.with_changes(first_line=before.first_line)
-    if has_comma:
-        return arg.with_changes(comma=cst.Comma(whitespace_after=space))
-    return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=space)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program import rewriting
+from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.bindings import last_binding
 
 __all__ = ["Made", "calls", "edited", "last_name", "made", "with_keyword"]
@@ -132,7 +132,7 @@ def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:
     """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
     if any(arg.star for arg in call.args):
         return Refused("the optimizer's options are unpacked from something that may hold this one already")
-    return rewriting.with_keyword(call, name, value)
+    return arguments.with_keyword(call, name, value)
 
 
 def edited(cells: Cells, found: Sequence[Made], module: cst.Module, live: Sequence[str]) -> Edit | Refused:

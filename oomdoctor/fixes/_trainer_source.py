@@ -25,7 +25,7 @@ from oomdoctor.model.code import CodeFacts, TrainerFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.session import Cells
-from oomdoctor.program import rewriting
+from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.book import Book, Number, Place, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, node_of, write
@@ -224,7 +224,7 @@ def _written(made: _Call, old: cst.Call, terms: Iterable[_Term], dose: Dose) -> 
         quotes = cst.Module([]).code_for_node(old)
         if "'" in quotes and '"' not in quotes:
             value = value.replace('"', "'")
-        new, after = rewriting.with_keyword(new, term.keyword, value, after), term.keyword
+        new, after = arguments.with_keyword(new, term.keyword, value, after), term.keyword
     return new
 
 

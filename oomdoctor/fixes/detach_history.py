@@ -21,10 +21,11 @@ import libcst as cst
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.arguments import called_on
 from oomdoctor.program.definitions import site
 from oomdoctor.program.kept_tensors import history_appends
 
@@ -41,6 +42,8 @@ _NO_PLACE: Final = (
     "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
     "is taken through them"
 )
+
+_SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.Set)
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -123,34 +126,19 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sites = evidence.code.sites.get("detach_history", ())
     if not sites:
         return Refused(_NO_PLACE)
-    numbers = dict.fromkeys(one.cell for one in sites)
-    return rewriting.join(cells, [_cell(cells, n, [one.line for one in sites if one.cell == n]) for n in numbers])
 
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            statement = rewriting.statement_at(parsed, one.line)
+            kept = _kept(statement) if isinstance(statement, cst.SimpleStatementLine) else None
+            if kept is None or isinstance(kept, _SEVERAL):
+                where = f"line {one.line} of {cells.get(one.cell)}"
+                return Refused(f"{where} keeps more than one value: detach each of its tensors there")
+            changes[kept] = called_on(kept, ".detach()")
+        return changes
 
-def _cell(cells: Cells, number: int, lines: list[int]) -> Edit | Refused:
-    cell = cells.get(number)
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
-    for line in lines:
-        old = rewriting.statement_at(parsed, line)
-        new = _detached(parsed, old) if isinstance(old, cst.SimpleStatementLine) else None
-        if old is None or new is None:
-            return Refused(f"line {line} of {cell} keeps more than one value: detach each of its tensors there")
-        changes[old] = [new]
-    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
-
-
-def _detached(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
-    """Return ``line`` with what it keeps detached, None where that is not one tensor."""
-    kept = _kept(line)
-    if kept is None or isinstance(kept, cst.Tuple | cst.List | cst.Dict | cst.DictComp | cst.ListComp | cst.Set):
-        return None
-    text = cst.Module([]).code_for_node(kept)
-    bare = isinstance(kept, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(kept.lpar)
-    new = cst.parse_expression(f"{text if bare else f'({text})'}.detach()")
-    return cst.ensure_type(line.deep_replace(kept, new), cst.SimpleStatementLine)
+    return rewriting.at_sites(cells, sites, change)
 
 
 def _kept(line: cst.SimpleStatementLine) -> cst.BaseExpression | None:

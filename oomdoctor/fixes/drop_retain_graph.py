@@ -25,6 +25,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
+from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
 from oomdoctor.program.definitions import site
 from oomdoctor.program.differentiation import Differentiation
@@ -174,30 +175,21 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not dropped:
         why = "the gradients are differentiated themselves (create_graph)"
         return Refused(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
-    edits = []
-    for number in sorted({one.cell for one in dropped}):
-        parsed = rewriting.read(cells.get(number).source)
-        if isinstance(parsed, Refused):
-            return parsed
-        lines = {(one.line, one.end_line) for one in dropped if one.cell == number}
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
+        lines = {(one.line, one.end_line) for one in here}
         calls = [node for node, at in parsed.positions.items() if (at.start.line, at.end.line) in lines]
-        changes: dict[cst.CSTNode, cst.CSTNode] = {
-            node: _without(node) for node in calls if isinstance(node, cst.Call) and _gives_argument(node)
+        return {
+            node: without_keyword(node, _DROPS)
+            for node in calls
+            if isinstance(node, cst.Call) and _gives_argument(node)
         }
-        edits.append(rewriting.edit(cells, cells.get(number), parsed, rewriting.exchange(parsed.module, changes)))
-    return rewriting.join(cells, edits)
+
+    return rewriting.at_sites(cells, dropped, change)
 
 
 def _gives_argument(call: cst.Call) -> bool:
     return any(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
-
-
-def _without(call: cst.Call) -> cst.Call:
-    args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "retain_graph"]
-    if not args:
-        return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
-    args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
-    return call.with_changes(args=args)
 
 
 FIX: Final = Fix(

@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import libcst as cst
@@ -27,6 +28,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.arguments import called_on
 from oomdoctor.program.book import Book
 from oomdoctor.program.import_lines import knows_torch
 from oomdoctor.program.replay import node_of
@@ -142,25 +144,17 @@ def _written(cells: Cells, tails: _Tails, first: Mapping[int, Sequence[str]]) ->
         parsed = rewriting.read(cells.get(number).source)
         if isinstance(parsed, Refused):
             return parsed
-        changes: dict[cst.CSTNode, cst.CSTNode] = {}
+        changes: dict[cst.CSTNode, rewriting.New] = {}
         for node, tail in tails.get(number, []):
             old = node_of(parsed, node)
             if old is None or old in changes:
                 return Refused("an expression to cast was not found again")
-            changes[old] = _followed(old, tail, changes)
+            changes[old] = partial(called_on, call=tail)
         module = exchange(parsed.module, changes)
         if number == cells.failing.number:
             module = preceded(parsed, module, first)
         edits.append(rewriting.edit(cells, cells.get(number), parsed, module))
     return rewriting.join(cells, edits)
-
-
-def _followed(old: cst.CSTNode, tail: str, changes: dict[cst.CSTNode, cst.CSTNode]) -> cst.BaseExpression:
-    """Return ``old`` with a call of a method after it, with the changes already made inside it."""
-    made = exchange(cst.Module([cst.SimpleStatementLine([cst.Expr(old)])]), changes)  # type: ignore[arg-type]
-    text = made.code.strip()
-    simple = isinstance(old, cst.Name | cst.Attribute | cst.Call | cst.Subscript)
-    return cst.parse_expression(f"{text if simple else f'({text})'}{tail}")
 
 
 def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ it is refused.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -22,10 +22,11 @@ import libcst as cst
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
+from oomdoctor.program.arguments import called_on
 from oomdoctor.program.definitions import site
 from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.kept_tensors import gathers_predictions
@@ -56,6 +57,8 @@ _SAME_BITS: Final = (
 """Calls whose result is the same on every device."""
 _OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
 """Calls whose result is another one on another device, and not by rounding alone."""
+
+_SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.ListComp, cst.GeneratorExp)
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -285,39 +288,24 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(
                 f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device"
             )
-    return rewriting.join(cells, [_cell(cells, found, detached)])
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            line = rewriting.statement_at(parsed, one.line)
+            value = _collected(line) if isinstance(line, cst.SimpleStatementLine) else None
+            if value is None or isinstance(value, _SEVERAL):
+                where = f"line {one.line} of {cells.get(one.cell)}"
+                return Refused(f"{where} collects more than one tensor: move each of them there")
+            if not parsed.code(value).endswith((".cpu()", ".item()", ".tolist()", ".numpy()")):
+                changes[value] = called_on(value, ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()")
+        return changes
+
+    return rewriting.at_sites(cells, found, change)
 
 
 def _has_graph(evidence: Evidence, name: str) -> bool:
     return any(_is_of(one, name) and one.path.endswith("→ graph") for one in evidence.census.holdings)
-
-
-def _cell(cells: Cells, gathers: Sequence[Site], detached: set[tuple[int, int]]) -> Edit | Refused:
-    cell = cells.get(gathers[0].cell)
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
-    for one in gathers:
-        old = rewriting.statement_at(parsed, one.line)
-        how = ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
-        new = _moved(parsed, old, how) if isinstance(old, cst.SimpleStatementLine) else None
-        if old is None or new is None:
-            return Refused(f"line {one.line} of {cell} collects more than one tensor: move each of them there")
-        changes[old] = [new]
-    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
-
-
-def _moved(parsed: rewriting.ParsedCell, line: cst.SimpleStatementLine, how: str) -> cst.SimpleStatementLine | None:
-    value = _collected(line)
-    if value is None or isinstance(value, cst.Tuple | cst.List | cst.Dict | cst.ListComp | cst.GeneratorExp):
-        return None
-    text = parsed.module.code_for_node(value)
-    if text.endswith((".cpu()", ".item()", ".tolist()", ".numpy()")):
-        return line
-    bare = isinstance(value, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(value.lpar)
-    new = cst.parse_expression((text if bare else f"({text})") + how)
-    return cst.ensure_type(line.deep_replace(value, new), cst.SimpleStatementLine)
 
 
 def _collected(line: cst.SimpleStatementLine) -> cst.BaseExpression | None:

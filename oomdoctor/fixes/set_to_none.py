@@ -154,16 +154,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sites = evidence.code.sites.get("set_to_none", ())
     if not sites:
         return Refused(_NOWHERE)
-    edits = []
-    for number in sorted({one.cell for one in sites}):
-        parsed = rewriting.read(cells.get(number).source)
-        if isinstance(parsed, Refused):
-            return parsed
-        lines = {one.line for one in sites if one.cell == number}
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
+        lines = {one.line for one in here}
         there = [node for node, at in parsed.positions.items() if at.start.line in lines and isinstance(node, cst.Call)]
-        changes: dict[cst.CSTNode, cst.CSTNode] = {call: new for call in there if (new := _freed(call)) is not None}
-        edits.append(rewriting.edit(cells, cells.get(number), parsed, rewriting.exchange(parsed.module, changes)))
-    return rewriting.join(cells, edits)
+        return {call: new for call in there if (new := _freed(call)) is not None}
+
+    return rewriting.at_sites(cells, sites, change)
 
 
 def _freed(call: cst.Call) -> cst.Call | None:

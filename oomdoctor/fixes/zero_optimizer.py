@@ -23,7 +23,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import arguments, import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -183,7 +183,7 @@ def _within(one: _ddp_source.Call, name: str) -> cst.Call | Refused:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
     first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
-    added = rewriting.with_keyword(call, "optimizer_class", _ddp_source.code_of(call.func), first)
+    added = arguments.with_keyword(call, "optimizer_class", _ddp_source.code_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 

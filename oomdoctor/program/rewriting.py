@@ -22,6 +22,7 @@ from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.site import Site
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.recompiling import MAKING, why_not
 
@@ -32,6 +33,7 @@ __all__ = [
     "ParsedCell",
     "Statement",
     "apart",
+    "at_sites",
     "block",
     "edit",
     "enclosing",
@@ -48,7 +50,6 @@ __all__ = [
     "replace",
     "statement_at",
     "statements",
-    "with_keyword",
     "write",
 ]
 
@@ -213,63 +214,6 @@ def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Modu
     return module.visit(_Exchange(changes))
 
 
-def with_keyword(call: cst.Call, name: str, text: str, after: str | None = None) -> cst.Call:
-    """Return ``call`` with ``name=text`` in its style: where it stands, else behind ``after``, else at the end.
-
-    Args:
-        after: a keyword, empty for the first argument by position.
-    """
-    args, value = list(call.args), cst.parse_expression(text)
-    names = [arg.keyword.value if arg.keyword is not None else "" for arg in args]
-    if name in names:
-        at = names.index(name)
-        args[at] = args[at].with_changes(value=value)
-        return call.with_changes(args=args)
-    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    equal = next((arg.equal for arg in args if isinstance(arg.equal, cst.AssignEqual)), tight)
-    new = cst.Arg(keyword=cst.Name(name), value=value, equal=equal)
-    at = names.index(after) + 1 if after is not None and after in names else len(args)
-    if at < len(args):
-        space = cst.ensure_type(args[at - 1].comma, cst.Comma).whitespace_after
-        new = new.with_changes(comma=cst.Comma(whitespace_after=_without_comment(space)))
-        return call.with_changes(args=[*args[:at], new, *args[at:]])
-    return call.with_changes(args=[*args[:-1], *_at_end(call, new)])
-
-
-def _at_end(call: cst.Call, new: cst.Arg) -> list[cst.Arg]:
-    """Return the last argument of ``call`` and ``new`` behind it; a comment behind the last one stays with it."""
-    if not call.args:
-        return [new]
-    last = call.args[-1]
-    tail = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
-    space = _without_comment(_between(call, tail))
-    if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(tail, cst.ParenthesizedWhitespace):
-        space = space.with_changes(first_line=tail.first_line)
-    end = _without_comment(tail)
-    if isinstance(last.comma, cst.Comma):
-        new = new.with_changes(comma=cst.Comma(whitespace_after=end))
-    else:
-        new = new.with_changes(whitespace_after_arg=end)
-    return [
-        last.with_changes(comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")),
-        new,
-    ]
-
-
-def _between(call: cst.Call, tail: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
-    """Return what stands between two arguments of ``call``."""
-    if len(call.args) > 1 and isinstance(call.args[-2].comma, cst.Comma):
-        return call.args[-2].comma.whitespace_after
-    one_each = isinstance(tail, cst.ParenthesizedWhitespace)
-    return call.whitespace_before_args if one_each else cst.SimpleWhitespace(" ")
-
-
-def _without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
-    if not isinstance(space, cst.ParenthesizedWhitespace):
-        return space
-    return space.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
-
-
 def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:
     """Return ``stem``, or ``stem_2`` and so on, whichever no cell uses in any way and ``taken`` does not hold."""
     used = {word for cell in cells.history for word in _WORD.findall(cell.source)} | set(taken) | set(dir(builtins))
@@ -322,6 +266,22 @@ def edit(
         return Refused("the change would touch a line of IPython's own syntax")
     replay = "\n\n".join([*map(str, texts), *(["\n".join(live)] if live else [])])
     return Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
+
+
+def at_sites(
+    cells: Cells, sites: Sequence[Site], change: Callable[[ParsedCell, list[Site]], Mapping[cst.CSTNode, New] | Refused]
+) -> Patch | Refused:
+    """Return the patch that exchanges nodes of each cell that has sites, or the first refusal of ``change``."""
+    edits: list[Edit | Refused] = []
+    for number in dict.fromkeys(one.cell for one in sites):
+        parsed = read(cells.get(number).source)
+        if isinstance(parsed, Refused):
+            return parsed
+        changes = change(parsed, [one for one in sites if one.cell == number])
+        if isinstance(changes, Refused):
+            return changes
+        edits.append(edit(cells, cells.get(number), parsed, exchange(parsed.module, changes)))
+    return join(cells, edits)
 
 
 def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:

@@ -1,0 +1,93 @@
+"""Arguments of a call written and taken away, in the style in which the call is written; and calls on what there is."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+__all__ = ["called_on", "with_keyword", "without_keyword"]
+
+
+def called_on(value: cst.CSTNode, call: str) -> cst.BaseExpression:
+    """Return what a method gives of a value: ``loss.detach()`` for ``loss`` and ``.detach()``."""
+    text = cst.Module([]).code_for_node(value)
+    bare = isinstance(value, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(getattr(value, "lpar", ()))
+    return cst.parse_expression(f"{text if bare else f'({text})'}{call}")
+
+
+def without_keyword(call: cst.Call, name: str) -> cst.Call:
+    """Return ``call`` without what is passed by a keyword; it ends as it did."""
+    kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != name]
+    if not kept:
+        return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
+    if call.args[-1] not in kept:
+        kept[-1] = _as_last(kept[-1], call.args[-1])
+    return call.with_changes(args=kept)
+
+
+def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
+    """Return ``arg`` ended as ``last`` was; a comment behind it stays."""
+    before = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
+    has_comma = isinstance(last.comma, cst.Comma)
+    space = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
+    if isinstance(before, cst.ParenthesizedWhitespace) and isinstance(space, cst.ParenthesizedWhitespace):
+        space = space.with_changes(first_line=before.first_line)
+    if has_comma:
+        return arg.with_changes(comma=cst.Comma(whitespace_after=space))
+    return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=space)
+
+
+def with_keyword(call: cst.Call, name: str, text: str, after: str | None = None) -> cst.Call:
+    """Return ``call`` with ``name=text`` in its style: where it stands, else behind ``after``, else at the end.
+
+    Args:
+        after: a keyword, empty for the first argument by position.
+    """
+    args, value = list(call.args), cst.parse_expression(text)
+    names = [arg.keyword.value if arg.keyword is not None else "" for arg in args]
+    if name in names:
+        at = names.index(name)
+        args[at] = args[at].with_changes(value=value)
+        return call.with_changes(args=args)
+    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    equal = next((arg.equal for arg in args if isinstance(arg.equal, cst.AssignEqual)), tight)
+    new = cst.Arg(keyword=cst.Name(name), value=value, equal=equal)
+    at = names.index(after) + 1 if after is not None and after in names else len(args)
+    if at < len(args):
+        space = cst.ensure_type(args[at - 1].comma, cst.Comma).whitespace_after
+        new = new.with_changes(comma=cst.Comma(whitespace_after=_without_comment(space)))
+        return call.with_changes(args=[*args[:at], new, *args[at:]])
+    return call.with_changes(args=[*args[:-1], *_at_end(call, new)])
+
+
+def _at_end(call: cst.Call, new: cst.Arg) -> list[cst.Arg]:
+    """Return the last argument of ``call`` and ``new`` behind it; a comment behind the last one stays with it."""
+    if not call.args:
+        return [new]
+    last = call.args[-1]
+    tail = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else last.whitespace_after_arg
+    space = _without_comment(_between(call, tail))
+    if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(tail, cst.ParenthesizedWhitespace):
+        space = space.with_changes(first_line=tail.first_line)
+    end = _without_comment(tail)
+    if isinstance(last.comma, cst.Comma):
+        new = new.with_changes(comma=cst.Comma(whitespace_after=end))
+    else:
+        new = new.with_changes(whitespace_after_arg=end)
+    return [
+        last.with_changes(comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")),
+        new,
+    ]
+
+
+def _between(call: cst.Call, tail: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    """Return what stands between two arguments of ``call``."""
+    if len(call.args) > 1 and isinstance(call.args[-2].comma, cst.Comma):
+        return call.args[-2].comma.whitespace_after
+    one_each = isinstance(tail, cst.ParenthesizedWhitespace)
+    return call.whitespace_before_args if one_each else cst.SimpleWhitespace(" ")
+
+
+def _without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    if not isinstance(space, cst.ParenthesizedWhitespace):
+        return space
+    return space.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
