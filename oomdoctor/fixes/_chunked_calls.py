@@ -9,11 +9,13 @@ as a tensor; of any other call the reason is given.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import libcst as cst
+from libcst import matchers
 
 from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
@@ -22,7 +24,6 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines, rewriting, words
-from oomdoctor.program.called_functions import called_with
 from oomdoctor.program.words import Result
 
 __all__ = ["rewrite"]
@@ -30,26 +31,12 @@ __all__ = ["rewrite"]
 _KEEPING_ROWS: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED) | {"detach"}
 """Methods of a tensor whose result has the same rows."""
 
-_OF_A_TENSOR: Final = frozenset(
-    _KEEPING_ROWS
-    | {
-        "argmax",
-        "backward",
-        "data",
-        "dim",
-        "exp",
-        "flatten",
-        "item",
-        "log",
-        "log_softmax",
-        "max",
-        "mean",
-        "min",
-        "norm",
-    }
-    | {"permute", "relu", "reshape", "sigmoid", "shape", "size", "softmax", "squeeze", "std", "sum", "t", "tanh"}
-    | {"topk", "transpose", "unsqueeze", "view", "requires_grad", "device", "dtype", "ndim", "T", "abs", "clamp", "pow"}
+_OF_A_TENSOR: Final = (
+    words.names_of(*Result)
+    | {"exp", "log", "log_softmax", "relu", "sigmoid", "softmax", "tanh", "topk", "abs", "clamp", "pow"}
+    | {"T", "data", "device", "dtype", "ndim", "requires_grad", "shape"}
 )
+"""What a tensor has, and an object of outputs has not."""
 _HELPER: Final = """
 
 def {helper}(model, *tensors):
@@ -101,7 +88,7 @@ def rewrite(cells: Cells, evidence: Evidence, chunks: int, *, functions: bool = 
     calls = _calls(parsed, around, models)
     within_loop = loop
     if not calls and functions:
-        for place in called_with(cells, parsed, around, models):
+        for place in _called_with(cells, parsed, around, models):
             if (calls := _calls(place[1], place[2], place[3])) or _SPLIT.search(place[1].code(place[2])):
                 (cell, parsed, around, _), within_loop = place, None
                 break
@@ -171,32 +158,9 @@ def _operands(node: cst.BaseExpression) -> Iterator[str]:
         yield from (*_operands(node.left), *_operands(node.right))
 
 
-class _Finder(cst.CSTVisitor):
-    """Finds the calls of some names, each with the node that it is used by."""
-
-    def __init__(self, parsed: rewriting.ParsedCell, models: set[str]) -> None:
-        super().__init__()
-        self._parsed, self._models = parsed, models
-        self.found: list[cst.Call] = []
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        self._stack: list[cst.CSTNode] = []
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        if self._stack:
-            self.parents[node] = self._stack[-1]
-        self._stack.append(node)
-        if isinstance(node, cst.Call) and self._parsed.code(node.func) in self._models:
-            self.found.append(node)
-        return True
-
-    def on_leave(self, original_node: cst.CSTNode) -> None:
-        self._stack.pop()
-
-
 def _calls(parsed: rewriting.ParsedCell, around: cst.CSTNode, models: set[str]) -> list[_ModelCall]:
-    finder = _Finder(parsed, models)
-    around.visit(finder)
-    parents = finder.parents
+    parents = {child: node for node in parsed.positions for child in node.children}
+    calls = [call for call in matchers.findall(around, matchers.Call()) if isinstance(call, cst.Call)]
     return [
         _ModelCall(
             call=call,
@@ -204,7 +168,8 @@ def _calls(parsed: rewriting.ParsedCell, around: cst.CSTNode, models: set[str]) 
             grandparent=parents.get(parents[call]),
             in_parts=_in_parts(parsed, call, parents),
         )
-        for call in finder.found
+        for call in calls
+        if parsed.code(call.func) in models
     ]
 
 
@@ -219,7 +184,7 @@ def _in_parts(parsed: rewriting.ParsedCell, node: cst.CSTNode, parents: dict[cst
 def _rewritten(
     parsed: rewriting.ParsedCell, around: cst.CSTNode, calls: list[_ModelCall], names: _Names, batch: set[str]
 ) -> cst.Module | Refused:
-    splits: dict[cst.CSTNode, _ModelCall] = {}
+    splits: dict[cst.CSTNode, rewriting.New] = {}
     unpacked, fields = _used_apart(around)
     for one in calls:
         text = parsed.code(one.call)
@@ -229,27 +194,14 @@ def _rewritten(
             return Refused(f"`{text}` returns more than one tensor")
         if one.call in fields:
             return Refused(f"`{text}` returns an object, of which `{fields[one.call]}` is used later")
-        splits[one.call if one.field is None else one.parent] = one
-    return parsed.module.visit(_Splitting(parsed, splits, names))
+        splits[one.call if one.field is None else one.parent] = partial(_split, parsed, names, one.field)
+    return rewriting.exchange(parsed.module, splits)
 
 
-class _Splitting(cst.CSTTransformer):
-    """Puts the split form in the place of every call at once: each visit makes all nodes anew."""
-
-    def __init__(self, parsed: rewriting.ParsedCell, splits: dict[cst.CSTNode, _ModelCall], names: _Names) -> None:
-        super().__init__()
-        self._parsed, self._splits, self._names = parsed, splits, names
-
-    def on_leave(  # type: ignore[override]
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
-        one = self._splits.get(original_node)
-        if one is None:
-            return super().on_leave(original_node, updated_node)
-        # A call of another model among the arguments is split by now.
-        call = updated_node.value if isinstance(updated_node, cst.Attribute) else updated_node
-        text = _split_call(self._parsed, cst.ensure_type(call, cst.Call), self._names, one.field)
-        return cst.parse_expression(text, self._parsed.module.config_for_parsing)
+def _split(parsed: rewriting.ParsedCell, names: _Names, field: str | None, node: cst.CSTNode) -> cst.CSTNode:
+    """Return the split form of a call; a call of another model among its arguments is split by now."""
+    call = cst.ensure_type(node.value if isinstance(node, cst.Attribute) else node, cst.Call)
+    return cst.parse_expression(_split_call(parsed, call, names, field), parsed.module.config_for_parsing)
 
 
 def _refusal(parsed: rewriting.ParsedCell, one: _ModelCall, batch: set[str]) -> str | None:
@@ -293,45 +245,30 @@ def _bracketed(parsed: rewriting.ParsedCell, node: cst.BaseExpression) -> str:
 
 def _used_apart(around: cst.CSTNode) -> tuple[set[cst.CSTNode], dict[cst.CSTNode, str]]:
     """Return the calls whose results are unpacked, and those of which a field is read through their name later."""
-    uses = _Uses()
-    around.visit(uses)
-    fields = {call: uses.fields[name] for call, name in uses.named.items() if name in uses.fields}
-    return uses.unpacked, fields
-
-
-class _Uses(cst.CSTVisitor):
-    """How the results of calls are used: unpacked at once, or by fields of the name that they go by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unpacked: set[cst.CSTNode] = set()
-        self.named: dict[cst.CSTNode, str] = {}
-        self.fields: dict[str, str] = {}
-
-    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
-        for target in node.targets:
-            if isinstance(target.target, cst.Tuple | cst.List):
-                self.unpacked.add(node.value)
-            elif isinstance(target.target, cst.Name):
-                self.named[node.value] = target.target.value
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
-        if isinstance(node.value, cst.Name) and node.attr.value not in _OF_A_TENSOR:
-            self.fields.setdefault(node.value.value, node.attr.value)
-
-    def visit_Subscript(self, node: cst.Subscript) -> None:  # noqa: N802
-        index = node.slice[0].slice
-        key = index.value if isinstance(index, cst.Index) else None
-        if isinstance(node.value, cst.Name) and isinstance(key, cst.SimpleString):
-            self.fields.setdefault(node.value.value, key.raw_value)
+    unpacked: set[cst.CSTNode] = set()
+    named: dict[cst.CSTNode, str] = {}
+    fields: dict[str, str] = {}
+    for node in matchers.findall(around, matchers.OneOf(matchers.Assign(), matchers.Attribute(), matchers.Subscript())):
+        match node:
+            case cst.Assign(targets=targets, value=value):
+                unpacked |= {value for one in targets if isinstance(one.target, cst.Tuple | cst.List)}
+                for name in (one.target.value for one in targets if isinstance(one.target, cst.Name)):
+                    named[value] = name
+            case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=field)) if field not in _OF_A_TENSOR:
+                fields.setdefault(name, field)
+            case cst.Subscript(
+                value=cst.Name(value=name),
+                slice=[cst.SubscriptElement(slice=cst.Index(value=cst.SimpleString() as key))],
+            ):
+                fields.setdefault(name, key.raw_value)
+    return unpacked, {call: fields[name] for call, name in named.items() if name in fields}
 
 
 def _batch_names(parsed: rewriting.ParsedCell, around: cst.CSTNode, loop: TrainingLoop | None) -> set[str]:
     """Return the names that hold tensors of the batch: those of the loop, and what is made of them row by row."""
     names = set(loop.batch) if loop else set()
-    for node in _assignments(around):
-        pairs = _pairs(node)
-        for target, value in pairs:
+    for node in matchers.findall(around, matchers.Assign()):
+        for target, value in _pairs(cst.ensure_type(node, cst.Assign)):
             if isinstance(target, cst.Name):
                 (names.add if _has_rows(value, names) else names.discard)(target.value)
             elif isinstance(target, cst.Tuple | cst.List) and isinstance(value, cst.Name) and value.value in names:
@@ -348,16 +285,6 @@ def _pairs(node: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpressio
         else:
             out.append((target, node.value))
     return out
-
-
-def _assignments(around: cst.CSTNode) -> Iterator[cst.Assign]:
-    todo: list[cst.CSTNode] = [around]
-    while todo:
-        node = todo.pop(0)
-        if isinstance(node, cst.Assign):
-            yield node
-        else:
-            todo[:0] = node.children
 
 
 def _has_rows(node: cst.BaseExpression, batch: set[str]) -> bool:
@@ -380,3 +307,62 @@ def _has_rows(node: cst.BaseExpression, batch: set[str]) -> bool:
     if isinstance(node, cst.BinaryOperation):
         return _has_rows(node.left, batch) or _has_rows(node.right, batch)
     return False
+
+
+def _called_with(
+    cells: Cells, parsed: rewriting.ParsedCell, around: cst.CSTNode, models: Collection[str], depth: int = 2
+) -> Iterator[tuple[Cell, rewriting.ParsedCell, cst.FunctionDef, set[str]]]:
+    """Yield each function that ``around`` calls, with its cell and the names of the models in it, the nearest first.
+
+    Args:
+        cells: the last definition of a name is the one that is called.
+        parsed: the cell of ``around``.
+        around: the code that calls.
+        models: source text of the models there.
+        depth: how many calls deep to look.
+    """
+    for call in _calls_made_in(around):
+        if (found := _definition(cells, parsed.code(call.func).rpartition(".")[2])) is None:
+            continue
+        cell, where, function = found
+        known = _known_as(parsed, call, function, models)
+        yield cell, where, function, known
+        if depth > 1:
+            yield from _called_with(cells, where, function.body, known, depth - 1)
+
+
+def _calls_made_in(node: cst.CSTNode) -> Iterator[cst.Call]:
+    if isinstance(node, cst.Call):
+        yield node
+    for child in node.children:
+        if not isinstance(child, cst.FunctionDef | cst.ClassDef):
+            yield from _calls_made_in(child)
+
+
+def _definition(cells: Cells, name: str) -> tuple[Cell, rewriting.ParsedCell, cst.FunctionDef] | None:
+    """Return the last function or method of this name; None as well where several classes have one."""
+    for cell in reversed(cells.history):
+        if f"def {name}(" not in cell.source or isinstance(parsed := rewriting.read(cell.source), Refused):
+            continue
+        methods = [one for owner in parsed.module.body if isinstance(owner, cst.ClassDef) for one in owner.body.body]
+        plain = [node for node in parsed.module.body if isinstance(node, cst.FunctionDef) and node.name.value == name]
+        bound = [node for node in methods if isinstance(node, cst.FunctionDef) and node.name.value == name]
+        if plain or len(bound) == 1:
+            return cell, parsed, (plain or bound)[-1]
+    return None
+
+
+def _known_as(
+    parsed: rewriting.ParsedCell, call: cst.Call, function: cst.FunctionDef, models: Collection[str]
+) -> set[str]:
+    """Return what the models are called in ``function``: globals, parameters, and attributes of ``self``."""
+    parameters = [one.name.value for one in (*function.params.posonly_params, *function.params.params)]
+    is_method = parameters[:1] == ["self"]
+    parameters = parameters[1:] if is_method else parameters
+    by_place = zip(parameters, (one for one in call.args if one.keyword is None), strict=False)
+    given = {name: argument.value for name, argument in by_place}
+    given |= {one.keyword.value: one.value for one in call.args if one.keyword is not None}
+    every = {*parameters, *(one.name.value for one in function.params.kwonly_params)}
+    passed = {name for name, value in given.items() if parsed.code(value) in models}
+    own = {f"self.{path.rpartition('.')[2]}" for path in models if "." in path} if is_method else set()
+    return passed | own | {path for path in models if path.partition(".")[0] not in every}

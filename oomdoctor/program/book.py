@@ -19,7 +19,7 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
 from oomdoctor.program.magics import parsed
-from oomdoctor.program.names import arguments_of, call_name, parameters_of, root_of
+from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of
 
 __all__ = [
     "SETTINGS",
@@ -394,11 +394,7 @@ def _is_given(tree: ast.AST, options: tuple[str, ...]) -> bool:
 
 def binds(node: ast.stmt, name: str) -> bool:
     """Tell whether ``node`` binds ``name``."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return node.name == name
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return any((alias.asname or alias.name) == name for alias in node.names)
-    return any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store) for part in own(node))
+    return name in bound_by(node)
 
 
 def _assigned(node: ast.stmt, name: str) -> ast.expr | None:

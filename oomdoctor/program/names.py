@@ -18,6 +18,7 @@ __all__ = [
     "arguments_of",
     "assigned",
     "bindings",
+    "bound_by",
     "bound_names",
     "bound_otherwise",
     "call_name",
@@ -194,7 +195,7 @@ def bound_names(source: str) -> frozenset[str]:
     """Return the names that the cell binds at its top level, wherever."""
     names: set[str] = set()
     for statement in _body(source):
-        names.update(_bound_by(statement))
+        names.update(bound_by(statement))
     return frozenset(names)
 
 
@@ -244,7 +245,8 @@ def _body(source: str) -> list[ast.stmt]:
     return [] if tree is None else tree.body
 
 
-def _bound_by(node: ast.AST) -> Iterator[str]:
+def bound_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node binds at its level."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
         return
@@ -257,7 +259,7 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.ExceptHandler) and node.name:
         yield node.name
     for child in ast.iter_child_nodes(node):
-        yield from _bound_by(child)
+        yield from bound_by(child)
 
 
 def _events(body: Iterable[ast.stmt], *, certain: bool) -> Iterator[tuple[str, FirstUse | None]]:
@@ -273,7 +275,7 @@ def _statement(node: ast.stmt, certain: bool) -> Iterator[tuple[str, FirstUse | 
         yield node.name, binds
     elif isinstance(node, (ast.For, ast.AsyncFor)):
         yield from _reads(node.iter)
-        yield from ((name, binds) for name in _bound_by(node.target))
+        yield from ((name, binds) for name in bound_by(node.target))
         yield from _events([*node.body, *node.orelse], certain=certain)
     elif isinstance(node, ast.While):
         yield from _reads(node.test)
@@ -282,7 +284,7 @@ def _statement(node: ast.stmt, certain: bool) -> Iterator[tuple[str, FirstUse | 
         for item in node.items:
             yield from _reads(item.context_expr)
             if item.optional_vars is not None:
-                yield from ((name, binds) for name in _bound_by(item.optional_vars))
+                yield from ((name, binds) for name in bound_by(item.optional_vars))
         yield from _events(node.body, certain=certain)
     elif isinstance(node, (ast.If, ast.Try, ast.Match)):
         yield from _branches(node)
@@ -290,7 +292,7 @@ def _statement(node: ast.stmt, certain: bool) -> Iterator[tuple[str, FirstUse | 
         yield from _reads(node)
         if isinstance(node, ast.AugAssign):
             yield from ((child.id, FirstUse.READS) for child in ast.walk(node.target) if isinstance(child, ast.Name))
-        yield from ((name, binds) for name in _bound_by(node))
+        yield from ((name, binds) for name in bound_by(node))
 
 
 def _branches(node: ast.stmt) -> Iterator[tuple[str, FirstUse | None]]:
