@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
-from libcst import matchers
 
 from oomdoctor.fixes._attention_read import Attention, NotRead, read
 from oomdoctor.model.absence import Refused
@@ -20,6 +19,7 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.replay import node_of
+from oomdoctor.program.rewriting import within
 
 __all__ = ["Fused", "asks_for_eager", "fused"]
 
@@ -52,8 +52,7 @@ def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString 
     statement = rewriting.statement_at(parsed, line)
     if statement is None or "attn_implementation" not in parsed.code(statement):
         return None
-    strings = matchers.findall(statement, matchers.SimpleString())
-    found = [one for one in strings if isinstance(one, cst.SimpleString) and one.evaluated_value == "eager"]
+    found = [one for one in within(statement, cst.SimpleString) if one.evaluated_value == "eager"]
     return found[0] if len(found) == 1 else None
 
 

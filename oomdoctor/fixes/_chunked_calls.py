@@ -15,7 +15,6 @@ from functools import partial
 from typing import Final
 
 import libcst as cst
-from libcst import matchers
 
 from oomdoctor.fixes._seen import containers
 from oomdoctor.model.absence import Refused
@@ -24,6 +23,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines, rewriting, words
+from oomdoctor.program.rewriting import within
 from oomdoctor.program.words import Result
 
 __all__ = ["rewrite"]
@@ -160,7 +160,6 @@ def _operands(node: cst.BaseExpression) -> Iterator[str]:
 
 def _calls(parsed: rewriting.ParsedCell, around: cst.CSTNode, models: set[str]) -> list[_ModelCall]:
     parents = {child: node for node in parsed.positions for child in node.children}
-    calls = [call for call in matchers.findall(around, matchers.Call()) if isinstance(call, cst.Call)]
     return [
         _ModelCall(
             call=call,
@@ -168,7 +167,7 @@ def _calls(parsed: rewriting.ParsedCell, around: cst.CSTNode, models: set[str]) 
             grandparent=parents.get(parents[call]),
             in_parts=_in_parts(parsed, call, parents),
         )
-        for call in calls
+        for call in within(around, cst.Call)
         if parsed.code(call.func) in models
     ]
 
@@ -248,7 +247,7 @@ def _used_apart(around: cst.CSTNode) -> tuple[set[cst.CSTNode], dict[cst.CSTNode
     unpacked: set[cst.CSTNode] = set()
     named: dict[cst.CSTNode, str] = {}
     fields: dict[str, str] = {}
-    for node in matchers.findall(around, matchers.OneOf(matchers.Assign(), matchers.Attribute(), matchers.Subscript())):
+    for node in within(around, cst.CSTNode):  # type: ignore[type-abstract]
         match node:
             case cst.Assign(targets=targets, value=value):
                 unpacked |= {value for one in targets if isinstance(one.target, cst.Tuple | cst.List)}
@@ -267,8 +266,8 @@ def _used_apart(around: cst.CSTNode) -> tuple[set[cst.CSTNode], dict[cst.CSTNode
 def _batch_names(parsed: rewriting.ParsedCell, around: cst.CSTNode, loop: TrainingLoop | None) -> set[str]:
     """Return the names that hold tensors of the batch: those of the loop, and what is made of them row by row."""
     names = set(loop.batch) if loop else set()
-    for node in matchers.findall(around, matchers.Assign()):
-        for target, value in _pairs(cst.ensure_type(node, cst.Assign)):
+    for node in within(around, cst.Assign):
+        for target, value in _pairs(node):
             if isinstance(target, cst.Name):
                 (names.add if _has_rows(value, names) else names.discard)(target.value)
             elif isinstance(target, cst.Tuple | cst.List) and isinstance(value, cst.Name) and value.value in names:
@@ -321,7 +320,7 @@ def _called_with(
         models: source text of the models there.
         depth: how many calls deep to look.
     """
-    for call in _calls_made_in(around):
+    for call in within(around, cst.Call, (cst.FunctionDef, cst.ClassDef)):
         if (found := _definition(cells, parsed.code(call.func).rpartition(".")[2])) is None:
             continue
         cell, where, function = found
@@ -329,14 +328,6 @@ def _called_with(
         yield cell, where, function, known
         if depth > 1:
             yield from _called_with(cells, where, function.body, known, depth - 1)
-
-
-def _calls_made_in(node: cst.CSTNode) -> Iterator[cst.Call]:
-    if isinstance(node, cst.Call):
-        yield node
-    for child in node.children:
-        if not isinstance(child, cst.FunctionDef | cst.ClassDef):
-            yield from _calls_made_in(child)
 
 
 def _definition(cells: Cells, name: str) -> tuple[Cell, rewriting.ParsedCell, cst.FunctionDef] | None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from oomdoctor.fixes._optimizer_source import calls, last_name
+from oomdoctor.fixes._optimizer_source import last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.rewriting import exchange
+from oomdoctor.program.rewriting import exchange, text_of, within
 
 __all__ = ["Call", "assigned", "by_cell", "called", "code_of", "edited", "find", "keyword"]
 
@@ -70,7 +70,7 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
         parsed = rewriting.read(cell.source)
         if isinstance(parsed, Refused):
             return parsed
-        for node in calls(parsed.module):
+        for node in within(parsed.module, cst.Call):
             if last_name(node) not in own:
                 continue
             path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
@@ -105,21 +105,12 @@ def _target(statement: rewriting.Statement) -> str | None:
 
 def assigned(one: Call, name: str) -> list[cst.BaseExpression]:
     """Return what is assigned to ``name`` in the function of ``one``, or at the top level of its cell."""
-    found = _Assigned(name)
-    (one.around or one.parsed.module).visit(found)
-    return found.values
-
-
-class _Assigned(cst.CSTVisitor):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self.values: list[cst.BaseExpression] = []
-
-    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
-        for target in node.targets:
-            if isinstance(target.target, cst.Name) and target.target.value == self._name:
-                self.values.append(node.value)
+    return [
+        node.value
+        for node in within(one.around or one.parsed.module, cst.Assign)
+        for target in node.targets
+        if isinstance(target.target, cst.Name) and target.target.value == name
+    ]
 
 
 def by_cell(found: Iterable[Call]) -> list[list[Call]]:
@@ -137,7 +128,7 @@ def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
 
 def code_of(node: cst.CSTNode) -> str:
     """Return ``node`` as source text."""
-    return cst.Module([]).code_for_node(node).strip()
+    return text_of(node).strip()
 
 
 def edited(

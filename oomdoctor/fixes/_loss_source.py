@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
-from libcst import matchers
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LossFacts
@@ -21,6 +20,7 @@ from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.rewriting import within
 
 __all__ = ["rewrite"]
 
@@ -90,7 +90,7 @@ def rewrite(cells: Cells, sites: Sequence[Site], known: Sequence[LossFacts], chu
 def _losses(
     cells: Cells, known: Sequence[LossFacts], sites: Sequence[Site], parsed: rewriting.ParsedCell
 ) -> list[_Loss] | Refused:
-    every = [call for call in matchers.findall(parsed.module, matchers.Call()) if isinstance(call, cst.Call)]
+    every = list(within(parsed.module, cst.Call))
     out: list[_Loss] = []
     for site in sites:
         called, stands_for = site.names

@@ -7,7 +7,7 @@ libraries, and names that are attributes are not followed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, TypeAlias
@@ -20,8 +20,9 @@ from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.bindings import last_binding
+from oomdoctor.program.rewriting import within
 
-__all__ = ["Made", "calls", "edited", "last_name", "made", "with_keyword"]
+__all__ = ["Made", "edited", "last_name", "made", "with_keyword"]
 
 Read: TypeAlias = Callable[[str], rewriting.ParsedCell | Refused]
 
@@ -99,7 +100,7 @@ def _followed(cells: Cells, facts: OptimizerFacts, read: Read, bound: Made) -> M
             parsed = read(cell.source)
             if isinstance(parsed, Refused) or (function := _function(parsed, name)) is None:
                 continue
-            inside = [call for call in calls(function) if last_name(call) == facts.type_name]
+            inside = [call for call in within(function, cst.Call) if last_name(call) == facts.type_name]
             if len(inside) == 1:
                 return replace(bound, cell=cell, parsed=parsed, call=inside[0], in_function=True)
             break
@@ -118,14 +119,6 @@ def last_name(node: cst.BaseExpression) -> str:
 def _function(parsed: rewriting.ParsedCell, name: str) -> cst.FunctionDef | None:
     found = [node for node in parsed.module.body if isinstance(node, cst.FunctionDef) and node.name.value == name]
     return found[-1] if found else None
-
-
-def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
-    """Yield every call within ``node``."""
-    for child in node.children:
-        if isinstance(child, cst.Call):
-            yield child
-        yield from calls(child)
 
 
 def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:

@@ -29,7 +29,7 @@ from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.book import Book, Number, Place, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, node_of, write
-from oomdoctor.program.rewriting import exchange
+from oomdoctor.program.rewriting import exchange, text_of
 
 __all__ = ["BATCH", "owner", "patched", "setting"]
 
@@ -221,7 +221,7 @@ def _written(made: _Call, old: cst.Call, terms: Iterable[_Term], dose: Dose) -> 
         value = _value(made, term, dose)
         if isinstance(value, Refused):
             return value
-        quotes = cst.Module([]).code_for_node(old)
+        quotes = text_of(old)
         if "'" in quotes and '"' not in quotes:
             value = value.replace('"', "'")
         new, after = arguments.with_keyword(new, term.keyword, value, after), term.keyword

@@ -29,7 +29,7 @@ from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, Scope, site, statements
 from oomdoctor.program.ground import Ground, ground
 from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.rewriting import place_at
+from oomdoctor.program.rewriting import place_at, text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -155,7 +155,7 @@ def _placing(
 def _candidates(page: Page, statement: cst.CSTNode) -> list[tuple[str | None, list[cst.Call]]]:
     """Return the names that a statement puts on a device; None stands for the parts of a ``TensorDataset``."""
     named: list[tuple[str | None, list[cst.Call]]] = [(name, [call]) for name, call in _data_places.placed(statement)]
-    for call in _optimizer_source.calls(statement):
+    for call in within(statement, cst.Call):
         if _optimizer_source.last_name(call) == "TensorDataset":
             parts = [a.value for a in call.args if isinstance(a.value, cst.Call) and _data_places.take_off(a.value)]
             named += [(None, parts)] if parts else []
@@ -214,7 +214,7 @@ def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, devic
         # The objects stay, so that whatever else holds them follows.
         change.live.append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
     collate = import_lines.name_for(_HOME, "default_collate", cells, "collate")
-    text = f"lambda rows: [part.to({cst.Module([]).code_for_node(device)}) for part in {collate}(rows)]"
+    text = f"lambda rows: [part.to({text_of(device)}) for part in {collate}(rows)]"
 
     def collating(call: cst.CSTNode) -> cst.CSTNode:
         new = _optimizer_source.with_keyword(cst.ensure_type(call, cst.Call), "collate_fn", text)
@@ -252,8 +252,8 @@ def _is_idle(statement: cst.CSTNode) -> bool:
     small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
     if not isinstance(small, cst.Assign) or len(small.targets) != 1:
         return False
-    text = cst.Module([]).code_for_node
-    return text(small.targets[0].target).strip() == text(small.value).strip()
+
+    return text_of(small.targets[0].target).strip() == text_of(small.value).strip()
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:

@@ -33,6 +33,7 @@ from oomdoctor.program.definitions import Scope, Statement, site, statements
 from oomdoctor.program.ground import ground
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, own_nodes, target_names
+from oomdoctor.program.rewriting import within
 from oomdoctor.program.undifferentiated import undifferentiated
 
 if TYPE_CHECKING:
@@ -287,13 +288,7 @@ def _in_loop(
 
 def _leaves_early(loop: cst.For | cst.While) -> bool:
     """Whether a ``continue`` of the loop itself would pass over its end."""
-    waiting: list[cst.CSTNode] = [loop.body]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, cst.Continue):
-            return True
-        waiting += [child for child in node.children if not isinstance(child, cst.For | cst.While | cst.FunctionDef)]
-    return False
+    return any(within(loop.body, cst.Continue, (cst.For, cst.While, cst.FunctionDef)))
 
 
 def _detached(names: tuple[str, ...], cells: Cells) -> str | Refused:

@@ -27,7 +27,7 @@ from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
-from oomdoctor.program.rewriting import New, exchange
+from oomdoctor.program.rewriting import New, exchange, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -201,9 +201,8 @@ class _Program:
             parsed = self._read(cell)
             if isinstance(parsed, Refused):
                 return parsed.reason
-            strings = _Strings("cuda:0")
-            parsed.module.visit(strings)
-            for node in strings.found:
+            strings = within(parsed.module, cst.SimpleString)
+            for node in (one for one in strings if one.evaluated_value == "cuda:0"):
                 self._exchange(cell, node, node.with_changes(value=node.value.replace("cuda:0", "cuda")))
         return None
 
@@ -304,19 +303,6 @@ def _first(told: cst.BaseStatement) -> New:
         return body.with_changes(body=[told, *body.body])  # type: ignore[attr-defined]
 
     return put
-
-
-class _Strings(cst.CSTVisitor):
-    """Finds the strings of one value."""
-
-    def __init__(self, value: str) -> None:
-        super().__init__()
-        self._value = value
-        self.found: list[cst.SimpleString] = []
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802
-        if node.evaluated_value == self._value:
-            self.found.append(node)
 
 
 FIX: Final = Fix(

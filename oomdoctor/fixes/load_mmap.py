@@ -35,7 +35,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.definitions import site
 from oomdoctor.program.names import call_name, own_nodes
-from oomdoctor.program.rewriting import EditPlace, place_at
+from oomdoctor.program.rewriting import EditPlace, place_at, text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -115,9 +115,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return place
     (page,) = pages_of([(place.cell, place.parsed)])
     statement = rewriting.statement_at(place.parsed, place.line)
-    loads = (
-        [] if statement is None else [call for call in _optimizer_source.calls(statement) if _text(call.func) == _LOAD]
-    )
+    loads = [] if statement is None else [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
     if len(loads) != 1 or any(arg.star for arg in loads[0].args):
         return Refused(_NOWHERE)
     (load,) = loads
@@ -131,10 +129,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewriting.join(
         cells, [rewriting.edit(cells, place.cell, place.parsed, rewriting.exchange(place.parsed.module, nodes))]
     )
-
-
-def _text(node: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(node)
 
 
 def _to_host(node: cst.CSTNode, mapped: bool) -> cst.CSTNode:
@@ -160,9 +154,9 @@ def _assigning(node: cst.CSTNode) -> cst.CSTNode:
 def _can_map(cells: Cells, load: cst.Call) -> bool:
     """Whether what is loaded is a file by its name that nothing in the notebook writes."""
     source = load.args[0].value
-    if isinstance(source, cst.Call) and _text(source.func).rpartition(".")[2] not in {"join", "Path", "str"}:
+    if isinstance(source, cst.Call) and text_of(source.func).rpartition(".")[2] not in {"join", "Path", "str"}:
         return False
-    bound = rf"\b{re.escape(_text(source))}\b\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(_text(source))}\b"
+    bound = rf"\b{re.escape(text_of(source))}\b\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(text_of(source))}\b"
     return not any(_SAVES.search(cell.source) or re.search(bound, cell.source) for cell in cells.history)
 
 
@@ -220,7 +214,7 @@ def _use(page: Page, node: cst.Name) -> cst.Call | str | Refused | None:
     key = ""
     while isinstance(page.parents[outer], cst.Subscript) and page.parents[outer].value is outer:  # type: ignore[attr-defined]
         outer = page.parents[outer]
-        key = _text(outer.slice[-1]).strip("\"'")  # type: ignore[attr-defined]
+        key = text_of(outer.slice[-1]).strip("\"'")  # type: ignore[attr-defined]
     parent = page.parents[outer]
     if (call := _into(page, outer)) is not None:
         return call

@@ -28,7 +28,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.magics import mask, parsed
 from oomdoctor.program.names import call_name
-from oomdoctor.program.rewriting import EditPlace, place_at
+from oomdoctor.program.rewriting import EditPlace, place_at, text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -95,14 +95,12 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if isinstance(place, Refused):
         return place
     statement = rewriting.statement_at(place.parsed, place.line)
-    loads = (
-        [] if statement is None else [call for call in _optimizer_source.calls(statement) if _text(call.func) in _LOADS]
-    )
+    loads = [] if statement is None else [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
     if len(loads) != 1 or not loads[0].args or any(arg.star for arg in loads[0].args):
         return Refused(_NOWHERE)
     pages = _data_places.read(cells)
     page = next(one for one in pages if one.cell.source == place.cell.source)
-    (load,) = (one for one in _optimizer_source.calls(page.parsed.module) if _stands_at(page, one, place, loads[0]))
+    (load,) = (one for one in within(page.parsed.module, cst.Call) if _stands_at(page, one, place, loads[0]))
     why = _unmappable(cells, load) or _written(pages, page, load)
     if why is not None:
         return Refused(why)
@@ -116,17 +114,13 @@ def _stands_at(page: Page, call: cst.Call, place: EditPlace, wanted: cst.Call) -
     return page.parsed.positions[call] == place.parsed.positions[wanted]
 
 
-def _text(node: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(node)
-
-
 def _unmappable(cells: Cells, load: cst.Call) -> str | None:
     """Return why what is loaded cannot be mapped, or should not be, None if it can."""
     source, *others = load.args
     given = {arg.keyword.value if arg.keyword is not None else "" for arg in others}
     if given & {"mmap_mode", "", "allow_pickle"}:
         return "the array is mapped already, or may hold Python objects, which cannot be"
-    text = _text(source.value)
+    text = text_of(source.value)
     if ".npz" in text:
         return "arrays of an .npz file are packed together and cannot be mapped"
     opened = rf"\b{re.escape(text)}\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(text)}\b"
@@ -151,19 +145,13 @@ def _written(pages: tuple[Page, ...], page: Page, load: cst.Call) -> str | None:
     for where, scope in scopes:
         if any(re.search(rf"\b{re.escape(name)}\b", original) for _, original in where.parsed.masked.hidden):
             return f"{where.cell} uses `{name}` in a line of IPython's own, which is not followed"
-        for node in _uses_of(where, scope, name, is_attribute=isinstance(target, cst.Attribute)):
-            if node is not target and (why := _use(where, node)) is not None:
+        for node in within(scope, type(target)):
+            named = node.attr if isinstance(node, cst.Attribute) else node
+            if named.value != name or node is target or (named is node and is_label(where, named)):
+                continue
+            if (why := _use(where, node)) is not None:
                 return why
     return None
-
-
-def _uses_of(page: Page, scope: cst.CSTNode, name: str, *, is_attribute: bool) -> Iterator[cst.BaseExpression]:
-    for child in scope.children:
-        if is_attribute and isinstance(child, cst.Attribute) and child.attr.value == name:
-            yield child
-        if not is_attribute and isinstance(child, cst.Name) and child.value == name and not is_label(page, child):
-            yield child
-        yield from _uses_of(page, child, name, is_attribute=is_attribute)
 
 
 def _use(page: Page, node: cst.BaseExpression) -> str | None:
@@ -181,7 +169,7 @@ def _use(page: Page, node: cst.BaseExpression) -> str | None:
         names = {arg.keyword.value for arg in around.args if arg.keyword is not None}
         if parent.attr.value in _NEW and not names & {"out", "copy"}:
             return None
-    if isinstance(parent, cst.Arg) and isinstance(around, cst.Call) and _text(around.func) in _COPIES:
+    if isinstance(parent, cst.Arg) and isinstance(around, cst.Call) and text_of(around.func) in _COPIES:
         names = {arg.keyword.value for arg in around.args if arg.keyword is not None}
         if parent.keyword is None and around.args[0] is parent and not names & {"out", "copy"}:
             return None

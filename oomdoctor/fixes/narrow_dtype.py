@@ -23,7 +23,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
-from oomdoctor.program.rewriting import place_at
+from oomdoctor.program.rewriting import place_at, text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import CellLine, Incident
@@ -85,7 +85,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if not isinstance(statement, cst.SimpleStatementLine):
         return Refused(_NOWHERE)
     narrowed: dict[cst.CSTNode, rewriting.New]
-    narrowed = {call: new for call in _optimizer_source.calls(statement) if (new := _narrowed(call)) is not None}
+    narrowed = {call: new for call in within(statement, cst.Call) if (new := _narrowed(call)) is not None}
     if len(narrowed) > 1:
         return Refused(f"line {place.line} of {place.cell} makes several arrays of float64")
     if not narrowed:
@@ -98,7 +98,7 @@ def _narrowed(call: cst.Call) -> cst.Call | None:
     """Return ``call`` with float32, None where it makes no float64 of which the type can be said."""
     if not isinstance(call.func, cst.Attribute) or any(arg.star for arg in call.args):
         return None
-    root, name = _text(call.func.value), call.func.attr.value
+    root, name = text_of(call.func.value), call.func.attr.value
     if name == "double" and not call.args:
         return call.with_changes(func=call.func.with_changes(attr=cst.Name("float")))
     if name in {"astype", "to"} and call.args and call.args[0].keyword is None:
@@ -121,19 +121,15 @@ def _narrowed(call: cst.Call) -> cst.Call | None:
 def _exchanged(call: cst.Call, at: int) -> cst.Call | None:
     """Return ``call`` with float32 for its argument ``at``, None where that is not float64."""
     value = call.args[at].value
-    root, _, last = _text(value).strip("\"'").rpartition(".")
+    root, _, last = text_of(value).strip("\"'").rpartition(".")
     if last not in _TEXTS or (root and root not in _ROOTS):
         return None
     if isinstance(value, cst.SimpleString):
         new: cst.BaseExpression = value.with_changes(value=f"{value.quote}float32{value.quote}")
     else:
-        own = _text(cst.ensure_type(call.func, cst.Attribute).value)
+        own = text_of(cst.ensure_type(call.func, cst.Attribute).value)
         new = cst.parse_expression(f"{root or (own if own in _ROOTS else 'np')}.float32")
     return call.with_changes(args=[*call.args[:at], call.args[at].with_changes(value=new), *call.args[at + 1 :]])
-
-
-def _text(node: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(node)
 
 
 FIX: Final = Fix(

@@ -29,6 +29,7 @@ from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.rewriting import text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -132,14 +133,10 @@ def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.St
     return body[forwards[0] : backwards[-1] + 1]  # type: ignore[return-value]
 
 
-def _called(node: cst.CSTNode) -> Iterator[str]:
-    """Yield the text of what is called within ``node``, functions defined there left out."""
-    if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Lambda):
-        return
-    if isinstance(node, cst.Call):
-        yield cst.Module([]).code_for_node(node.func)
-    for child in node.children:
-        yield from _called(child)
+def _called(node: cst.CSTNode) -> list[str]:
+    """Return the text of what is called within a statement, functions defined there left out."""
+    calls = within(cst.IndentedBlock([node]), cst.Call, (cst.FunctionDef, cst.ClassDef, cst.Lambda))  # type: ignore[list-item]
+    return [text_of(call.func) for call in calls]
 
 
 def _wrapped(step: list[rewriting.Statement], context: cst.BaseExpression) -> cst.With:

@@ -11,10 +11,10 @@ import ast
 import builtins
 import keyword
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
@@ -50,6 +50,8 @@ __all__ = [
     "replace",
     "statement_at",
     "statements",
+    "text_of",
+    "within",
     "write",
 ]
 
@@ -59,6 +61,7 @@ New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst
 """What comes in the place of a node: another one, statements, or what is made of it when all within it is exchanged."""
 
 _BOUND_TO_CLASS: Final = re.compile(r"\bsuper\b|\b__class__\b|(?<!\w)__[a-zA-Z]\w*(?<!__)\b")
+Kind = TypeVar("Kind", bound=cst.CSTNode)
 _WORD: Final = re.compile(r"[^\W\d]\w*")
 
 
@@ -156,6 +159,20 @@ def block(loop: cst.For | cst.While, lines: Sequence[cst.BaseStatement]) -> cst.
     if isinstance(loop.body, cst.IndentedBlock):
         return loop.body.with_changes(body=lines)
     return cst.IndentedBlock(body=lines)
+
+
+def within(node: cst.CSTNode, kind: type[Kind], without: tuple[type[cst.CSTNode], ...] = ()) -> Iterator[Kind]:
+    """Yield the nodes of a kind below ``node`` in the order of the text, not going into some kinds."""
+    for child in node.children:
+        if not isinstance(child, without):
+            if isinstance(child, kind):
+                yield child
+            yield from within(child, kind, without)
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """Return the source text of a node."""
+    return cst.Module([]).code_for_node(node)
 
 
 def enclosing(parsed: ParsedCell, line: int) -> Definition | None:
