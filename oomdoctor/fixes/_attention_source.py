@@ -18,6 +18,7 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import spelled
+from oomdoctor.program.names import blocks_of
 from oomdoctor.program.replay import node_of
 from oomdoctor.program.rewriting import within
 
@@ -95,11 +96,9 @@ def _covers(node: ast.stmt, line: int) -> bool:
 def _block(body: list[ast.stmt], line: int) -> list[ast.stmt]:
     """Return the statements among which the one on ``line`` stands that has no blocks of its own there."""
     for statement in body:
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            parts = getattr(statement, name, []) if _covers(statement, line) else []
-            for inner in [part.body for part in parts] if name in ("handlers", "cases") else [parts]:
-                if any(_covers(one, line) for one in inner) and inner[0].lineno != statement.lineno:
-                    return _block(inner, line)
+        for inner in blocks_of(statement) if _covers(statement, line) else ():
+            if any(_covers(one, line) for one in inner) and inner[0].lineno != statement.lineno:
+                return _block(inner, line)
     return body
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.program.magics import parsed
+from oomdoctor.program.names import blocks_of
 
 __all__ = ["looks_at_parameters"]
 
@@ -37,10 +38,7 @@ def looks_at_parameters(source: str, namespace: Mapping[str, Any]) -> str | None
 
 def _between(tree: ast.AST) -> Iterator[ast.stmt]:
     for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if not isinstance(block, list):
-                continue
+        for block in blocks_of(node):
             backward = [at for at, one in enumerate(block) if _calls(one, "backward")]
             steps = [at for at, one in enumerate(block) if _calls(one, "step")]
             if backward and steps:

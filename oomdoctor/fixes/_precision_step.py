@@ -32,6 +32,7 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own, reads
 from oomdoctor.program.import_lines import knows_torch
 from oomdoctor.program.magics import parsed as tree_of
+from oomdoctor.program.names import blocks_of
 
 __all__ = ["under_autocast"]
 
@@ -234,11 +235,7 @@ def _block(loop: Loop, call: ast.Call) -> list[ast.stmt]:
     path = ancestors(loop, call)
     if not isinstance(path[-2], ast.Expr) or any(isinstance(node, ast.For | ast.While) for node in path[1:]):
         raise _NotSafe(f"`{ast.unparse(call)}` is not a statement of the loop itself")
-    for name in ("body", "orelse"):
-        block: list[ast.stmt] = getattr(path[-3], name, [])
-        if path[-2] in block:
-            return block
-    raise _NotSafe(f"`{ast.unparse(call)}` is not a statement of the loop itself")
+    return next(block for block in blocks_of(path[-3]) if path[-2] in block)
 
 
 class _Scale(cst.CSTTransformer):

@@ -26,12 +26,11 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import without_keyword
-from oomdoctor.program.dataflow import ancestors, bound, exposed, reads
+from oomdoctor.program.dataflow import Flow, Way, ancestors, bound, exposed, reads
 from oomdoctor.program.definitions import site
 from oomdoctor.program.differentiation import Differentiation
-from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.ground import ground
-from oomdoctor.program.names import bindings, own_nodes
+from oomdoctor.program.names import bindings, blocks_of, own_nodes
 from oomdoctor.program.undifferentiated import ModelCalls
 
 if TYPE_CHECKING:
@@ -118,9 +117,8 @@ class _Uses:
 def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of ``step`` that come after the last of ``path``."""
     for outer, inner in pairwise(path[path.index(step) :]):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(outer, name, None)
-            if isinstance(block, list) and inner in block:
+        for block in blocks_of(outer):
+            if inner in block:
                 yield from block[block.index(inner) + 1 :]
 
 

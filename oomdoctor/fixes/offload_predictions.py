@@ -27,8 +27,8 @@ from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import called_on
+from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import site
-from oomdoctor.program.graph_flow import Flow, Way
 from oomdoctor.program.kept_tensors import gathers_predictions
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, root_of, stored
 from oomdoctor.program.undifferentiated import ModelCalls

@@ -13,7 +13,7 @@ from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.names import assigned, own_nodes, target_names
 from oomdoctor.program.replay import node_of
 
-__all__ = ["Binding", "last_binding"]
+__all__ = ["last_binding"]
 
 
 class Binding(NamedTuple):

@@ -14,16 +14,7 @@ from oomdoctor.program.definitions import Program, Scope, place, short, statemen
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported, own_nodes
 
-__all__ = [
-    "Call",
-    "calls",
-    "calls_at",
-    "calls_in_text",
-    "decorators",
-    "imported_modules",
-    "imports_of",
-    "text_of",
-]
+__all__ = ["Call", "calls", "calls_at", "calls_in_text", "decorators", "imported_modules", "imports_of", "text_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

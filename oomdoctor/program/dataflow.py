@@ -1,15 +1,39 @@
-"""Which names statements read and bind, in the order in which they run: the little dataflow that rewriting needs."""
+"""The dataflow of statements: which names they read and bind, and which of them carry a value with its autograd graph.
+
+A graph is followed through statements in the order in which they run, with the set of names that carry such a value. A
+name that is surely bound to something else carries nothing any more. What may not happen lets go of nothing: branches,
+loops that may run no time, what a jump or an error leaves out, and blocks of a ``with`` that may swallow an error. What
+a call does to a graph is told by the vocabulary. Within one statement the order does not count.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-__all__ = ["Loop", "ancestors", "bound", "exposed", "loop_at", "own", "reads"]
+from oomdoctor.program import words
+from oomdoctor.program.names import (
+    assigned,
+    bindings,
+    call_name,
+    fed,
+    names_captured,
+    names_in,
+    names_set,
+    own_nodes,
+    parameters_of,
+    plain_names,
+)
 
-Block = Sequence[ast.stmt]
+__all__ = ["Flow", "Loop", "Way", "ancestors", "bound", "exposed", "loop_at", "own", "reads"]
+
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+
+
+_TRIES: Final = (ast.Try, ast.TryStar)
+_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 
 
 def loop_at(tree: ast.AST, line: int) -> Loop | None:
@@ -103,3 +127,210 @@ def _surely_bound(node: ast.stmt) -> set[str]:
 
 def _is_sum(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+
+
+def _never(_: ast.Call) -> bool:
+    return False
+
+
+def _no_more(_: ast.AST, names: set[str]) -> set[str]:
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """How values with a graph go from what makes them into names.
+
+    Attributes:
+        makes: whether a call gives such a value, whatever it is given.
+        stops: whether a call gives none, whatever it is given.
+        drops: attributes that have none.
+        of_graphs: a graph is followed, which code under ``no_grad`` does not make; else the values themselves.
+        errs_to_yes: what may keep a graph counts, as what is handed to an unknown function that is called for its
+            effect; else only what is seen to.
+        spreads: returns names, with further ones that carry it where a node runs while these do.
+    """
+
+    makes: Callable[[ast.Call], bool] = _never
+    stops: Callable[[ast.Call], bool] = words.cuts_graph
+    drops: Collection[str] = words.PLAIN_ATTRIBUTES
+    of_graphs: bool = True
+    errs_to_yes: bool = False
+    spreads: Callable[[ast.AST, set[str]], set[str]] = _no_more
+
+    def carries(self, value: ast.expr, names: set[str], *, gradless: bool = False) -> bool:
+        """Whether ``value`` has a graph if ``names`` have one; ``gradless``: no new graph is made there."""
+
+        def within(*parts: ast.AST) -> bool:
+            return any(isinstance(part, ast.expr) and self.carries(part, names, gradless=gradless) for part in parts)
+
+        match value:
+            case ast.Name(id=name):
+                return name in names
+            case ast.Constant() | ast.JoinedStr() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
+                return False
+            case ast.Attribute(attr="grad") if self.of_graphs and not self.errs_to_yes:
+                return False
+            case ast.Attribute(value=base, attr=attr):
+                return attr not in self.drops and not (attr == "indices" and words.has_index(base)) and within(base)
+            case ast.Subscript(value=base, slice=ast.Constant(value=1)) if words.has_index(base):
+                return False
+            case ast.Subscript(value=base):
+                return within(base)
+            case ast.Lambda():
+                return bool((names_in(value.body) - parameters_of(value)) & names)
+            case ast.IfExp():
+                return within(value.body, value.orelse)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                for part in value.generators:
+                    names = names.union(*(found for found, given in bindings(part) if within(given)))
+                return within(*([value.key, value.value] if isinstance(value, ast.DictComp) else [value.elt]))
+            case ast.Call():
+                if self.stops(value) or (gradless and not self.errs_to_yes):
+                    return False
+                if not gradless and self.makes(value):
+                    return True
+                return within(value.func, *value.args, *(keyword.value for keyword in value.keywords))
+            case ast.BinOp() if gradless and not self.errs_to_yes:
+                return False
+        return within(*ast.iter_child_nodes(value))
+
+    def spread(
+        self, body: Iterable[ast.AST], names: Collection[str], beside: Collection[str] = (), *, gradless: bool = False
+    ) -> set[str]:
+        """Return ``names``, and those that ``body`` binds or fills, in any order, from them or what ``beside`` has."""
+        nodes = list(own_nodes(body))
+        pairs = [pair for node in nodes for pair in bindings(node)]
+        if self.errs_to_yes:
+            pairs += [pair for node in nodes for pair in fed(node)]
+        found, given = set(names), set(beside)
+        while True:
+            more = {
+                name
+                for to, value in pairs
+                if self.carries(value, found | given, gradless=gradless)
+                for name in to
+                if name
+            }
+            if more <= found:
+                return found
+            found |= more
+
+    def through(self, body: Iterable[ast.stmt], names: Iterable[str] = ()) -> Way:
+        """Return the way through ``body``, on which ``names`` carry a graph at the beginning."""
+        way = Way(self, set(names))
+        way.go(body)
+        return way
+
+
+class Way:
+    """One way through statements.
+
+    Attributes:
+        now: the names that carry a graph behind what was gone through.
+        ever: those that do anywhere.
+    """
+
+    def __init__(self, flow: Flow, names: set[str]) -> None:
+        self._flow, self._gradless, self._jumped = flow, False, set[str]()
+        self.now, self.ever = set(names), set(names)
+        self._met: dict[int, tuple[ast.AST, set[str], bool]] = {}
+
+    @property
+    def met(self) -> Iterator[tuple[ast.AST, set[str]]]:
+        """The statements and the heads of blocks, and the names that carry it there."""
+        yield from ((node, names) for node, names, _ in self._met.values())
+
+    def at(self, statement: ast.AST) -> set[str]:
+        """Return the names that carry it at a statement or a head that was met."""
+        return self._met.get(id(statement), (statement, set[str](), False))[1]
+
+    def carries(self, statement: ast.AST, value: ast.expr) -> bool:
+        """Whether ``value``, within a statement or a head that was met, has a graph there."""
+        gradless = self._met.get(id(statement), (statement, set[str](), False))[2]
+        return self._flow.carries(value, self.at(statement), gradless=gradless)
+
+    def go(self, body: Iterable[ast.stmt]) -> None:
+        """Go on through ``body``; a jump in it may lead to any place behind it."""
+        for node in body:
+            self.now = self._statement(node, self.now) | self._jumped
+
+    def _block(self, body: Iterable[ast.stmt], names: set[str]) -> set[str]:
+        for node in body:
+            names = self._statement(node, names)
+        return names
+
+    def _has(self, value: ast.expr, names: set[str]) -> bool:
+        return self._flow.carries(value, names, gradless=self._gradless)
+
+    def _meet(self, node: ast.AST, names: set[str]) -> set[str]:
+        found = self._flow.spreads(node, self._flow.spread([node], names, gradless=self._gradless))
+        before = self._met.get(id(node), (node, set(), False))[1]
+        self._met[id(node)] = node, before | found, self._gradless
+        self.ever |= found
+        return found
+
+    def _statement(self, node: ast.stmt, names: set[str]) -> set[str]:
+        if isinstance(node, _LOOPS):
+            return self._loop(node, names)
+        if isinstance(node, ast.If):
+            names = self._meet(node.test, names)
+            return self._block(node.body, names) | self._block(node.orelse, names)
+        if isinstance(node, ast.Match):
+            names = self._meet(node.subject, names)
+            if self._has(node.subject, names):
+                names = names | {name for part in ast.walk(node) for name in names_captured(part)}
+            return names.union(*(self._block(case.body, names) for case in node.cases))
+        if isinstance(node, ast.With | ast.AsyncWith):
+            return self._with(node, names)
+        if isinstance(node, _TRIES):
+            return self._try(node, names)
+        found = self._meet(node, names)
+        if isinstance(node, ast.Break | ast.Continue):
+            self._jumped |= found
+        if isinstance(node, ast.Delete):
+            return found - plain_names(*node.targets)
+        return found - self._bound_otherwise(assigned(node), found)
+
+    def _bound_otherwise(self, pairs: Iterable[tuple[ast.expr, ast.expr]], names: set[str]) -> set[str]:
+        """Return the names that are bound to something without a graph."""
+        by_value = [(plain_names(target), self._has(value, names)) for target, value in pairs]
+        bound = {name for found, has in by_value if not has for name in found}
+        return bound - {name for found, has in by_value if has for name in found}
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, names: set[str]) -> set[str]:
+        outside, self._jumped = self._jumped, set()
+        head = set(names)
+        entered: set[str] | None = None
+        while head != entered:
+            entered = head
+            head = self._meet(node.test if isinstance(node, ast.While) else node.iter, head)
+            inside = head
+            if not isinstance(node, ast.While):
+                got = {name for to, value in bindings(node) if self._has(value, head) for name in to}
+                inside = (head - plain_names(node.target)) | got
+            head = head | self._block(node.body, inside) | self._jumped
+        after = head | self._block(node.orelse, head)
+        self._jumped = outside
+        return after
+
+    def _with(self, node: ast.With | ast.AsyncWith, names: set[str]) -> set[str]:
+        outside = self._gradless
+        for item in node.items:
+            names = self._meet(item.context_expr, names)
+            if item.optional_vars is not None and self._has(item.context_expr, names):
+                names = names | set(names_set(item.optional_vars))
+            called = call_name(item.context_expr).rpartition(".")[2]
+            off = (self._gradless or called in words.GRADLESS) and called not in words.GRADFUL
+            self._gradless = off and self._flow.of_graphs
+        after = self._block(node.body, names)
+        self._gradless = outside
+        heads = {call_name(item.context_expr).rpartition(".")[2] for item in node.items}
+        return after if heads <= words.LETS_ERRORS_THROUGH else after | self.ever
+
+    def _try(self, node: ast.Try | ast.TryStar, names: set[str]) -> set[str]:
+        after = self._block(node.orelse, self._block(node.body, names))
+        for handler in node.handlers:
+            after = after | self._block(handler.body, names | self.ever)
+        self._block(node.finalbody, after | self.ever)
+        return self._block(node.finalbody, after)

@@ -18,11 +18,10 @@ from oomdoctor.model.site import Site
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, parsed
-from oomdoctor.program.names import arguments_of, call_name, imports_in, own_nodes, target_names
+from oomdoctor.program.names import arguments_of, blocks_of, call_name, imports_in, own_nodes, target_names
 
 __all__ = [
     "Function",
-    "Loop",
     "Program",
     "Scope",
     "Statement",
@@ -183,11 +182,10 @@ def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless:
             continue
         within = (*loops, node) if isinstance(node, ast.For | ast.AsyncFor | ast.While) else loops
         off = gradless or (isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)))
-        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [one.body for one in (*getattr(node, "handlers", ()), *getattr(node, "cases", ()))]
+        blocks = blocks_of(node)
         for block in blocks:
             yield from statements(block, within, off)
-        if not any(blocks):
+        if not blocks:
             yield Statement(node=node, loops=loops, is_gradless=off)
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Final
 
 from oomdoctor.program import words
+from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope
-from oomdoctor.program.graph_flow import Flow
 from oomdoctor.program.names import (
     names_filled,
     names_in,

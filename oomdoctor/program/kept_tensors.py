@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope, Statement, place, statements
-from oomdoctor.program.graph_flow import Flow
+from oomdoctor.program.dataflow import Flow, Loop
+from oomdoctor.program.definitions import Program, Scope, Statement, place, statements
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, names_in, own_nodes, root_of, target_names
 from oomdoctor.program.training_loops import called_like_a_model

@@ -21,7 +21,6 @@ from oomdoctor.program.compiled import with_inner
 
 __all__ = [
     "HOOK_PREFIX",
-    "FunctionKey",
     "LoopHooks",
     "compile_hooked",
     "function_key",

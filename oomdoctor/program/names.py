@@ -18,6 +18,7 @@ __all__ = [
     "arguments_of",
     "assigned",
     "bindings",
+    "blocks_of",
     "bound_by",
     "bound_names",
     "bound_otherwise",
@@ -92,6 +93,13 @@ def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, _INNER):
             yield from own_nodes(ast.iter_child_nodes(node))
+
+
+def blocks_of(node: ast.AST) -> list[list[ast.stmt]]:
+    """Return the blocks of statements of a loop, a branch and the like; none for a simple statement."""
+    blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [part.body for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ()))]
+    return [block for block in blocks if isinstance(block, list) and block]
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, imported
 
-__all__ = ["LiveNames", "not_repeatable"]
+__all__ = ["not_repeatable"]
 
 _FUNCTIONS: Final = re.compile(
     r"^(input|raw_input|atexit\.register"

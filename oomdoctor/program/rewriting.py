@@ -29,6 +29,7 @@ from oomdoctor.program.recompiling import MAKING, why_not
 __all__ = [
     "Definition",
     "EditPlace",
+    "Kind",
     "New",
     "ParsedCell",
     "Statement",

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from oomdoctor.program.definitions import Function, short
 from oomdoctor.program.names import call_name
 
-__all__ = ["LiveMakers", "differs_between_workers"]
+__all__ = ["differs_between_workers"]
 
 
 def _words(text: str) -> frozenset[str]:

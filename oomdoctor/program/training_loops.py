@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Loop, Program, Scope
+from oomdoctor.program.dataflow import Loop
+from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.names import arguments_of, call_name, own_nodes, target_names
 
 __all__ = ["called_like_a_model", "looped", "steps_within", "training_loops"]

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.program import words
+from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import Program, Scope, short, with_gradients
 from oomdoctor.program.differentiation import Differentiation, outer_names
-from oomdoctor.program.graph_flow import Flow, Way
-from oomdoctor.program.names import call_name, own_nodes, root_of, stored, stored_in
+from oomdoctor.program.names import blocks_of, call_name, own_nodes, root_of, stored, stored_in
 from oomdoctor.program.training_loops import called_like_a_model
 
-__all__ = ["ModelCalls", "outliving", "runs_model", "undifferentiated"]
+__all__ = ["ModelCalls", "Place", "outliving", "runs_model", "undifferentiated"]
 
 _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
@@ -147,7 +147,7 @@ class _Search:
                     body=[ast.Pass()], handlers=node.handlers, orelse=node.orelse, finalbody=node.finalbody
                 )
                 after = (follows, *rest)
-            for block in _blocks(node):
+            for block in blocks_of(node):
                 yield from self._of_block(scope, block, after)
         for called in self._called(part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)):
             yield from self.of_scope(called)
@@ -196,11 +196,6 @@ class _Search:
 def _suspends(node: ast.stmt) -> bool:
     """Whether it hands over to other code in between, which would run without gradients too."""
     return any(isinstance(part, ast.Yield | ast.YieldFrom | ast.Await | ast.AsyncFor) for part in ast.walk(node))
-
-
-def _blocks(node: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
-    blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-    yield from (block for block in (*blocks, *(one.body for one in getattr(node, "handlers", ()))) if block)
 
 
 def _place(scope: Scope, node: ast.stmt) -> Place:

@@ -16,9 +16,8 @@ from typing import Any, Final
 from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.program.code_names import names_of
+from oomdoctor.program.code_names import last_name, names_of, names_written_by, written_names
 from oomdoctor.program.names import FirstUse, first_uses, read_names
-from oomdoctor.program.writes import last_name, names_written_by, written_names
 
 __all__ = ["Reach"]
 

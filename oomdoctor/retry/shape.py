@@ -31,8 +31,7 @@ from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reach
 from oomdoctor.objects.named import is_users
 from oomdoctor.objects.places import is_bare
 from oomdoctor.objects.recipes import Recipe, attribute_path, weak
-from oomdoctor.program.code_names import EVERYTHING, mentioned, names_of
-from oomdoctor.program.writes import given_names, last_name, written_names
+from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
 from oomdoctor.retry.notes import (
     BOUND,
     DEPTH,

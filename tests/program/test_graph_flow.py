@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import read
-from oomdoctor.program.graph_flow import Flow
 from oomdoctor.program.kept_tensors import history_appends
 
 SURE = Flow(makes=lambda call: ast.unparse(call.func) == "model")

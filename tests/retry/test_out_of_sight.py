@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomdoctor.program import writes
+from oomdoctor.program import code_names
 from oomdoctor.retry import Transaction
 
 IMPORTS = """
@@ -671,11 +671,11 @@ def test_signals_are_told_where_they_cannot_be_put_back() -> None:
     ],
 )
 def test_the_names_that_a_text_writes_into(text: str, names: set[str]) -> None:
-    assert writes.written_names(text) == names
+    assert code_names.written_names(text) == names
 
 
 @pytest.mark.parametrize(
     ("path", "name"), [("rows", "rows"), ("data.rows[3]['a.b']", "rows"), ("f → rows", "rows"), ("a['b']", "a")]
 )
 def test_the_last_name_of_a_path(path: str, name: str) -> None:
-    assert writes.last_name(path) == name
+    assert code_names.last_name(path) == name
