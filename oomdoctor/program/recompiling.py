@@ -13,13 +13,14 @@ import gc
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
@@ -37,6 +38,7 @@ MAKING: Final = re.compile(r"__(?!call__)\w+__|setup|reset_parameters|extra_repr
 """Names of methods that run when an object is made, or may."""
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ABSENT: Final = object()
+Found = TypeVar("Found")
 
 
 def why_not(before: str, after: str) -> str | None:
@@ -60,27 +62,21 @@ def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], No
     modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _file_of(one) == file]
     if (why := why_not(edit.before, edit.after)) is not None:
         raise StateError(f"{shown_path(file)}: {why}")
-    swaps = [(function, codes, node) for module in modules for function, codes, node in _swaps(module, edit, make)]
-    back: list[Callable[[], None]] = [_text_back(file)]
-    for function, code, node in swaps:
-        back.append(_written_back(function))
-        function.__code__ = code
-        if node is not None:
-            function.__defaults__, function.__kwdefaults__ = node
-    linecache.cache[file] = len(edit.after), None, edit.after.splitlines(keepends=True), file
-    note_text(file, edit.after)
-
-    def undo() -> None:
-        while back:
-            back.pop()()
-
+    swaps = [swap for module in modules for swap in _swaps(module, edit, make)]
+    back = ExitStack()
+    back.callback(_put_text, file, noted_text(file), linecache.cache.get(file))
+    for function, code, defaults in swaps:
+        was = function.__code__, function.__defaults__, function.__kwdefaults__
+        back.callback(_put_code, function, *was)
+        _put_code(function, code, *(defaults or was[1:]))
+    _put_text(file, edit.after, (len(edit.after), None, edit.after.splitlines(keepends=True), file))
     try:
         for module in modules:
             _run_new(module, edit, make, back)
     except BaseException:
-        undo()
+        back.close()
         raise
-    return undo
+    return back.close
 
 
 @contextmanager
@@ -144,7 +140,7 @@ def _swaps(
     file = str(edit.file)
     old_tree, new_tree = ast.parse(edit.before), ast.parse(edit.after)
     old, new = _by_name(compile_python(edit.before, file)), _by_name(make(edit.after, file))
-    before, after = _defined(old_tree.body), _defined(new_tree.body)
+    before, after = _numbered(_defined(old_tree.body)), _numbered(_defined(new_tree.body))
     names = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
     for function in _functions_of(module):
         code = function.__code__
@@ -191,32 +187,31 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _by_name(code: CodeType) -> dict[tuple[str, int], CodeType]:
-    """Return the code of functions by their qualified name, and their place among those of the same name."""
-    found: dict[tuple[str, int], CodeType] = {}
-    for one in sorted(with_inner(code), key=lambda code: code.co_firstlineno):
-        place = 0
-        while (one.co_qualname, place) in found:
-            place += 1
-        found[one.co_qualname, place] = one
+def _numbered(named: Iterable[tuple[str, Found]]) -> dict[tuple[str, int], Found]:
+    """Return what has names by its name, and its place among those of the same name."""
+    counts: Counter[str] = Counter()
+    found: dict[tuple[str, int], Found] = {}
+    for name, one in named:
+        found[name, counts[name]] = one
+        counts[name] += 1
     return found
+
+
+def _by_name(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Return the code of functions by their qualified name."""
+    return _numbered((one.co_qualname, one) for one in sorted(with_inner(code), key=lambda code: code.co_firstlineno))
 
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _defined(body: list[ast.stmt], prefix: str = "") -> dict[tuple[str, int], _Node]:
-    """Return the functions and methods that a text defines when it is loaded, by the same keys."""
-    found: dict[tuple[str, int], _Node] = {}
+def _defined(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, _Node]]:
+    """Yield the functions and methods that a text defines when it is loaded, by their qualified name."""
     for node in body:
         if isinstance(node, ast.ClassDef):
-            found |= _defined(node.body, f"{prefix}{node.name}.")
+            yield from _defined(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, _FUNCTIONS):
-            place = 0
-            while (prefix + node.name, place) in found:
-                place += 1
-            found[prefix + node.name, place] = node
-    return found
+            yield prefix + node.name, node
 
 
 def _defaults(node: _Node) -> list[str]:
@@ -277,7 +272,7 @@ def _signature_differs(was: _Node, node: _Node) -> str | None:
     return None
 
 
-def _run_new(module: ModuleType, edit: Edit, make: Compile, back: list[Callable[[], None]]) -> None:
+def _run_new(module: ModuleType, edit: Edit, make: Compile, back: ExitStack) -> None:
     """Run what the changed text newly imports and defines."""
     old = ast.parse(edit.before).body
     known, defined = {ast.dump(node) for node in old}, _defined_here(old)
@@ -289,7 +284,7 @@ def _run_new(module: ModuleType, edit: Edit, make: Compile, back: list[Callable[
     if new:
         names = {name for node in new for name in (*(one for one, _ in imported(node)), getattr(node, "name", None))}
         before = {name: vars(module).get(name, _ABSENT) for name in names if name is not None}
-        back.append(lambda: _globals_back(vars(module), before))
+        back.callback(_globals_back, vars(module), before)
         exec(make(_alone(edit.after, new), str(edit.file)), vars(module))
 
 
@@ -307,23 +302,14 @@ def _globals_back(names: dict[str, Any], before: dict[str, Any]) -> None:
             names[name] = value
 
 
-def _written_back(function: FunctionType) -> Callable[[], None]:
-    written = function.__code__, function.__defaults__, function.__kwdefaults__
-
-    def back() -> None:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = written
-
-    return back
+def _put_code(function: FunctionType, code: CodeType, defaults: Any, keyword_defaults: Any) -> None:
+    function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, keyword_defaults
 
 
-def _text_back(file: str) -> Callable[[], None]:
-    text, lines = noted_text(file), linecache.cache.get(file)
-
-    def back() -> None:
-        note_text(file, text)
-        if lines is None:
-            linecache.cache.pop(file, None)
-        else:
-            linecache.cache[file] = lines
-
-    return back
+def _put_text(file: str, text: str | None, lines: Any) -> None:
+    """Note a text in the place of a file's, and its lines for tracebacks; None for none."""
+    note_text(file, text)
+    if lines is None:
+        linecache.cache.pop(file, None)
+    else:
+        linecache.cache[file] = lines
