@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -26,7 +27,7 @@ from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.book import Book, Page, Place
-from oomdoctor.program.replay import node_of
+from oomdoctor.program.replay import exchanged
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
@@ -71,16 +72,6 @@ _SETTINGS: Final[Mapping[str, _Setting]] = {
 """By the keyword of ``DataLoader``. A dose names the loaders, and the number where the setting is one."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Changes:
-    """What becomes of one cell; ``live`` does the same to loaders that are there."""
-
-    page: Page
-    parsed: rewriting.ParsedCell
-    nodes: dict[cst.CSTNode, rewriting.New] = field(default_factory=dict)
-    live: list[str] = field(default_factory=list)
-
-
 def patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the dose's value of a setting for each of its loaders."""
     setting, value = _SETTINGS[keyword], _value(keyword, dose)
@@ -96,7 +87,8 @@ def patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch |
     end = Place(page=book.failing)
     if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
         return Refused("`DataLoader` is a class of the cells' own")
-    changes: dict[int, _Changes] = {}
+    wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
+    live: dict[int, list[str]] = {}
     taken: set[int] = set()
     for loader in loaders:
         made = loader_calls(book, loader.path, end)
@@ -104,23 +96,26 @@ def patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch |
             return Refused(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
         for call, place in made:
             taken.add(id(call))
-            change = _change_of(changes, place.page)
-            if isinstance(change, Refused):
-                return change
-            if (why := _add(change, call, settings)) is not None:
-                return Refused(why)
+            if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+                where = f"line {call.lineno} of {place.page.cell}"
+                return Refused(
+                    f"{where} unpacks the settings of a loader from something that may hold this one already"
+                )
+            wanted.append((place.page, call, partial(_with, settings=settings)))
         bound = book.binding(root_of(loader.path), end)
         if bound is not None and bound[1].page is not book.failing:
-            changes[made[0][1].page.cell.number].live.append(_live(loader, keyword, value, without_workers))
+            lines = live.setdefault(made[0][1].page.cell.number, [])
+            lines.append(_live(loader, keyword, value, without_workers))
     paths = {loader.path for loader in loaders}
     for other in evidence.code.loaders:
         if other.path not in paths and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
             return Refused(f"`{other.path}` is made by the same call")
+    changed = exchanged(wanted)
+    if isinstance(changed, Refused):
+        return changed
     edits = [
-        rewriting.edit(
-            cells, one.page.cell, one.parsed, rewriting.exchange(one.parsed.module, one.nodes), one.live or None
-        )
-        for one in changes.values()
+        rewriting.edit(cells, cells.get(number), parsed, module, live.get(number))
+        for number, (parsed, module) in changed.items()
     ]
     return rewriting.join(cells, edits)
 
@@ -138,29 +133,8 @@ def _live(loader: LoaderFacts, keyword: str, value: int | bool, without_workers:
     return f"vars({loader.path}).update({', '.join(f'{name}={least!r}' for name, least in held.items())})"
 
 
-def _change_of(changes: dict[int, _Changes], page: Page) -> _Changes | Refused:
-    number = page.cell.number
-    if number not in changes:
-        parsed = rewriting.read(page.cell.source)
-        if isinstance(parsed, Refused):
-            return parsed
-        changes[number] = _Changes(page=page, parsed=parsed)
-    return changes[number]
-
-
-def _add(change: _Changes, call: ast.Call, settings: Mapping[str, str | None]) -> str | None:
-    """Add the change of one call; return why it cannot be made."""
-    where = f"line {call.lineno} of {change.page.cell}"
-    if any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
-        return f"{where} unpacks the settings of a loader from something that may hold this one already"
-    node = node_of(change.parsed, call)
-    if not isinstance(node, cst.Call):
-        return f"{where} makes a loader in a way that is not followed"
-    change.nodes[node] = lambda found: _with(cst.ensure_type(found, cst.Call), settings)
-    return None
-
-
-def _with(call: cst.Call, settings: Mapping[str, str | None]) -> cst.Call:
+def _with(node: cst.CSTNode, settings: Mapping[str, str | None]) -> cst.CSTNode:
+    call = cst.ensure_type(node, cst.Call)
     for name, text in settings.items():
         at = _PLACES.get(name)
         unnamed = at is not None and len(call.args) > at and call.args[at].keyword is None

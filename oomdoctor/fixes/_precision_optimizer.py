@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import libcst as cst
@@ -17,12 +18,11 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
-from oomdoctor.program.book import Book, Place, calls
+from oomdoctor.program.book import Book, Page, Place, calls
 from oomdoctor.program.dataflow import reads
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
 from oomdoctor.program.names import call_name
-from oomdoctor.program.replay import LOADERS, node_of, write
-from oomdoctor.program.rewriting import exchange
+from oomdoctor.program.replay import LOADERS, exchanged, write
 
 __all__ = ["Maker", "adams", "replaced"]
 
@@ -93,24 +93,19 @@ def replaced(cells: Cells, code: CodeFacts, maker: Maker) -> Patch | Refused:
     loaded = next((name for page in book.pages for name in _loaded(page.tree)), None)
     if loaded is not None:
         return Refused(f"`{loaded}` was given a state that another optimizer cannot take")
-    changed: dict[int, tuple[rewriting.ParsedCell, cst.Module]] = {}
-    for page in {id(place.page): place.page for place in made.values()}.values():
-        parsed = rewriting.read(page.cell.source)
-        if isinstance(parsed, Refused):
-            return parsed
-        changes: dict[cst.CSTNode, cst.CSTNode] = {}
-        imports: list[str] = []
-        for call in (call for call, place in made.items() if place.page is page):
-            if (why := _why_not(call)) is not None:
-                return Refused(why)
-            old = node_of(parsed, call)
-            if not isinstance(old, cst.Call):
-                return Refused("where the optimizer is made was not found in the cells")
-            cls = call_name(call).rpartition(".")[2]
-            changes[old] = _call(old, cls, maker)
-            imports += [maker.imports(cls)] if maker.imports is not None else []
-        module = insert_at_top(parsed, exchange(parsed.module, changes), list(dict.fromkeys(imports)))
-        changed[page.cell.number] = parsed, module
+    wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
+    imports: dict[int, dict[str, None]] = {}
+    for call, place in made.items():
+        if (why := _why_not(call)) is not None:
+            return Refused(why)
+        cls = call_name(call).rpartition(".")[2]
+        wanted.append((place.page, call, partial(_call, cls=cls, maker=maker)))
+        needed = imports.setdefault(place.page.cell.number, {})
+        needed |= {maker.imports(cls): None} if maker.imports is not None else {}
+    changed = exchanged(wanted)
+    if isinstance(changed, Refused):
+        return changed
+    changed = {n: (parsed, insert_at_top(parsed, module, [*imports[n]])) for n, (parsed, module) in changed.items()}
     used_up = {name for call, place in made.items() if place.function is None for name in _given(call)}
     return write(cells, changed, _MAKES, used_up)
 
@@ -176,8 +171,9 @@ def _why_not(call: ast.Call) -> str | None:
     return None
 
 
-def _call(old: cst.Call, cls: str, maker: Maker) -> cst.Call:
+def _call(node: cst.CSTNode, cls: str, maker: Maker) -> cst.CSTNode:
     """Return the call of another optimizer with those arguments that it knows."""
+    old = cst.ensure_type(node, cst.Call)
     args = [arg for arg in old.args if arg.keyword is None or arg.keyword.value in maker.keeps | {"params", "lr"}]
     args += [_argument(text) for text in maker.adds]
     comma = next(

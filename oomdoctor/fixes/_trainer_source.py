@@ -26,10 +26,10 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.program import arguments, rewriting
-from oomdoctor.program.book import Book, Number, Place, calls
+from oomdoctor.program.book import Book, Number, Page, Place, calls
 from oomdoctor.program.names import call_name
-from oomdoctor.program.replay import LOADERS, node_of, write
-from oomdoctor.program.rewriting import exchange, text_of
+from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
+from oomdoctor.program.rewriting import text_of
 
 __all__ = ["BATCH", "owner", "patched", "setting"]
 
@@ -170,7 +170,7 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     old = node_of(parsed, made[0]) if made else None
     if not isinstance(old, cst.Call):
         return Refused(f"`{trainer.call}` is not called where it was found before")
-    changes: dict[int, tuple[rewriting.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]] = {page.cell.number: (parsed, {})}
+    changes: list[tuple[Page, ast.expr, rewriting.New]] = []
     terms = _SETTINGS[trainer.library, fix](trainer, dose)
     if terms:
         call = _written(
@@ -178,7 +178,7 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
         )
         if isinstance(call, Refused):
             return call
-        changes[page.cell.number][1][old] = call
+        changes.append((page, made[0], call))
     if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
         if (counted := _why_counted(cells, made[0])) is not None:
             return Refused(counted)
@@ -192,9 +192,9 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
             size, odd = divmod(size, dose.number("parts"))
         if odd:
             return Refused(f"a batch of {numbers[0].value} does not divide into {dose.number('parts')} parts")
-        if (why := _exchange(numbers, size, changes)) is not None:
-            return why
-    return write(cells, {n: (cell, exchange(cell.module, found)) for n, (cell, found) in changes.items()}, _MAKES)
+        changes += [(number.page, number.node, cst.Integer(str(size))) for number in numbers]
+    changed = exchanged(changes)
+    return changed if isinstance(changed, Refused) else write(cells, changed, _MAKES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,26 +248,6 @@ def _value(made: _Call, term: _Term, dose: Dose) -> str | Refused:
     if given is None or known:
         return str(in_force // by if term.does == "//" else in_force * by)
     return f"{ast.unparse(given)} {term.does} {by}"
-
-
-def _exchange(
-    numbers: Iterable[Number],
-    size: int,
-    changes: dict[int, tuple[rewriting.ParsedCell, dict[cst.CSTNode, cst.CSTNode]]],
-) -> Refused | None:
-    """Add ``size`` in the place of each of ``numbers`` to ``changes``."""
-    for number in numbers:
-        cell = number.page.cell
-        if cell.number not in changes:
-            parsed = rewriting.read(cell.source)
-            if isinstance(parsed, Refused):
-                return parsed
-            changes[cell.number] = parsed, {}
-        parsed, found = changes[cell.number]
-        if (node := node_of(parsed, number.node)) is None:
-            return Refused(f"`{number.value}` is not where it was found before")
-        found[node] = cst.Integer(str(size))
-    return None
 
 
 def _numbers_in_loader(book: Book, code: CodeFacts, library: str, size: object) -> tuple[Number, ...] | Refused:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -27,7 +27,7 @@ from oomdoctor.program.magics import mask
 from oomdoctor.program.names import call_name, imported, outside, read_first, root_of
 from oomdoctor.program.rewriting import exchange
 
-__all__ = ["LOADERS", "exchange_numbers", "node_of", "write"]
+__all__ = ["LOADERS", "exchange_numbers", "exchanged", "node_of", "write"]
 
 _PASSING: Final = (".step", ".zero_grad")
 """Methods that are part of a training that ran: what is made anew begins without it."""
@@ -64,18 +64,25 @@ def node_of(parsed: rewriting.ParsedCell, node: ast.expr) -> cst.CSTNode | None:
 
 def exchange_numbers(cells: Cells, values: Mapping[Number, int], makes: re.Pattern[str] = LOADERS) -> Patch | Refused:
     """Return the patch that writes other values where these numbers stand; ``makes`` as in ``write``."""
-    changed: dict[int, tuple[rewriting.ParsedCell, cst.Module]] = {}
-    for cell in {number.page.cell.number: number.page.cell for number in values}.values():
-        parsed = rewriting.read(cell.source)
+    changed = exchanged((number.page, number.node, cst.Integer(str(value))) for number, value in values.items())
+    if isinstance(changed, Refused):
+        return changed
+    return write(cells, changed, makes, entries={number: value for number, value in values.items() if number.entry})
+
+
+def exchanged(
+    wanted: Iterable[tuple[Page, ast.expr, rewriting.New]],
+) -> dict[int, tuple[rewriting.ParsedCell, cst.Module]] | Refused:
+    """Return the cells in which expressions are exchanged, by their numbers, each parsed and as it becomes."""
+    found: dict[int, tuple[rewriting.ParsedCell, dict[cst.CSTNode, rewriting.New]]] = {}
+    for page, node, new in wanted:
+        parsed = rewriting.read(page.cell.source)
         if isinstance(parsed, Refused):
             return parsed
-        places = {
-            node: cst.Integer(str(value))
-            for number, value in values.items()
-            if number.page.cell is cell and (node := node_of(parsed, number.node)) is not None
-        }
-        changed[cell.number] = parsed, exchange(parsed.module, places)
-    return write(cells, changed, makes, entries={number: value for number, value in values.items() if number.entry})
+        if (old := node_of(parsed, node)) is None:
+            return Refused(f"`{ast.unparse(node)}` of {page.cell} is written in a way that is not followed")
+        found.setdefault(page.cell.number, (parsed, {}))[1][old] = new
+    return {number: (parsed, exchange(parsed.module, nodes)) for number, (parsed, nodes) in found.items()}
 
 
 def write(
