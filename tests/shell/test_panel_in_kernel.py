@@ -102,14 +102,17 @@ def _said_by(page: Frontend, code: str) -> str:
 
 
 def test_the_kernel_is_free_while_forecasts_are_made(page: Frontend, started: Kernel) -> None:
-    """A tick that is due every few milliseconds is late by what blocks the kernel, and by other work of the machine."""
+    """A tick that is due every few milliseconds is late by what blocks the kernel, and by other work of the machine.
+
+    So the time that the kernel itself computes is what is held to little; all of the time has to be short as well.
+    """
     page.run("import asyncio, time\nlate, told = [], []")
     page.run(
         "async def tick():\n"
         "    while True:\n"
-        "        began = time.monotonic()\n"
+        "        began = time.monotonic(), time.thread_time()\n"
         "        await asyncio.sleep(0.01)\n"
-        "        late.append(time.monotonic() - began)\n"
+        "        late.append((time.monotonic() - began[0], time.thread_time() - began[1]))\n"
         "ticking = asyncio.ensure_future(tick())"
     )
     page.run(train())
@@ -118,7 +121,8 @@ def test_the_kernel_is_free_while_forecasts_are_made(page: Frontend, started: Ke
     gaps = started.value(f"late[{before}:]")
     page.run("ticking.cancel()")
     assert len(gaps) > 20
-    assert max(gaps) < 1.0, "five times what is promised, as other tests share the machine"
+    assert max(computed for _, computed in gaps) < 0.5
+    assert max(passed for passed, _ in gaps) < 3.0, "many times what is promised, as other tests share the machine"
 
 
 def test_a_retry_takes_the_dose_of_the_slider_and_undo_takes_it_back(page: Frontend, started: Kernel) -> None:
