@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import kernel_forks
 import pytest
@@ -22,12 +24,23 @@ os.environ["XDG_CACHE_HOME"] = _no_cache.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_ROOT = Path(__file__).parents[1]
+_OF_TESTS = tuple(str(_ROOT / name) for name in ("tests", "benchmarks", "tools"))
+
+
+class OfTests(ModuleType):
+    """What tests share, or a file whose tests are not running: not taken for a module of the user's own."""
+
+
 @pytest.fixture(autouse=True, scope="module")
-def put_away() -> None:
-    """Put what libraries and other tests have made out of the collector's sight: each look at all objects is long.
+def put_away(request: pytest.FixtureRequest) -> None:
+    """Put what libraries and other tests have made out of sight: each look at all objects and modules is long.
 
     A census would find it as well, and tell memory that no name of the test leads to.
     """
+    for module in list(sys.modules.values()):
+        if type(module) in (ModuleType, OfTests) and (getattr(module, "__file__", None) or "").startswith(_OF_TESTS):
+            module.__class__ = ModuleType if module is request.module else OfTests
     gc.collect()
     gc.freeze()
 
