@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import libcst as cst
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.fix import Edit, Patch
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.fix import Patch
+from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, loop_at, own, reads
 
@@ -25,24 +26,14 @@ def before_model(
     Args:
         line_of: makes the line from the loop and the names that are bound by then, or says why it cannot.
     """
-    numbers = dict.fromkeys(loop.cell for loop in loops)
-    edits = [
-        _cell(cells, cells.get(number), [loop for loop in loops if loop.cell == number], line_of) for number in numbers
-    ]
-    return rewriting.join(cells, edits)
+    return rewriting.at_sites(cells, loops, partial(_changes, line_of=line_of))
 
 
-def _cell(
-    cells: Cells,
-    cell: Cell,
-    loops: Sequence[TrainingLoop],
-    line_of: Callable[[TrainingLoop, set[str]], str | Refused],
-) -> Edit | Refused:
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
+def _changes(
+    parsed: rewriting.ParsedCell, loops: list[TrainingLoop], line_of: Callable[[TrainingLoop, set[str]], str | Refused]
+) -> dict[cst.CSTNode, rewriting.New] | Refused:
     tree = parsed.tree
-    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
+    changes: dict[cst.CSTNode, rewriting.New] = {}
     for facts in loops:
         loop = loop_at(tree, facts.line)
         at = next((i for i, node in enumerate(loop.body) if _runs(node, facts)), None) if loop is not None else None
@@ -60,7 +51,7 @@ def _cell(
             return Refused("several statements of the loop share a line")
         (new,) = rewriting.statements(line + "\n", parsed)
         changes[old] = [new.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
-    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
+    return changes
 
 
 def _runs(node: ast.AST, facts: TrainingLoop) -> bool:

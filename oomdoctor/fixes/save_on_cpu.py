@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -25,7 +26,7 @@ from oomdoctor.fixes import _host_room
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
@@ -92,16 +93,11 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     numbers = dict.fromkeys(loop.cell for loop in loops)
     if any(_HOOKED.search(cells.get(number).source) for number in numbers):
         return Refused("the code says already where saved tensors are kept")
-    return rewriting.join(
-        cells, [_cell(cells, [one for one in loops if one.cell == number], dose) for number in numbers]
-    )
+    return rewriting.at_sites(cells, loops, partial(_changed, cells=cells, dose=dose))
 
 
-def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused:
+def _changed(parsed: rewriting.ParsedCell, loops: list[TrainingLoop], cells: Cells, dose: Dose) -> cst.Module | Refused:
     cell = cells.get(loops[0].cell)
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
     if import_lines.knows_torch(cells.beside(cell)):
         name = f"torch.autograd.graph.{_NAME}"
         imports: list[str] = []
@@ -116,8 +112,7 @@ def _cell(cells: Cells, loops: list[TrainingLoop], dose: Dose) -> Edit | Refused
             return step
         first, *rest = step
         changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
-    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
-    return rewriting.edit(cells, cell, parsed, module)
+    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
 
 def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.Statement] | Refused:

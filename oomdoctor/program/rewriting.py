@@ -20,6 +20,7 @@ import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
@@ -63,6 +64,7 @@ New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst
 
 _BOUND_TO_CLASS: Final = re.compile(r"\bsuper\b|\b__class__\b|(?<!\w)__[a-zA-Z]\w*(?<!__)\b")
 Kind = TypeVar("Kind", bound=cst.CSTNode)
+Located = TypeVar("Located", Site, TrainingLoop)
 _WORD: Final = re.compile(r"[^\W\d]\w*")
 
 
@@ -287,9 +289,11 @@ def edit(
 
 
 def at_sites(
-    cells: Cells, sites: Sequence[Site], change: Callable[[ParsedCell, list[Site]], Mapping[cst.CSTNode, New] | Refused]
+    cells: Cells,
+    sites: Sequence[Located],
+    change: Callable[[ParsedCell, list[Located]], Mapping[cst.CSTNode, New] | cst.Module | Refused],
 ) -> Patch | Refused:
-    """Return the patch that exchanges nodes of each cell that has sites, or the first refusal of ``change``."""
+    """Return the patch of the cells that sites are in; ``change`` returns the nodes to exchange, or the whole cell."""
     edits: list[Edit | Refused] = []
     for number in dict.fromkeys(one.cell for one in sites):
         parsed = read(cells.get(number).source)
@@ -298,7 +302,8 @@ def at_sites(
         changes = change(parsed, [one for one in sites if one.cell == number])
         if isinstance(changes, Refused):
             return changes
-        edits.append(edit(cells, cells.get(number), parsed, exchange(parsed.module, changes)))
+        module = changes if isinstance(changes, cst.Module) else exchange(parsed.module, changes)
+        edits.append(edit(cells, cells.get(number), parsed, module))
     return join(cells, edits)
 
 
