@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _frees_source
 from oomdoctor.fixes._activations import found_or_asked
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
@@ -172,23 +172,20 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sites = evidence.code.sites.get("no_grad_eval", ())
     if not sites:
         return Refused(_NO_PLACE)
-    numbers = dict.fromkeys(one.cell for one in sites)
-    return rewriting.join(cells, [_cell(cells, n, [one for one in sites if one.cell == n]) for n in numbers])
+    return rewriting.at_sites(cells, sites, partial(_changed, cells=cells))
 
 
-def _cell(cells: Cells, number: int, sites: Sequence[Site]) -> Edit | Refused:
-    cell = cells.get(number)
-    parsed, torch = rewriting.read(cell.source), _frees_source.torch_name(cells.beside(cell))
-    if isinstance(parsed, Refused):
-        return parsed
+def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> cst.Module | Refused:
+    cell = cells.get(sites[0].cell)
+    torch = import_lines.torch_name(cells.beside(cell))
     if isinstance(torch, Refused):
         return torch
     name, imports = torch
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     wrapped: list[rewriting.Statement] = []
     for line, text in ((one.line, one.text) for one in sites):
-        node = _frees_source.starting_at(parsed, line, text)
-        if node is None or not _frees_source.block_around(parsed, node):
+        node = _starting_at(parsed, line, text)
+        if node is None or not _block_around(parsed, node):
             return Refused(f"line {line} of {cell} is no statement of its own")
         if isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
             return Refused(f"line {line} of {cell} has several statements")
@@ -198,15 +195,28 @@ def _cell(cells: Cells, number: int, sites: Sequence[Site]) -> Edit | Refused:
     for group in _neighbours(parsed, wrapped):
         changes |= dict.fromkeys(group[1:], ())
         changes[group[0]] = [_under_no_grad(group, name)]
-    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
-    return rewriting.edit(cells, cell, parsed, module)
+    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+
+def _starting_at(parsed: rewriting.ParsedCell, line: int, text: str) -> rewriting.Statement | None:
+    """Return the outermost statement that begins on ``line``, None if it is not the one that ``text`` begins like."""
+    path = rewriting.path_to(parsed, line)
+    found = next((node for node in path if parsed.positions[node].start.line == line), None)
+    is_block = re.match(r"(?:async |for |while |if |with |try:|def )", text) is not None
+    return found if is_block == isinstance(found, cst.BaseCompoundStatement) else None
+
+
+def _block_around(parsed: rewriting.ParsedCell, node: cst.CSTNode) -> Sequence[cst.BaseStatement]:
+    """Return the block that ``node`` is a statement of; empty if it stands on the line of what it belongs to."""
+    blocks = [parsed.module.body, *(one.body for one in parsed.positions if isinstance(one, cst.IndentedBlock))]
+    return next((block for block in blocks if any(one is node for one in block)), ())
 
 
 def _neighbours(parsed: rewriting.ParsedCell, nodes: Sequence[rewriting.Statement]) -> list[list[rewriting.Statement]]:
     """Return the statements in groups that follow directly on one another."""
     groups: list[list[rewriting.Statement]] = []
     for node in nodes:
-        block = list(_frees_source.block_around(parsed, node))
+        block = list(_block_around(parsed, node))
         before = block[block.index(node) - 1] if block.index(node) else None
         if groups and groups[-1][-1] is before:
             groups[-1].append(node)

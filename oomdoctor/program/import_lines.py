@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
+from oomdoctor.model.absence import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.names import all_imports_in, bound_otherwise, imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "qualified_name", "source_of", "spelled"]
+__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "qualified_name", "source_of", "spelled", "torch_name"]
 
+_TORCH_BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
 _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 """Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
 
@@ -44,6 +46,16 @@ def _fresh(stem: str, cells: Cells) -> str:
 def knows_torch(cells: Cells) -> bool:
     """Whether a cell imports torch under its own name."""
     return knows(cells, "torch", "torch")
+
+
+def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
+    """Return the name that the cells know torch by, and the import that is needed for it, if any."""
+    if any(_TORCH_BOUND.search(cell.source) for cell in cells.history):
+        return Refused("`torch` stands for something else in these cells")
+    names = [name for cell in cells.history for name, home in sorted(imports_in(cell.source)) if home == "torch"]
+    if "torch" in names or not names:
+        return "torch", () if names else ("import torch",)
+    return names[-1], ()
 
 
 def knows(cells: Cells, name: str, home: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import live
 import pytest
 
-from oomdoctor.fixes import _frees_source, expandable_segments
+from oomdoctor.fixes import expandable_segments
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines
@@ -31,7 +31,7 @@ def cells(source: str) -> Cells:
 )
 def test_torch_is_known(source: str) -> None:
     assert import_lines.knows_torch(cells(source))
-    assert _frees_source.torch_name(cells(source)) == ("torch", ())
+    assert import_lines.torch_name(cells(source)) == ("torch", ())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_function_that_is_imported_already_keeps_its_name(source: str) -> None
 
 
 def test_another_name() -> None:
-    assert _frees_source.torch_name(cells("import random, torch as th")) == ("th", ())
+    assert import_lines.torch_name(cells("import random, torch as th")) == ("th", ())
 
 
 @pytest.mark.parametrize(
