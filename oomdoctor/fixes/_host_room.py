@@ -1,13 +1,30 @@
-"""Whether the host can take what a fix would move there: it has to be another memory, and to have room."""
+"""Whether it is the host's memory that ran out, and whether it can take what a fix would move there."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["refuse"]
+__all__ = ["refuse", "refuse_device"]
+
+_FAMILIES: Final = frozenset(
+    {
+        *(Family.HOST, Family.NUMPY, Family.PINNED, Family.FORK, Family.SHM),
+        *(Family.WORKER_KILLED, Family.RANK_KILLED, Family.KERNEL_KILLED),
+    }
+)
+
+
+def refuse_device(incident: Incident) -> Refused | None:
+    """Return why memory of the host is not what is missing, None where it may be."""
+    if incident.family in _FAMILIES or incident.device == "cpu":
+        return None
+    return Refused("a device ran out of memory, and this saves memory of the host alone")
 
 
 def refuse(evidence: Evidence, size: int) -> Refused | None:

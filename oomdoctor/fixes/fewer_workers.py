@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
+from oomdoctor.fixes import _host_room, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -34,7 +34,7 @@ data is not known."""
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose a half of the workers, a half of those, and so on to none."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     used = _loader_memory.in_use(evidence)
     if isinstance(used, Refused):
@@ -64,7 +64,7 @@ def _proposal(taken: dict[LoaderFacts, tuple[int, ...]], count: int) -> Proposal
     # Of what is there, the share of the workers that are told to go: one that was killed is not counted again.
     saves = sum(sum(each) * (loader.num_workers - count) // loader.num_workers for loader, each in fewer.items())
     reasons = [_why_not(loader, count) for loader in fewer]
-    effect, caveat = _loader_same.effect_of(reasons)
+    effect, caveat = _loader_memory.effect_of(reasons)
     return Proposal(
         dose=Dose.of(num_workers=count, loaders=_loader_memory.named(fewer)),
         effect=effect,
@@ -76,7 +76,7 @@ def _proposal(taken: dict[LoaderFacts, tuple[int, ...]], count: int) -> Proposal
 
 
 def _why_not(loader: LoaderFacts, count: int) -> str | None:
-    if (why := _loader_same.why_not(loader, moves_samples=True)) is not None or count:
+    if (why := _loader_memory.why_not_same(loader, moves_samples=True)) is not None or count:
         return why
     if not loader.collates:
         return f"batches of `{loader.path}` are put together in a way of their own, and may share memory with the data"

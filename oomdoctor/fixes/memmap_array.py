@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _data_places, _host_only, _optimizer_source
+from oomdoctor.fixes import _data_places, _host_room, _optimizer_source
 from oomdoctor.fixes._data_places import Page, is_label
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -61,7 +61,7 @@ _OTHER_LANGUAGES: Final = re.compile(r"\s*%%(bash|sh|script|system|writefile|htm
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where reading the array is what failed."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     line = _line(incident)
     if line is None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_only, _optimizer_source
+from oomdoctor.fixes import _host_room, _optimizer_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -50,7 +50,7 @@ _NOWHERE: Final = "the line that ran out of memory makes no float64 of which the
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where float64 is what was asked for."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     if _WHOLE.search(incident.message):
         return Refused("whether all whole numbers of the array fit a narrower type is not known")

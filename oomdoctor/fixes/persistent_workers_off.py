@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _host_only, _loader_memory, _loader_source
+from oomdoctor.fixes import _host_room, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
@@ -32,7 +32,7 @@ _SLOWER: Final = 1.1
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where workers of several loaders are there at once."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     used = _loader_memory.in_use(evidence)
     if isinstance(used, Refused):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
+from oomdoctor.fixes import _host_room, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Proposal
@@ -32,7 +32,7 @@ _SLOWER: Final = 1.1
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found pinned memory, or pinning is what was refused."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
     if not loaders:
@@ -42,8 +42,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     if not pinned + asked:
         return Refused("the census found no pinned memory, and no size is known of what was to be pinned")
     # What is pinned does not depend on who makes the samples, nor when: only workers that stay matter.
-    effect, caveat = _loader_same.effect_of(
-        _loader_same.why_not(loader, moves_samples=False, moves_order=False)
+    effect, caveat = _loader_memory.effect_of(
+        _loader_memory.why_not_same(loader, moves_samples=False, moves_order=False)
         for loader in loaders
         if loader.persistent and loader.num_workers
     )

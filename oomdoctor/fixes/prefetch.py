@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.fixes import _host_only, _loader_memory, _loader_same, _loader_source
+from oomdoctor.fixes import _host_room, _loader_memory, _loader_source
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -30,7 +30,7 @@ _SLOWER: Final = 1.1
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose a half of the batches ahead, a half of those, and so on to one for each worker."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     used = _loader_memory.in_use(evidence)
     if isinstance(used, Refused):
@@ -55,7 +55,9 @@ def _halves(most: int) -> list[int]:
 def _proposal(loaders: list[LoaderFacts], batch: int, ahead: int) -> Proposal:
     fewer = [loader for loader in loaders if (loader.prefetch or 0) > ahead]
     waiting = sum(loader.num_workers * ((loader.prefetch or 0) - ahead) for loader in fewer)
-    effect, caveat = _loader_same.effect_of(_loader_same.why_not(loader, moves_samples=False) for loader in fewer)
+    effect, caveat = _loader_memory.effect_of(
+        _loader_memory.why_not_same(loader, moves_samples=False) for loader in fewer
+    )
     return Proposal(
         dose=Dose.of(prefetch_factor=ahead, loaders=_loader_memory.named(fewer)),
         effect=effect,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.fixes import _host_only
+from oomdoctor.fixes import _host_room
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -40,7 +40,7 @@ _SETS: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where descriptors are what ran out."""
-    if (refused := _host_only.refuse(incident)) is not None:
+    if (refused := _host_room.refuse_device(incident)) is not None:
         return refused
     if evidence.code.sharing_strategy is None:
         return Refused("no tensors are handed between processes here")
