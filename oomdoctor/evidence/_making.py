@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Program, Scope
-from oomdoctor.program.sample_makers import differs_between_workers
+from oomdoctor.program.state_changes import differs_between_workers
 
 __all__ = ["Makers", "home_of"]
 
