@@ -167,7 +167,7 @@ def _passes_on(model: Any) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     losses = [call for call in calls_in_text(source) if call.name == "self.loss_function"]
-    return bool(losses) and all(call.passes_keywords_on for call in losses)
+    return bool(losses) and all("**" in call.keywords for call in losses)
 
 
 def _own(held: Mapping[str, Any], trainer: Any) -> str | None:

@@ -64,27 +64,22 @@ class Call:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The texts of what is passed by position."""
-        return tuple(map(ast.unparse, self._node.args)) if isinstance(self._node, ast.Call) else ()
+        return tuple(map(ast.unparse, getattr(self._node, "args", ())))
 
     @property
     def keywords(self) -> Mapping[str, str]:
-        """The texts of what is passed by keyword."""
-        return {name: ast.unparse(value) for name, value in self._given()}
+        """The texts of what is passed by keyword, ``**`` among them where names are passed on."""
+        return {keyword.arg or "**": ast.unparse(keyword.value) for keyword in self._keywords}
 
     @property
     def literals(self) -> Mapping[str, object]:
         """What is passed by keyword, ``...`` for what is computed."""
-        given = self._given()
+        given = ((one.arg, one.value) for one in self._keywords if one.arg is not None)
         return {name: value.value if isinstance(value, ast.Constant) else ... for name, value in given}
 
     @property
-    def passes_keywords_on(self) -> bool:
-        """Whether it is called with ``**names``."""
-        return isinstance(self._node, ast.Call) and any(keyword.arg is None for keyword in self._node.keywords)
-
-    def _given(self) -> list[tuple[str, ast.expr]]:
-        words = self._node.keywords if isinstance(self._node, ast.Call) else []
-        return [(keyword.arg, keyword.value) for keyword in words if keyword.arg is not None]
+    def _keywords(self) -> list[ast.keyword]:
+        return self._node.keywords if isinstance(self._node, ast.Call) else []
 
 
 def calls(scopes: Iterable[Scope]) -> Iterator[Call]:
