@@ -69,7 +69,7 @@ def of_families() -> Iterator[tuple[str, str, Trial, float]]:
                     *(name, f"{fix.id}: {proposals[0].effect.value}"),
                     *timed(
                         compare,
-                        *(session, lambda: None, unchanged, patched(failure.cells.failing, patch)),
+                        *(session, lambda: None, unchanged, [patched(failure.cells.failing, patch)]),
                         effect=proposals[0].effect,
                         leaves=fix.leaves,
                         parts=parts,

@@ -82,4 +82,4 @@ class Checks:
 
         unchanged = Attempt(source=self._session.cells.failing.source)
         with uncounted():
-            return compare(self._session, self._transaction.restore, unchanged, attempt, **terms)
+            return compare(self._session, self._transaction.restore, unchanged, [attempt], **terms)

@@ -13,8 +13,8 @@ import pickle
 import select
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +27,7 @@ from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory, raise_limits
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
+from oomdoctor.trial.ends import Leaf
 from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import Stage
 
@@ -44,6 +45,7 @@ _RUN_S: Final = 20.0
 _FASTER: Final = 4
 """How many times as many rows are taken next, where that takes no more than ``_PATIENCE`` times as long as before."""
 _PATIENCE: Final = 2
+_ALL: Final = 1 << 30
 _NAMED: Final = 4
 _TOLD: Final = 600
 
@@ -52,19 +54,20 @@ def compare(
     session: Session,
     prepare: Callable[[], None],
     before: Attempt,
-    after: Attempt,
+    changed: Sequence[Attempt],
     *,
     effect: Effect,
     leaves: tuple[str, ...] = (),
     parts: int = 1,
     aim_s: float = AIM_S,
 ) -> Trial:
-    """Run both programs for a step or two on a few rows and tell whether they leave the same.
+    """Run the unchanged program and changed ones for a step or two on a few rows; tell which of them leaves the same.
 
     Args:
         session: the program, live. Nothing of it is changed.
         prepare: brings back the start of the cell; called in the copy alone.
-        before: the unchanged program; ``after``: the changed one.
+        before: the unchanged program.
+        changed: ways to write the changed one, the likeliest first: they are tried until one leaves the same.
         effect: EXACT asks for the same bit for bit, anything else for the same up to rounding.
         leaves: endings of the paths of what the change leaves otherwise by its nature.
         parts: in how many parts the change takes a batch: there are rows enough for a last one that is smaller.
@@ -72,12 +75,24 @@ def compare(
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
-    limit_s, rows = aim_s + 6 * _RUN_S, max(_FEW_ROWS, 2 * parts - 1)
-    answer = answered(
-        lambda: _told(_tried(session, prepare, before, after, effect, leaves, rows, aim_s)),
-        limit_s=limit_s,
-        prepare=raise_limits,
-    )
+    limit_s, rows = aim_s + 3 * (1 + len(changed)) * _RUN_S, max(_FEW_ROWS, 2 * parts - 1)
+
+    def tried() -> str:
+        """Runs in the copy."""
+        orphan_workers()
+        torch.autograd.set_multithreading_enabled(False)
+        try:
+            prepare()
+        except Exception as error:  # noqa: BLE001  border to what restores the user's objects
+            failed = Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
+            return json.dumps(asdict(failed))
+        bound_memory()
+        keep_one_thread()
+        warm_up()
+        terms = _Terms(session=session, stage=Stage.set_up(session), before=before, effect=effect, leaves=leaves)
+        return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
+
+    answer = answered(tried, limit_s=limit_s, prepare=raise_limits)
     if answer is None:
         return Trial(same=None, why="the system gives no further process")
     if answer.text is None:
@@ -87,40 +102,6 @@ def compare(
     return Trial(**{**told, "beside": tuple(told["beside"])})
 
 
-def _told(trial: Trial) -> str:
-    return json.dumps(asdict(trial))
-
-
-def _tried(
-    session: Session,
-    prepare: Callable[[], None],
-    before: Attempt,
-    after: Attempt,
-    effect: Effect,
-    leaves: tuple[str, ...],
-    rows: int,
-    aim_s: float,
-) -> Trial:
-    orphan_workers()
-    torch.autograd.set_multithreading_enabled(False)
-    try:
-        prepare()
-    except Exception as error:  # noqa: BLE001  border to what restores the user's objects, in a process that ends here
-        return Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
-    bound_memory()
-    keep_one_thread()
-    warm_up()
-    begun, stage = time.monotonic(), Stage.set_up(session)
-    trial, took_s, whole = _on(session, stage, before, after, effect, leaves, rows)
-    while trial.same and rows < whole and took_s * _PATIENCE < aim_s - (time.monotonic() - begun):
-        rows = min(whole, rows * _FASTER)
-        wider, took_s, whole = _on(session, stage, before, after, effect, leaves, rows)
-        if wider.same is None:
-            break
-        trial = wider
-    return trial
-
-
 def warm_up() -> None:
     """Load what the first step of an optimizer loads, so that no run waits for it or seeds generators by it."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -128,44 +109,118 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def _on(
-    session: Session, stage: Stage, before: Attempt, after: Attempt, effect: Effect, leaves: tuple[str, ...], rows: int
-) -> tuple[Trial, float, int]:
-    """Return what comes of so many rows, how long it took, and how many rows there are."""
-    begun = time.monotonic()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """What all comparisons of a trial have in common: the arguments of ``compare``."""
 
-    def ended(attempt: Attempt, **terms: Any) -> End:
-        return _end_of(lambda: run(session, stage, attempt, rows=rows, **terms))
+    session: Session
+    stage: Stage
+    before: Attempt
+    effect: Effect
+    leaves: tuple[str, ...]
 
-    unchanged = ended(before)
-    if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes):
-        return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}"), 0.0, 0
-    own = _own_names(session, before, after)
-    terms: dict[str, Any] = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
-    changed, basis = ended(after, **terms), _basis(unchanged, rows)
-    if changed.is_ours:
-        return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}"), 0.0, 0
-    if changed.error != unchanged.error:
-        raised = (
-            f"the changed cell raises {changed.error}" if changed.error else f"it no longer raises {unchanged.error}"
-        )
-        return Trial(same=False, basis=basis, why=raised), 0.0, 0
-    left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
-    found = list(differences(left, changed.leaves, None))
-    is_exact = not found
-    if found and effect is not Effect.EXACT:
-        control = ended(before, **terms, nudged="coarse" if unchanged.computes_in_16_bits else "fine")
-        if not control.is_ours:
-            if is_blurred(left, control.leaves):
-                return Trial(same=None, why="rounding alone changes what the cell leaves"), 0.0, 0
-            found = list(differences(left, changed.leaves, control.leaves))
-    beside = tuple(one.path for one in found if one.is_rows and one.path.isidentifier())
-    told = [one for one in found if one.path not in beside and not one.path.endswith(leaves)]
-    took_s = time.monotonic() - begun
-    if told:
-        return Trial(same=False, basis=basis, why=_why(told), beside=beside), took_s, unchanged.rows
-    equal = "bit for bit" if is_exact else f"up to {rounding(left, changed.leaves):.1g} of the largest value"
-    return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside), took_s, unchanged.rows
+
+def _found(terms: _Terms, changed: Sequence[Attempt], rows: int, deadline: float) -> Trial:
+    """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
+    comparison, at, first = _Comparison(terms, rows), 0, None
+    while at < len(changed):
+        begun = time.monotonic()
+        trial = comparison.of(changed[at])
+        if trial.same is None:
+            return first or trial
+        if trial.same is False:
+            first, at = first or trial, at + 1
+            continue
+        last, took_s = replace(trial, chosen=at), time.monotonic() - begun + comparison.took_s
+        if comparison.is_whole or took_s * _PATIENCE >= deadline - time.monotonic():
+            return last
+        wider = _Comparison(terms, comparison.rows * _FASTER)
+        if wider.of(changed[at]).same is None:
+            return last
+        comparison = wider
+    return first or Trial(same=None, why="there is nothing to try")
+
+
+class _Comparison:
+    """The unchanged program on so many rows, and what others leave beside it.
+
+    Attributes:
+        rows: how many of a batch are taken.
+        took_s: what the runs of the unchanged program took.
+    """
+
+    def __init__(self, terms: _Terms, rows: int) -> None:
+        self.rows, self.took_s, self._terms = rows, 0.0, terms
+        self._known: dict[Attempt, Trial] = {}
+        self._unchanged = self._ended(terms.before)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole batches are taken."""
+        return self.rows >= self._unchanged.rows
+
+    def of(self, after: Attempt) -> Trial:
+        """Return what comes of a changed program."""
+        if after not in self._known:
+            self._known[after] = self._compared(after)
+        return self._known[after]
+
+    def _compared(self, after: Attempt) -> Trial:
+        unchanged, basis = self._unchanged, self._basis()
+        if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes):
+            return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
+        own = _own_names(self._terms.session, self._terms.before, after)
+        given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
+        changed = self._ended(after, **given)
+        if changed.is_ours:
+            return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
+        if changed.error != unchanged.error:
+            raises, raised = f"the changed cell raises {changed.error}", f"it no longer raises {unchanged.error}"
+            return Trial(same=False, basis=basis, why=raises if changed.error else raised)
+        if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
+            return _Comparison(self._terms, _ALL).of(after)
+        left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
+        found = list(differences(left, changed.leaves, None))
+        is_exact = not found
+        if found and self._terms.effect is not Effect.EXACT:
+            control = self._ended(
+                self._terms.before, **given, nudged="coarse" if unchanged.computes_in_16_bits else "fine"
+            )
+            if not control.is_ours:
+                if is_blurred(left, control.leaves):
+                    return Trial(same=None, why="rounding alone changes what the cell leaves")
+                found = list(differences(left, changed.leaves, control.leaves))
+        beside = tuple(one.path for one in found if one.is_rows and one.path.isidentifier())
+        found = [one for one in found if one.path not in beside and not one.path.endswith(self._terms.leaves)]
+        if any(left[one.path].is_of_library for one in found):
+            begun = (self._ended(self._terms.before, begins=True).begun, self._ended(after, **given, begins=True).begun)
+            found = [one for one in found if not _is_setting(one.path, left[one.path], *begun)]
+        if found:
+            return Trial(same=False, basis=basis, why=_why(found), beside=beside)
+        equal = "bit for bit" if is_exact else f"up to {rounding(left, changed.leaves):.1g} of the largest value"
+        return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside)
+
+    def _ended(self, attempt: Attempt, **given: Any) -> End:
+        begun = time.monotonic()
+        end = _end_of(lambda: run(self._terms.session, self._terms.stage, attempt, rows=self.rows, **given))
+        self.took_s += time.monotonic() - begun if attempt is self._terms.before else 0.0
+        return end
+
+    def _basis(self) -> str:
+        unchanged = self._unchanged
+        steps = f"{unchanged.steps} step{'s' * (unchanged.steps != 1)}" if unchanged.steps else "a run"
+        taken = min(self.rows, unchanged.rows)
+        return f"{steps} of {taken} rows" if taken else steps
+
+
+def _is_setting(path: str, leaf: Leaf, before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> bool:
+    """Tell whether a plain attribute of a library's object is how it is set up, whose effect shows in the results.
+
+    The unchanged program has not changed it while it trained, and the changed one has set it before.
+    """
+    was, became = before.get(path), after.get(path)
+    is_constant = leaf.is_of_library and was is not None and was.exact == leaf.exact
+    return is_constant and became is not None and became.exact != leaf.exact
 
 
 def _end_of(make: Callable[[], End]) -> End:
@@ -210,12 +265,6 @@ def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
     told = [*before.replays, before.source, *(cell.source for cell in session.cells.history)]
     known = {name for text in told for name in (*bound_names(text), *read_names(text))}
     return {name for text in (*after.replays, after.source) for name in bound_names(text)} - known
-
-
-def _basis(unchanged: End, rows: int) -> str:
-    steps = f"{unchanged.steps} step{'s' * (unchanged.steps != 1)}" if unchanged.steps else "a run"
-    taken = min(rows, unchanged.rows)
-    return f"{steps} of {taken} rows" if taken else steps
 
 
 def _why(found: list[Difference]) -> str:

@@ -44,10 +44,12 @@ class Progress:
     Attributes:
         known: the lines of the unchanged program: its loops begin on them.
         was_cut: whether a loop ended before its time.
+        begins: called before the first forward.
     """
 
     def __init__(self, known: Collection[str]) -> None:
         self.known = frozenset(known)
+        self.begins: Callable[[], None] = lambda: None
         self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
 
@@ -64,6 +66,8 @@ class Progress:
         owner.backward = counted  # type: ignore[attr-defined]
 
     def _forwarded(self, *_args: Any) -> None:
+        if not self.forwards:
+            self.begins()
         self.forwards += 1
 
     def _stepped(self, *_args: Any) -> None:

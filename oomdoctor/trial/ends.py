@@ -13,7 +13,7 @@ import operator
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any, Final
 
@@ -37,6 +37,8 @@ _LONGEST: Final = 400
 _COUNTED: Final = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
 _CODE: Final = frozenset({FunctionType, staticmethod, classmethod, property})
 _OF_CODE: Final = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
+_PLAIN: Final = frozenset({bool, int, str, bytes, bytearray})
+_SET_UP: Final = (Kind.MODULE, Kind.LOADER, Kind.OBJECT)
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf")
 
 
@@ -51,6 +53,7 @@ class Leaf:
         scale: the largest of the entries, or of the sums of their absolute values.
         is_gradient: it is one, or is made of gradients: a state of an optimizer.
         rows: length of the first dimension of a tensor, None for all else.
+        is_of_library: it is a plain attribute of an object of a library's.
     """
 
     exact: str
@@ -59,6 +62,7 @@ class Leaf:
     scale: float = 0.0
     is_gradient: bool = False
     rows: int | None = None
+    is_of_library: bool = False
 
 
 def names_of(namespace: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,7 +110,7 @@ def _leaves(
     cls = type(value)
     if is_ours(module_of(cls)):
         return
-    if value is None or cls in (bool, int, str, bytes, bytearray):
+    if value is None or cls in _PLAIN:
         yield path, _plain(value)
     elif cls in (float, complex):
         yield path, _number(value)
@@ -146,7 +150,11 @@ def _inner(
     if kind is not Kind.CALLABLE:
         yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
     yield from _leaves(type(value), type(value).__qualname__, seen, depth, is_gradient=is_gradient)
+    is_of_library = kind in _SET_UP and is_installed(module_of(type(value)))
     for name, item in (*_items(value, kind), *_places(value)):
+        if is_of_library and (item is None or type(item) in _PLAIN):
+            yield path + name, replace(_plain(item), is_of_library=True)
+            continue
         below = is_gradient or (kind is Kind.OPTIMIZER and name == ".state")
         yield from _leaves(item, path + name, seen, depth - 1, is_gradient=below)
 

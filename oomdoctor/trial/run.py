@@ -55,6 +55,7 @@ class End:
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
             what a copy of the process may not do.
         known: the lines of the program and of the user's files.
+        begun: the leaves at the first forward, where they were asked for.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class End:
     error: str | None = None
     is_ours: bool = False
     known: frozenset[str] = frozenset()
+    begun: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 def run(
@@ -77,6 +79,7 @@ def run(
     known: Collection[str] = (),
     names: Collection[str] = (),
     nudged: str | None = None,
+    begins: bool = False,
 ) -> End:
     """Run a program in this process, which is of no use for anything else afterwards.
 
@@ -88,6 +91,7 @@ def run(
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
         nudged: begin with parameters that are off in the last digit of ``fine`` or ``coarse`` arithmetic.
+        begins: look at the leaves at the first forward as well.
     """
     masked = [mask(text) for text in (*attempt.replays, attempt.source)]
     texts = [cell.text for cell in masked]
@@ -99,14 +103,17 @@ def run(
         return End(error=f"the cell is not Python: {fault}", is_ours=True)
     files = {str(module.file): module.source for module in session.cells.modules}
     told = (*texts, *files.values())
-    progress = Progress(known or stage.lines.union(line.strip() for text in told for line in text.splitlines()))
+    known = known or stage.lines.union(line.strip() for text in told for line in text.splitlines())
+    namespace, begun = session.namespace, dict[str, Leaf]()
+    progress = Progress(known)
+    if begins:
+        progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
     cut_loops(progress)
     progress.count()
     sizes = cut_loaders(rows)
     if nudged is not None:
         _nudge(stage.parameters, _COARSE if nudged == "coarse" else 0.0)
     error, is_ours = _ran(session, stage, attempt, codes, files)
-    namespace = session.namespace
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     texts_written = {name: file.getvalue() for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written}
@@ -121,6 +128,7 @@ def run(
         error=error,
         is_ours=is_ours,
         known=progress.known,
+        begun=begun,
     )
 
 

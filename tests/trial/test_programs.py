@@ -66,7 +66,7 @@ def _tried(cells: dict[str, list[str]], effect: Effect) -> Trial:
     session: Any = Session(namespace=namespace, cells=shown, accelerator=None)
     unchanged = Attempt(source=before, replays=(last,) if again else ())
     return compare(
-        session, lambda: None, unchanged, Attempt(source=after, replays=tuple(again)), effect=effect, aim_s=0.3
+        session, lambda: None, unchanged, [Attempt(source=after, replays=tuple(again))], effect=effect, aim_s=0.3
     )
 
 
