@@ -21,8 +21,8 @@ from oomdoctor.model.sizes import MIB
 from oomdoctor.objects.alive import alive
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.shadow import Shadows
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["evidence_ahead"]
 

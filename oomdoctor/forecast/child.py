@@ -28,7 +28,6 @@ from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
 from oomdoctor.forecast.alarm import begin_alarm, end_alarm
 from oomdoctor.forecast.bounded import Bounded, follow_cycles
-from oomdoctor.forecast.card import CACHED
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
@@ -51,6 +50,7 @@ from oomdoctor.forecast.ways import Ways
 from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
+from oomdoctor.sandbox.card import CACHED
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
@@ -59,8 +59,8 @@ from oomdoctor.sandbox.walls import forbid
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.session import Accelerator, Attempt, Session
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Start", "bring_back", "run", "warm_up"]
 

@@ -15,8 +15,8 @@ from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.reading import one_sentence
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.devices import DeviceTracker
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["check", "check_autocast"]
 

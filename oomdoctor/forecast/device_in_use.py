@@ -5,81 +5,38 @@ to it; only what lies behind is replaced by a fake of the same shape on the same
 even to free it would be a call to the device. What the snapshot of the cell's start has to bring back is brought back
 on the fakes.
 
-Two things of the parent's autograd engine would stop a backward in the copy. It has threads, which did not survive, and
-notes that at the fork in a byte that nothing resets; and it asks the device which streams are current. The byte is
-found by decoding one instruction and cleared, if it read 0 before the fork and 1 after. The second is left without a
-device to ask by a backend of Python's that has none.
-
-Limits: one device of the process in use; x86-64 where the engine has threads. Graphs that were recorded there cannot be
+Limits: one device of the process in use. Graphs that were recorded there cannot be
 run. None of this has to work: ``device_check`` runs a backward, and what fails is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import inspect
-import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import backend_registration
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.survey import alive, live_storages
 from oomdoctor.objects.alive import alive as alive_of
 from oomdoctor.objects.alive import is_apart
+from oomdoctor.sandbox.card import Card
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.model.memory import Role
 
-__all__ = ["Held", "bring_back", "fork_flag", "in_use", "mend_autograd", "not_in_use", "relabel"]
+__all__ = ["Held", "bring_back", "relabel"]
 
 _torch: Any = torch
 _kept: list[Any] = []
 """What must never be freed in this process."""
-
-_SYMBOL: Final = "_ZN5torch8autograd6Engine30initialize_device_threads_poolEv"
-_COMPARE_BYTE: Final = b"\x80\x3d"
-"""``cmpb imm8, disp32(%rip)``: seven bytes, of which the displacement is the third to the sixth."""
-_LATEST: Final = 24
-"""The engine looks at the byte first thing: an instruction that comes later is another one."""
-
-
-def fork_flag() -> int | None:
-    """Return the address of the byte that says that the engine's threads were lost in a fork; None if not found."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        begin = ctypes.cast(library[_SYMBOL], ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
-    if begin is None:
-        return None
-    code = ctypes.string_at(begin, 64)
-    at = code.find(_COMPARE_BYTE)
-    if not 0 <= at <= _LATEST or code[at + 6] != 0:
-        return None
-    (displacement,) = struct.unpack_from("<i", code, at + 2)
-    return begin + at + 7 + int(displacement)
-
-
-def mend_autograd(card: Card) -> None:
-    """Let a backward begin in this forked process, if the parent's engine had threads."""
-    if card.flag is not None:
-        byte = ctypes.c_ubyte.from_address(card.flag)
-        if byte.value == 1:
-            byte.value = 0
-    if torch._C._get_privateuse1_backend_name() == "privateuseone":
-        backend_registration._setup_privateuseone_for_python_backend(rename="oomdoctor_none")
 
 
 class Held:
@@ -221,50 +178,3 @@ def _without_contents(tracker: Tracker) -> Iterator[None]:
         yield
     finally:
         _torch.Tensor.copy_ = written
-
-
-def not_in_use(kind: str) -> Card:
-    """Return a device that this process has not begun to use, or that this machine lacks. To be asked in the copy."""
-    has_threads = kind == "cuda" and _torch.backends.cuda.is_built()
-    return Card(type=kind, flag=fork_flag() if has_threads else None)
-
-
-def in_use() -> Card | None:
-    """Return the device of CUDA that this process has in use; None if it has none. To be asked before the fork."""
-    if not _torch.cuda.is_initialized():
-        return None
-    index = torch.cuda.current_device()
-    flag = fork_flag()
-    told = torch.cuda.get_device_properties(index)
-    return Card(
-        index=index,
-        name=told.name,
-        capability=(told.major, told.minor),
-        total=told.total_memory,
-        multiprocessors=told.multi_processor_count,
-        threads=told.max_threads_per_multi_processor,
-        held=torch.cuda.memory_allocated(index),
-        segments=_segments(index),
-        flag=flag if flag is not None and ctypes.c_ubyte.from_address(flag).value == 0 else None,
-    )
-
-
-_OF_SEGMENT: Final = ("address", "total_size", "stream", "segment_type", "segment_pool_id", "is_expandable")
-_OF_BLOCK: Final = ("address", "size", "requested_size", "state")
-
-
-def _segments(index: int) -> tuple[dict[str, Any], ...]:
-    """Return the segments of the allocator without the traces that may have been recorded; none of another backend."""
-    if torch.cuda.get_allocator_backend() != "native":
-        return ()
-    snapshot = _torch.cuda.memory_snapshot
-    is_told = "include_traces" in inspect.signature(snapshot).parameters
-    records = snapshot(include_traces=False) if is_told else snapshot()
-    return tuple(
-        {
-            **{name: record[name] for name in _OF_SEGMENT if name in record},
-            "blocks": [{name: block[name] for name in _OF_BLOCK if name in block} for block in record["blocks"]],
-        }
-        for record in records
-        if record["device"] == index
-    )

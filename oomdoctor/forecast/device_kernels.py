@@ -21,8 +21,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from oomdoctor.model.sizes import MIB
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.tracker import Tracker
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Workspaces", "replace", "workspace_bytes"]
 

@@ -20,7 +20,7 @@ from oomdoctor.forecast.copies import dense_copy, matrix_copy
 from oomdoctor.forecast.reductions import Kind, staging
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["scratch"]
 

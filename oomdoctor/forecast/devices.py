@@ -22,15 +22,15 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
 
-from oomdoctor.forecast.card import TYPES
 from oomdoctor.forecast.device_scratch import scratch
 from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.tracker import NoDevice, Tracker
+from oomdoctor.sandbox.card import TYPES
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.kernels import Kernels
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["DeviceTracker", "emulate", "lacking"]
 
@@ -113,15 +113,17 @@ def emulate(tracker: DeviceTracker) -> None:
     Raises:
         ForecastError: it does not work with this torch; the reason says what.
     """
-    from oomdoctor.forecast import device_autocast, device_calls, device_check, device_in_use, device_kernels
+    from oomdoctor.forecast import device_autocast, device_check, device_kernels
+    from oomdoctor.sandbox import device_calls
+    from oomdoctor.sandbox.autograd import mend_autograd
 
     card = tracker.card
     if card.held is not None or card.flag is not None:
-        device_in_use.mend_autograd(card)
+        mend_autograd(card)
     _build_on_cpu(card)
     _tell_of_device(tracker)
     _move(card)
-    device_calls.replace(tracker, card)
+    device_calls.replace(tracker.ledger, card)
     tracker.workspaces = device_kernels.replace(tracker, card)
     device_autocast.replace(tracker)
     device_check.check(tracker, card)

@@ -29,8 +29,8 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.layout import is_retry
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.session import Session
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Begun", "begin", "distrust_fork", "is_needed", "started", "unsupported"]
 

@@ -35,10 +35,10 @@ from oomdoctor.forecast.ways import answer_otherwise
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.model.session import Attempt
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["main"]
 

@@ -38,8 +38,8 @@ from oomdoctor.objects.named import is_users
 from oomdoctor.program.names import FirstUse, bound_names, first_uses, read_names
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["NAMESPACE", "SHELL", "attempted", "packed"]
 

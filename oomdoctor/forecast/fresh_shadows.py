@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast import fresh
-from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.ways import higher
+from oomdoctor.sandbox.card import Card
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.fresh_told import Parcel

@@ -14,8 +14,8 @@ from oomdoctor.forecast import fresh_tensors
 from oomdoctor.forecast.fresh_told import Described
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.memory import Role
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Storages"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.settings import AllocatorSettings
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.memory import DeviceMemory, Role
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Described", "Parcel", "Surroundings", "Told"]
 

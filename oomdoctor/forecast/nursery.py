@@ -36,8 +36,8 @@ from oomdoctor.sandbox import reserve, walls
 from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.model.session import Session
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Nursery", "fail", "live", "processors", "say", "unsupported"]
 
@@ -74,7 +74,7 @@ def _card_in_use() -> Card | None:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
-    from oomdoctor.forecast.device_in_use import in_use
+    from oomdoctor.sandbox.card import in_use
 
     return in_use()
 

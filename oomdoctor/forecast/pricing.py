@@ -12,9 +12,9 @@ from oomdoctor.model.plan import Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.card import Card
     from oomdoctor.forecast.shadow import Shadows
     from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "lacked_card", "late", "price"]
 
@@ -167,7 +167,7 @@ def is_of_card(forecast: Forecast) -> bool:
 
 def lacked_card(forecast: Forecast) -> Card | None:
     """Return the device which this machine has not and that the forecast was made on, None where there is none."""
-    from oomdoctor.forecast.card import Card
+    from oomdoctor.sandbox.card import Card
 
     _, _, named = forecast.basis.partition(f", {_ON_CARD}")
     return Card(type=named.partition(",")[0]) if named else None

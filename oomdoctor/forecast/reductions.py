@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-    from oomdoctor.forecast.card import Card
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["Kind", "staging"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.reading import Reading, one_sentence
+from oomdoctor.sandbox.card import Card
 from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Shadows:
             return
         # It asks for a device that this machine has not: what it would need there can be seen all the same.
         if self._card is None:
-            from oomdoctor.forecast.device_in_use import not_in_use
+            from oomdoctor.sandbox.card import not_in_use
 
             self._card = not_in_use(reading.lacks)
         self.begin(key, attempt)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt
+from oomdoctor.model.trial import Trial
 from oomdoctor.pipeline.failure import uncounted
 
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.model.session import Session
-    from oomdoctor.model.trial import Trial
     from oomdoctor.retry import Choice, Transaction
 
 __all__ = ["Checks"]
@@ -56,10 +57,6 @@ class Checks:
         made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
         if candidate.effect not in _KEEP or not any(fix.is_tried for fix in made_of):
             return None
-        device = self._session.accelerator
-        if device.name != "cpu" and not device.read().simulated:
-            self.told = f"not tried: what lies on {device.name} is not copied to be tried on the CPU"
-            return None
         if choice.fix not in self._known:
             leaves = tuple(ending for fix in made_of for ending in fix.leaves)
             parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
@@ -78,8 +75,15 @@ class Checks:
         return None
 
     def _tried(self, attempt: Attempt, **terms: Any) -> Trial:
-        from oomdoctor.trial import compare
+        from oomdoctor.trial import HostCopies, compare
 
         unchanged = Attempt(source=self._session.cells.failing.source)
+        restore, device = self._transaction.restore, self._session.accelerator
         with uncounted():
-            return compare(self._session, self._transaction.restore, unchanged, [attempt], **terms)
+            if device.name != "cpu" and not device.read().simulated:
+                try:
+                    terms["copies"] = HostCopies()
+                except OomDoctorError as why:
+                    return Trial(same=None, why=str(why))
+                restore = self._transaction.restore_on_host
+            return compare(self._session, restore, unchanged, [attempt], **terms)

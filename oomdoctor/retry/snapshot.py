@@ -86,6 +86,11 @@ class Snapshot:
         """Size of the copies made so far."""
         return self._vault.kept_bytes if self._vault is not None else 0
 
+    def follow_devices(self) -> None:
+        """See ``TensorVault.follow_devices``."""
+        if self._vault is not None:
+            self._vault.follow_devices()
+
     @property
     def waits_for_forward(self) -> bool:
         """Whether a forward may change something that is not copied yet."""

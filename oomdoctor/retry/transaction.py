@@ -164,6 +164,12 @@ class Transaction:
             return (self.fault,)
         return self._snapshot.losses()
 
+    def restore_on_host(self) -> None:
+        """Bring it back in a copy of the process in which every tensor lies in host memory."""
+        if self._snapshot is not None:
+            self._snapshot.follow_devices()
+        self.restore()
+
     def restore(self) -> None:
         """Bring back the state at the start of the cell. May be called again after a further attempt.
 

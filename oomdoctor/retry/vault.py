@@ -133,6 +133,12 @@ class TensorVault:
         """Have the buffers of a module copied before the first forward, which may write to them."""
         self._buffers += map(weak, buffers)
 
+    def follow_devices(self) -> None:
+        """Take each tensor to belong where it lies now: in a copy of the process that has moved them all."""
+        for watched in self._watched.values():
+            if (tensor := watched.ref()) is not None:
+                watched.device = tensor.device
+
     @property
     def waits_for_forward(self) -> bool:
         """Whether a forward may change something that is not copied yet."""

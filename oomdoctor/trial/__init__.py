@@ -5,5 +5,6 @@ are unlike each other; see ``compare``.
 """
 
 from oomdoctor.trial.compare import compare
+from oomdoctor.trial.on_host import HostCopies
 
-__all__ = ["compare"]
+__all__ = ["HostCopies", "compare"]

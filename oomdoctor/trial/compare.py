@@ -33,6 +33,7 @@ from oomdoctor.trial.stage import Stage
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.trial.on_host import HostCopies
 
 __all__ = ["compare", "warm_up"]
 
@@ -60,6 +61,7 @@ def compare(
     leaves: tuple[str, ...] = (),
     parts: int = 1,
     aim_s: float = AIM_S,
+    copies: HostCopies | None = None,
 ) -> Trial:
     """Run the unchanged program and changed ones for a step or two on a few rows; tell which of them leaves the same.
 
@@ -72,6 +74,7 @@ def compare(
         leaves: endings of the paths of what the change leaves otherwise by its nature.
         parts: in how many parts the change takes a batch: there are rows enough for a last one that is smaller.
         aim_s: time that the trial is to take; as many rows are taken as that allows.
+        copies: of what lies on a device, where the program uses one.
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
@@ -82,6 +85,8 @@ def compare(
         orphan_workers()
         torch.autograd.set_multithreading_enabled(False)
         try:
+            if copies is not None:
+                copies.put_in_place()
             prepare()
         except Exception as error:  # noqa: BLE001  border to what restores the user's objects
             failed = Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
@@ -89,7 +94,8 @@ def compare(
         bound_memory()
         keep_one_thread()
         warm_up()
-        terms = _Terms(session=session, stage=Stage.set_up(session), before=before, effect=effect, leaves=leaves)
+        stage = Stage.set_up(session, copies)
+        terms = _Terms(session=session, stage=stage, before=before, effect=effect, leaves=leaves)
         return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
 
     answer = answered(tried, limit_s=limit_s, prepare=raise_limits)
@@ -167,12 +173,13 @@ class _Comparison:
 
     def _compared(self, after: Attempt) -> Trial:
         unchanged, basis = self._unchanged, self._basis()
-        if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes):
+        on_host = self._terms.stage.copies is not None  # a kernel may be missing there
+        if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes or on_host):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         own = _own_names(self._terms.session, self._terms.before, after)
         given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
         changed = self._ended(after, **given)
-        if changed.is_ours:
+        if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
         if changed.error != unchanged.error:
             raises, raised = f"the changed cell raises {changed.error}", f"it no longer raises {unchanged.error}"

@@ -144,6 +144,8 @@ def _ran(
     forbid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with _disable_current_modes(), contextlib.redirect_stdout(stage.said), contextlib.ExitStack() as changes:
+        if stage.copies is not None:
+            changes.enter_context(stage.copies.on_host())
         try:
             changes.enter_context(importing({**files, **changed}, compile_hooked))
             for edit in attempt.modules:

@@ -26,6 +26,7 @@ from oomdoctor.trial.cut import cut_functions
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Session
+    from oomdoctor.trial.on_host import HostCopies
 
 __all__ = ["Stage"]
 
@@ -41,6 +42,7 @@ class Stage:
         autocast: filled when autocast is entered.
         parameters: those that are alive when a run begins.
         lines: of the files that the user's functions with loops stand in.
+        copies: of what lies on a device, where the program uses one: it is tried in host memory.
     """
 
     said: io.StringIO = field(default_factory=io.StringIO)
@@ -49,11 +51,12 @@ class Stage:
     autocast: list[bool] = field(default_factory=list)
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     lines: set[str] = field(default_factory=set)
+    copies: HostCopies | None = None
 
     @classmethod
-    def set_up(cls, session: Session) -> Stage:
+    def set_up(cls, session: Session, copies: HostCopies | None) -> Stage:
         """Set up this process, which is of no use for anything else afterwards."""
-        stage = cls()
+        stage = cls(copies=copies)
         warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
         keep_to_itself(session.shell)
         _keep_what_is_shown(session.shell, stage.said)

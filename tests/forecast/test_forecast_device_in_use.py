@@ -8,7 +8,7 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace
 
-from oomdoctor.forecast.device_in_use import fork_flag
+from oomdoctor.sandbox.autograd import fork_flag
 
 EMULATED = """
 import sys
@@ -17,13 +17,13 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing
 from oomdoctor.forecast import device_in_use, nursery
-from oomdoctor.forecast.card import Card
+from oomdoctor.sandbox.card import Card
 
 # A backend that has a device makes the engine start its threads, as a GPU does.
 _setup_privateuseone_for_python_backend(rename="other")
 ns = namespace(mlp, "adamw")
 exec(TRAIN.replace("range(2)", "range(1)"), ns)
-flag = device_in_use.fork_flag()
+flag = autograd.fork_flag()
 
 # In place of tensors in the memory of a GPU: those of the model, its gradients and its optimizer.
 def there():

@@ -9,9 +9,9 @@ from device_idioms import ERRORS, IDIOMS, IMPORTS, INFERENCE, LANGUAGE_MODEL, TR
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, session
 
 from oomdoctor.forecast import device_autocast, device_kernels, price
-from oomdoctor.forecast.card import Card
 from oomdoctor.model.session import Attempt
 from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox.card import Card
 
 ON_CUDA = "shadow run, as on cuda"
 WORKSPACE = device_kernels.workspace_bytes((8, 0))

@@ -200,10 +200,10 @@ import numpy as np, torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from forecast_lab import forecast
 from oomdoctor.forecast import device_in_use, nursery
-from oomdoctor.forecast.card import Card
+from oomdoctor.sandbox.card import Card
 
 _setup_privateuseone_for_python_backend(rename="other")
-flag = device_in_use.fork_flag()
+flag = autograd.fork_flag()
 MIB = 1 << 20
 arena = np.zeros(40 * MIB, dtype=np.uint8)  # in place of segments of a GPU: tensors lie at known addresses of it
 base = -(-arena.ctypes.data // 512) * 512 - arena.ctypes.data

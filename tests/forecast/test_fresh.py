@@ -30,13 +30,13 @@ from test_forecast_isolation import VANDAL, _digest
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast import child, fresh, fresh_parcel, fresh_storages, price
-from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.nursery import Nursery
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Attempt
 from oomdoctor.sandbox import walls
+from oomdoctor.sandbox.card import Card
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from forecast_models import FAMILIES

@@ -4,9 +4,9 @@ import pytest
 import torch
 from forecast_lab import forecast
 
-from oomdoctor.forecast.card import Card
 from oomdoctor.forecast.reductions import Kind, staging
 from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox.card import Card
 
 SUM = Kind(itemsize=4, partial=4)
 SUM_OF_HALVES = Kind(itemsize=2, partial=4)

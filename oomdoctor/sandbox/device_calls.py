@@ -1,6 +1,6 @@
 """What Python code can ask of a device besides tensors, answered for the emulated one.
 
-Streams and events do nothing, for everything happens in order; sizes of memory are those of the ledger.
+Streams and events do nothing, for everything happens in order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from oomdoctor.forecast.card import Card
-    from oomdoctor.forecast.tracker import Tracker
+    from oomdoctor.sandbox.card import Card
 
 __all__ = ["replace"]
 
@@ -45,9 +44,16 @@ _RNG_STATE_BYTES: Final = 16
 """Source: ``CUDAGeneratorImpl::get_state``: a seed and an offset."""
 
 
-def replace(tracker: Tracker, card: Card) -> None:
+class Memory(Protocol):
+    """How many bytes the program holds there, and has held at most."""
+
+    live: int
+    peak: int
+
+
+def replace(memory: Memory, card: Card) -> None:
     """Put the answers into the modules of this process."""
-    answers = _answers(tracker, card)
+    answers = _answers(memory, card)
     _install(getattr(torch, card.type), answers)
     names = ("memory", "random", "streams", "nvtx")
     for module in [sys.modules.get(f"torch.{card.type}.{name}") for name in names]:
@@ -70,15 +76,15 @@ def _install(module: Any, answers: dict[str, Any]) -> None:
             setattr(module, name, answer)
 
 
-def _answers(tracker: Tracker, card: Card) -> dict[str, Any]:
+def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     def live(*_args: Any, **_kwargs: Any) -> int:
-        return tracker.ledger.live
+        return memory.live
 
     def peak(*_args: Any, **_kwargs: Any) -> int:
-        return tracker.ledger.peak
+        return memory.peak
 
     def free_and_total(*_args: Any) -> tuple[int, int]:
-        return max(card.total - tracker.ledger.live, 0), card.total
+        return max(card.total - memory.live, 0), card.total
 
     found: dict[str, Any] = dict.fromkeys(_SILENT, _nothing)
     found |= dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached", "current_allocated_memory"), live)

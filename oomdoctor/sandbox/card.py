@@ -1,10 +1,12 @@
-"""The device that a shadow run takes place on, where that is not this machine's memory.
+"""The device that a program runs on, as a copy of its process is told of it: the copy cannot ask it.
 
 It stands alone, without torch, because the process that asks may have no room to load it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["CACHED", "TYPES", "Card"]
+__all__ = ["CACHED", "TYPES", "Card", "in_use", "not_in_use"]
 
 TYPES: Final = ("cuda", "xpu", "mps")
 """Devices that can be emulated. ROCm calls its own ``cuda``."""
@@ -34,7 +36,7 @@ class Card:
         multiprocessors: how many it has; ``threads``: how many each of them has room for. Buffers hang on both.
         index: its number.
         held: bytes that this process holds there, where the device is one that it has in use; None where it is not.
-        flag: see ``device_in_use.fork_flag``; None where that is not to be touched.
+        flag: see ``autograd.fork_flag``; None where that is not to be touched.
         segments: of its caching allocator in this process, as ``torch.cuda.memory_snapshot()`` tells them; none where
             that is not known.
     """
@@ -73,3 +75,60 @@ class Card:
         if asked.index not in (None, self.index):
             raise RuntimeError(f"CUDA error: invalid device ordinal: the forecast is made for one device, not {asked}")
         return self.device
+
+
+def not_in_use(kind: str) -> Card:
+    """Return a device that this process has not begun to use, or that this machine lacks. To be asked in the copy."""
+    import torch
+
+    from oomdoctor.sandbox.autograd import fork_flag
+
+    has_threads = kind == "cuda" and bool(torch.version.cuda or torch.version.hip)
+    return Card(type=kind, flag=fork_flag() if has_threads else None)
+
+
+def in_use() -> Card | None:
+    """Return the device of CUDA that this process has in use; None if it has none. To be asked before the fork."""
+    import torch
+
+    from oomdoctor.sandbox.autograd import fork_flag
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    index = torch.cuda.current_device()
+    flag = fork_flag()
+    told = torch.cuda.get_device_properties(index)
+    return Card(
+        index=index,
+        name=told.name,
+        capability=(told.major, told.minor),
+        total=told.total_memory,
+        multiprocessors=told.multi_processor_count,
+        threads=told.max_threads_per_multi_processor,
+        held=torch.cuda.memory_allocated(index),
+        segments=_segments(index),
+        flag=flag if flag is not None and ctypes.c_ubyte.from_address(flag).value == 0 else None,
+    )
+
+
+_OF_SEGMENT: Final = ("address", "total_size", "stream", "segment_type", "segment_pool_id", "is_expandable")
+_OF_BLOCK: Final = ("address", "size", "requested_size", "state")
+
+
+def _segments(index: int) -> tuple[dict[str, Any], ...]:
+    """Return the segments of the allocator without the traces that may have been recorded; none of another backend."""
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return ()
+    snapshot: Any = torch.cuda.memory_snapshot
+    is_told = "include_traces" in inspect.signature(snapshot).parameters
+    records = snapshot(include_traces=False) if is_told else snapshot()
+    return tuple(
+        {
+            **{name: record[name] for name in _OF_SEGMENT if name in record},
+            "blocks": [{name: block[name] for name in _OF_BLOCK if name in block} for block in record["blocks"]],
+        }
+        for record in records
+        if record["device"] == index
+    )
