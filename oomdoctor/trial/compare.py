@@ -7,6 +7,7 @@ the time allows: what depends on how many rows there are shows then.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -80,6 +81,8 @@ def compare(
         return Trial(same=None, why="this system cannot copy a process")
     limit_s, rows = aim_s + 3 * (1 + len(changed)) * _RUN_S, max(_FEW_ROWS, 2 * parts - 1)
 
+    in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
+
     def tried() -> str:
         """Runs in the copy."""
         orphan_workers()
@@ -94,7 +97,7 @@ def compare(
         bound_memory()
         keep_one_thread()
         warm_up()
-        stage = Stage.set_up(session, copies)
+        stage = Stage.set_up(session, copies, in_loop=in_loop)
         terms = _Terms(session=session, stage=stage, before=before, effect=effect, leaves=leaves)
         return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
 

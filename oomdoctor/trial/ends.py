@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import FunctionType, GeneratorType, ModuleType
+from types import FunctionType, GeneratorType, MappingProxyType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -70,19 +70,21 @@ def names_of(namespace: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(name for name in namespace if is_users(name)))
 
 
-def end_of(namespace: Mapping[str, Any], names: Collection[str], said: str) -> dict[str, Leaf]:
+def end_of(
+    namespace: Mapping[str, Any], names: Collection[str], said: str, beside: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Leaf]:
     """Return the leaves of what ``names`` lead to, of the generators, and of what was printed.
 
     Args:
+        namespace: the user's; what leads back to it is not followed.
         names: those of the unchanged program: what the changed one binds besides is its own.
         said: the text that the run has printed.
+        beside: more values, by what they are called.
     """
     found: dict[str, Leaf] = {}
-    seen: dict[int, str] = {}
-    for name in names:
-        if name not in namespace:
-            continue
-        for path, leaf in _leaves(namespace[name], name, seen, _DEEPEST, is_gradient=False):
+    seen: dict[int, str] = {id(namespace): "the namespace"}
+    for name, value in ({name: namespace[name] for name in names if name in namespace} | {**beside}).items():
+        for path, leaf in _leaves(value, name, seen, _DEEPEST, is_gradient=False):
             found[path] = leaf
             if len(found) >= _MOST_LEAVES:
                 break

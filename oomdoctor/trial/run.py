@@ -117,7 +117,7 @@ def run(
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     texts_written = {name: file.getvalue() for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written}
-    leaves = end_of({**namespace, **extra}, (*found, *extra), stage.said.getvalue())
+    leaves = end_of(namespace, found, stage.said.getvalue(), extra)
     return End(
         leaves=leaves,
         names=found,
@@ -154,7 +154,7 @@ def _ran(
             for change in attempt.live:
                 changes.enter_context(change())
             for code in codes:
-                _execute(code, session.namespace)
+                _execute(code, session.namespace, in_loop=stage.in_loop)
         except (SystemExit, Enough):
             pass  # the cell ends itself, or has shown enough
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
@@ -178,11 +178,17 @@ def _compiled(text: str, name: str, shell: Any) -> CodeType:
     return compile_hooked(text, name, flags, last=_LAST)
 
 
-def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
+def _execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> None:
+    """Run a cell; what it has an event loop do later is not done."""
+    loop = asyncio.new_event_loop()
     if code.co_flags & inspect.CO_COROUTINE:
-        asyncio.new_event_loop().run_until_complete(eval(code, namespace))
-    else:
+        loop.run_until_complete(eval(code, namespace))
+        return
+    asyncio._set_running_loop(loop if in_loop else None)
+    try:
         exec(code, namespace)
+    finally:
+        asyncio._set_running_loop(None)
 
 
 def _nudge(parameters: Iterable[torch.nn.Parameter], size: float) -> None:

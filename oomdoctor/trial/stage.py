@@ -43,6 +43,7 @@ class Stage:
         parameters: those that are alive when a run begins.
         lines: of the files that the user's functions with loops stand in.
         copies: of what lies on a device, where the program uses one: it is tried in host memory.
+        in_loop: whether cells run within an event loop, as those of a kernel do.
     """
 
     said: io.StringIO = field(default_factory=io.StringIO)
@@ -52,11 +53,12 @@ class Stage:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     lines: set[str] = field(default_factory=set)
     copies: HostCopies | None = None
+    in_loop: bool = False
 
     @classmethod
-    def set_up(cls, session: Session, copies: HostCopies | None) -> Stage:
+    def set_up(cls, session: Session, copies: HostCopies | None, *, in_loop: bool) -> Stage:
         """Set up this process, which is of no use for anything else afterwards."""
-        stage = cls(copies=copies)
+        stage = cls(copies=copies, in_loop=in_loop)
         warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
         keep_to_itself(session.shell)
         _keep_what_is_shown(session.shell, stage.said)
