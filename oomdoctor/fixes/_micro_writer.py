@@ -9,7 +9,7 @@ from typing import TypeVar
 import libcst as cst
 
 from oomdoctor.fixes._loss_forms import NotProven
-from oomdoctor.fixes._sample_values import Shape
+from oomdoctor.fixes._samples import Shape
 from oomdoctor.fixes._step import Step
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting

@@ -1,7 +1,7 @@
 """Plans how the body of a training loop is taken apart: once before, for each part of the batch, once after.
 
 The statements up to ``backward`` are sorted by what they depend on. Those that lead from the batch to the loss are
-repeated for each part, and have to pass the proof of ``_samples``. Those that do not depend on the batch (zeroing
+repeated for each part. Those that do not depend on the batch (zeroing
 gradients) go before them; those that use their results (accounting) go after, and get the loss of the whole batch.
 """
 
@@ -10,19 +10,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from oomdoctor.fixes._loss_forms import LossForm, NotProven, called
-from oomdoctor.fixes._sample_values import Shape, Value
-from oomdoctor.fixes._samples import Samples
+from oomdoctor.fixes._samples import Samples, Shape, Value
 from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
 
 __all__ = ["Split", "Step", "plan"]
-
-_MAKES_TENSORS: Final = frozenset(
-    {"rand", "randn", "randint", "zeros", "ones", "full", "empty", "arange", "randperm", "tensor", "normal"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +73,6 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     names, unpacked = _unpacked(region, split.batch)
     if not names:
         raise NotProven("no name in the loop is known to hold the batch")
-    _check_bound(region, split)
     hoisted = set(unpacked)
     while True:
         before, inner, after = _sorted(region, names, hoisted, split.models)
@@ -100,7 +93,9 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     shape = Shape.ROWS if kind == "tensors" else Shape.BATCH
     samples.names.update({name: Value(shape=shape, entries=name) for name in names})
     _check_carried(loop.body, inner, names)
-    form = _follow(loop.body, inner, samples, loss)
+    for place in inner[:-1]:
+        samples.follow(loop.body[place])
+    form = samples.value(loss)
     used = used_after(tree, loop, at, (before, after))
     summed = numbers_used(loop.body, inner, used, loss, samples)
     joined = gathered(loop.body, inner, used - dict(summed).keys(), names, loss, samples)
@@ -237,8 +232,6 @@ def _sorted(region: list[ast.stmt], names: Sequence[str], hoisted: set[int], mod
             raise NotProven(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
         else:
             before.append(place)
-            if place in slice_ and place not in hoisted and not bound(node) & set(names):
-                _check_made_once(node)
     return tuple(before), tuple(inner), tuple(after)
 
 
@@ -250,14 +243,6 @@ def _is_moved_itself(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and ast.unparse(unmoved(node.value)) == ast.unparse(node.targets[0])
 
 
-def _check_bound(region: list[ast.stmt], split: Split) -> None:
-    """Check that what the step calls stays the same object throughout."""
-    for node in region:
-        changed = bound(node) & (_roots(split.models) | _roots(split.losses))
-        if changed and not _is_moved_itself(node):
-            raise NotProven(f"`{', '.join(sorted(changed))}` is bound anew in the step")
-
-
 def _check_after(body: list[ast.stmt], after: Sequence[int], split: Split) -> None:
     for place in after:
         node = body[place]
@@ -267,12 +252,6 @@ def _check_after(body: list[ast.stmt], after: Sequence[int], split: Split) -> No
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and called(part.func) in split.models:
                 raise NotProven(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
-
-
-def _check_made_once(node: ast.stmt) -> None:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and called(part.func).rpartition(".")[2] in _MAKES_TENSORS:
-            raise NotProven(f"`{ast.unparse(node)}` makes a tensor for the whole batch")
 
 
 def _kind(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
@@ -319,12 +298,3 @@ def _check_carried(body: list[ast.stmt], inner: Sequence[int], names: Sequence[s
     carried = exposed([body[place] for place in inner]) & written
     if carried:
         raise NotProven(f"`{', '.join(sorted(carried))}` is carried from one batch to the next")
-
-
-def _follow(body: list[ast.stmt], inner: Sequence[int], samples: Samples, loss: ast.expr) -> Value:
-    for place in inner[:-1]:
-        samples.follow(body[place])
-    form = samples.value(loss)
-    if form.shape not in {Shape.MEAN, Shape.SUM}:
-        raise NotProven(f"`{ast.unparse(loss)}` is not known to be a mean or a sum over the samples of the batch")
-    return form

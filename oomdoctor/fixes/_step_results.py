@@ -6,9 +6,8 @@ import ast
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._loss_forms import NotProven, called
-from oomdoctor.fixes._sample_values import Shape
-from oomdoctor.fixes._samples import Samples
+from oomdoctor.fixes._loss_forms import NotProven
+from oomdoctor.fixes._samples import Samples, Shape
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
 from oomdoctor.program.words import Result
@@ -101,30 +100,12 @@ def numbers_used(
 
 
 def gathered(
-    body: list[ast.stmt],
-    inner: Sequence[int],
-    used: set[str],
-    names: Sequence[str],
-    loss: ast.expr,
-    samples: Samples,
+    body: list[ast.stmt], inner: Sequence[int], used: set[str], names: Sequence[str], loss: ast.expr, samples: Samples
 ) -> tuple[str, ...]:
-    """Return the results that are used after the step; each has to be a tensor, which being given to a loss shows."""
+    """Return the results that are used after the step, whose parts are joined."""
     made = {name for place in inner[:-1] for name in bound(body[place])} - set(names)
     wanted = (made & used) - ({loss.id} if isinstance(loss, ast.Name) else set())
-    tensors = {
-        argument.id
-        for place in inner
-        for call in ast.walk(body[place])
-        if isinstance(call, ast.Call)
-        and (called(call.func) in samples.losses or "loss" in called(call.func) or _is_entropy(call))
-        for argument in call.args[:1]
-        if isinstance(argument, ast.Name)
-    }
     for name in sorted(wanted):
-        if name not in tensors or samples.names[name].shape is not Shape.ROWS:
+        if samples.names[name].shape is not Shape.ROWS:
             raise NotProven(f"`{name}` is used after the step, and its parts are not known to be tensors to join")
     return tuple(sorted(wanted))
-
-
-def _is_entropy(call: ast.Call) -> bool:
-    return "entropy" in called(call.func) or called(call.func).endswith("kl_div")

@@ -1,15 +1,13 @@
 """Gradient accumulation within one batch: the same effective batch, the activations of a part of it at a time.
 
 In the source, the step from the first use of the batch to ``backward`` becomes an inner loop over parts; everything
-else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. A step is rewritten only where reading
-it proves that its loss is a mean or a sum over the samples: each part's loss is then weighted by its share of the
-batch, and the gradients are those of the whole batch up to rounding. Models are taken to treat each sample alike,
-apart from the layers that are known not to.
+else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. A loss that is a mean is weighted by
+the part's share of the batch, or of the entries that count; that the gradients are those of the whole batch up to
+rounding, and that the model treats its samples one by one, is shown by the trial of both programs.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
@@ -26,9 +24,9 @@ from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
 
-__all__ = ["FIX", "TOLERANCE", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -100,13 +98,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewrite(cells, evidence.code, dose.number("parts"))
 
 
-def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Try each model out at its first call in the patched cell: its samples must not depend on one another."""
-    from oomdoctor.fixes import _rowwise
-
-    return nullcontext() if "through" in dict(dose.values) else _rowwise.tried_out(session)
-
-
 FIX: Final = Fix(
     id="micro_batch",
     title="Take each batch in parts and accumulate their gradients",
@@ -116,5 +107,4 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
-    guard=guard,
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.trial.ends import Leaf
+from oomdoctor.trial.ends import RANDOM, Leaf
 
 __all__ = ["Difference", "differences", "is_blurred", "rounding"]
 
@@ -90,6 +90,8 @@ def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
 
 
 def _told(leaf: Leaf, other: Leaf, size: float | None) -> str:
+    if leaf.frame == RANDOM:
+        return "has drawn other numbers"
     if size is not None:
         return f"differs by {size:.2g} of its largest value" if size < math.inf else "is not finite in one of the two"
     return f"is {other.exact} in place of {leaf.exact}" if len(leaf.exact + other.exact) < 80 else "differs"

@@ -26,7 +26,10 @@ from oomdoctor.objects.named import is_users
 from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
 from oomdoctor.objects.rng import generator_state
 
-__all__ = ["Leaf", "end_of", "names_of"]
+__all__ = ["RANDOM", "Leaf", "end_of", "names_of"]
+
+RANDOM: Final = "random numbers"
+"""Frame of a leaf that is the state of a generator."""
 
 _DEEPEST: Final = 12
 _MOST_LEAVES: Final = 50_000
@@ -283,7 +286,7 @@ def _random(state: Any) -> Leaf:
     if isinstance(plain, tuple | dict) and hasattr(next(iter(plain), None), "startswith"):
         parts = plain.values() if isinstance(plain, dict) else plain
         plain = [part.tolist() if hasattr(part, "tolist") else part for part in parts]
-    return Leaf(exact=_hash(repr(plain).encode()), frame="random numbers")
+    return Leaf(exact=_hash(repr(plain).encode()), frame=RANDOM)
 
 
 def _hash(raw: bytes) -> str:

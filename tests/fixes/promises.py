@@ -25,11 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from traces import Traces, moved, other_form, root_of
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Attempt, Cells
 from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.trial import compare
 
 __all__ = ["Outcome", "check", "check_edits"]
 
@@ -105,6 +107,9 @@ def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, set
     cells = cells_with(failure.cells, after)
     sources = [cell.source for cell in cells.history]
 
+    if (why := _refuted(fix, family, proposal, patch)) is not None:
+        return why
+
     def guarded(namespace: dict[str, Any]) -> AbstractContextManager[None]:
         return fix.guard(session_of(namespace, failure.cells), proposal.dose) if fix.guard else nullcontext()
 
@@ -125,6 +130,26 @@ def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, set
     again = fix.patch(cells, replace(failure.evidence, code=code), proposal.dose)
     assert isinstance(again, Refused), f"patching the patched cells again changes them again:\n{again.diff()}"
     return None
+
+
+def _refuted(fix: Fix, family: Family, proposal: Proposal, patch: Patch) -> str | None:
+    """Try the patch as a retry does before it is made; return why it does not keep the results, None if it does."""
+    if not fix.is_tried or proposal.effect not in (Effect.EXACT, Effect.EQUIVALENT):
+        return None
+    failing = fail(family).cells.failing
+    parts = max((value for _, value in proposal.dose.values if type(value) is int), default=1)
+    with begun(family.cells()) as namespace:
+        trial = compare(
+            session_of(namespace, fail(family).cells),
+            lambda: None,
+            Attempt(source=failing.source),
+            [patched(failing, patch)],
+            effect=proposal.effect,
+            leaves=fix.leaves,
+            parts=parts,
+            aim_s=0.0,
+        )
+    return f"the trial: {trial.why[:250].rstrip('. ')}" if trial.same is False else None
 
 
 def check_edits(patch: Patch, cells: Cells) -> dict[int, str]:

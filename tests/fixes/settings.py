@@ -110,10 +110,9 @@ SETTINGS: Final[Mapping[str, Settings]] = {
         refuses={
             "normalises over the batch": ("cnn", "unet"),
             "is known to hold the batch": ("lstm", "history"),
-            "is not known to be a mean or a sum": ("gpt",),
             "the loop steps 2 optimizers": ("gan",),
-            "is not known to keep the samples apart": ("contrastive",),
-            "draws random numbers": ("vae", "transformers"),
+            "differs by": ("contrastive",),
+            "has drawn other numbers": ("vae",),
             "no training loop": ("evaluation", "prediction", "stateful"),
             # A second backward may follow, whose share is not known.
             "backward is called with arguments": ("retained",),
