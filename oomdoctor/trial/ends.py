@@ -113,7 +113,7 @@ def _leaves(
 ) -> Iterator[tuple[str, Leaf]]:
     """Yield the leaves below ``value``; what was met before is told by the path that first led there."""
     cls = type(value)
-    if is_ours(module_of(cls)):
+    if is_ours(module_of(cls)) or (cls is FunctionType and is_installed(value.__globals__.get("__name__"))):
         return
     if value is None or cls in _PLAIN:
         yield path, _plain(value)
