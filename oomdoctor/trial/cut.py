@@ -19,13 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from oomdoctor.objects.homes import is_users_file
 from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
 from oomdoctor.trial.rows import batch_size, few_rows
 
 __all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
 
-_OWN: Final = __name__.partition(".")[0]
 _STEPS: Final = 2
 _BATCHES: Final = 3
 _MOST_STEPS: Final = 8
@@ -145,11 +143,11 @@ def cut_loops(progress: Progress) -> None:
     )
 
 
-def cut_functions(namespace: dict[str, Any], functions: Iterable[FunctionType]) -> set[str]:
-    """Give those of the user's functions that loop code whose loops ask; return the lines of their files."""
+def cut_functions(functions: Iterable[FunctionType]) -> set[str]:
+    """Give those functions that loop code whose loops ask; return the lines of their files."""
     found: dict[str, list[FunctionType]] = {}
     for function in functions:
-        if _is_users(function, namespace) and has_loop(function.__code__):
+        if has_loop(function.__code__):
             found.setdefault(function.__code__.co_filename, []).append(function)
     known: set[str] = set()
     for name, functions in found.items():
@@ -161,12 +159,6 @@ def cut_functions(namespace: dict[str, Any], functions: Iterable[FunctionType]) 
             if code is not None and code.co_freevars == function.__code__.co_freevars:
                 function.__code__ = code
     return known
-
-
-def _is_users(function: FunctionType, namespace: dict[str, Any]) -> bool:
-    names = function.__globals__
-    is_own = str(names.get("__name__", "")).partition(".")[0] == _OWN
-    return names is namespace or (not is_own and is_users_file(names.get("__file__")))
 
 
 def cut_loaders(most: int) -> list[int]:

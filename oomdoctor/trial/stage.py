@@ -2,7 +2,7 @@
 
 It writes, shows and starts nothing (see ``sandbox.silence``), and what is printed or written is kept as part of the end
 of a run. How often hooks of the user's run is counted, as a hook may reach what no name leads to. The user's functions
-that loop have loops that ask (see ``cut``). All of it is found in one pass over what is alive.
+that loop have loops that ask (see ``cut``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oomdoctor.objects.homes import is_users_file
+from oomdoctor.objects.alive import alive
+from oomdoctor.objects.homes import is_users_file, own_modules
 from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.trial.cut import cut_functions
 
@@ -67,16 +68,12 @@ class Stage:
         _keep_what_is_written(stage.written)
         _watch_autocast(stage.autocast)
         gc.unfreeze()
-        functions: list[FunctionType] = []
-        tensors: list[torch.Tensor] = []
-        for found in gc.get_objects():
-            kind = type(found)  # an object may answer ``isinstance`` by code of its own
-            if kind is FunctionType:
-                functions.append(found)
-            elif issubclass(kind, torch.Tensor):
-                tensors.append(found)
+        # What refers to something is found without a write to what is alive, which would copy every page of it.
+        homes = [session.namespace, *map(vars, own_modules())]
+        functions = [found for found in gc.get_referrers(*homes) if type(found) is FunctionType]
+        tensors: list[torch.Tensor] = alive(torch.Tensor)
         stage.parameters = [found for found in tensors if isinstance(found, torch.nn.Parameter)]
-        stage.lines = cut_functions(session.namespace, functions)
+        stage.lines = cut_functions(functions)
         _count_hooks(stage.hooks, tensors)
         return stage
 
