@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import time
@@ -267,7 +268,7 @@ def _end_of(make: Callable[[], End]) -> End:
 
 def _root(path: str) -> str:
     """Return the name that a path begins with."""
-    return path.partition(".")[0].partition("[")[0].partition(",")[0]
+    return re.split(r"[.\[, ]", path, maxsplit=1)[0]
 
 
 def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
