@@ -8,12 +8,12 @@ from typing import Final
 
 __all__ = [
     *("IGNORING", "NAMESPACES", "REDUCES_BY"),
-    *("LossForm", "NotProven", "called", "function_form", "loss_made_by"),
+    *("LossForm", "CannotSplit", "called", "function_form", "loss_made_by"),
 ]
 
 
-class NotProven(Exception):
-    """The proof stopped; the text is the reason in one sentence. Never leaves the fixes."""
+class CannotSplit(Exception):
+    """A step is not taken apart; the text is the reason in one sentence. Never leaves the fixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,9 @@ def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) ->
             try:
                 form = replace(form, **{keyword.arg: ast.literal_eval(keyword.value)})
             except ValueError:
-                raise NotProven(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
+                raise CannotSplit(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
         if keyword.arg in {"size_average", "reduce"} or keyword.arg is None:
-            raise NotProven(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
+            raise CannotSplit(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
         weighted = weighted or keyword.arg == "weight"
     return replace(form, weighted=weighted and form.name in IGNORING)
 

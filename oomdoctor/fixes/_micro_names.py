@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from oomdoctor.fixes._chunks import layer
-from oomdoctor.fixes._loss_forms import REDUCES_BY, LossForm, NotProven, loss_made_by
+from oomdoctor.fixes._loss_forms import REDUCES_BY, CannotSplit, LossForm, loss_made_by
 from oomdoctor.fixes._step import Split
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.program.book import Book, calls
@@ -48,7 +48,7 @@ def known_names(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Modul
     A name that the loop's function binds itself hides the object that the namespace has under it.
 
     Raises:
-        NotProven: a model of it could couple the samples, as far as can be seen.
+        CannotSplit: a model of it could couple the samples, as far as can be seen.
     """
     texts = [mask(page.cell.source).text for page in book.pages]
     trees = [page.tree for page in book.pages]
@@ -62,7 +62,7 @@ def known_names(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Modul
     for text in loop.models:
         model = None if text in local else model_facts(code, loop, text)
         if model is not None and model.batch_norm and any(re.search(r"\.train\(", source) for source in texts):
-            raise NotProven(f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode")
+            raise CannotSplit(f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode")
         models[text] = model.type_name if model is not None else ""
     known = {name: form for name, form in _of_namespace(code, loop).items() if name not in local}
     attributes = {name: form for one in trees for name, form in _constructed(one, imported, attributes=True).items()}
@@ -123,7 +123,7 @@ def _constructed(
         attributes: look for ``self.loss`` and the like alone.
 
     Raises:
-        NotProven: how a loss reduces is neither written out nor known.
+        CannotSplit: how a loss reduces is neither written out nor known.
     """
     found: dict[str, set[LossForm | None]] = {}
     for node in ast.walk(scope):
@@ -137,7 +137,7 @@ def _constructed(
 def _form(value: ast.expr, imported: frozenset[str], known: LossForm | None) -> LossForm | None:
     try:
         return loss_made_by(value, imported)
-    except NotProven:
+    except CannotSplit:
         if known is None:
             raise
         return known

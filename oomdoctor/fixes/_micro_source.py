@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from oomdoctor.fixes._chunks import layer, takes_note
-from oomdoctor.fixes._loss_forms import NotProven
+from oomdoctor.fixes._loss_forms import CannotSplit
 from oomdoctor.fixes._micro_names import known_names, model_facts, with_constants
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._step import plan
@@ -65,12 +65,12 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
     for facts in loops:
         try:
             if why := why_not(code, facts):
-                raise NotProven(why)
+                raise CannotSplit(why)
             old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
             if old is None or loop is None:
-                raise NotProven("the loop is not where it was found before")
+                raise CannotSplit("the loop is not where it was found before")
             step = plan(tree, loop, known_names(book, code, facts, tree, loop))
             changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
-        except NotProven as why:
+        except CannotSplit as why:
             return Refused(str(why))
     return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))

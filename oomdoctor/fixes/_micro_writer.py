@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import libcst as cst
 
-from oomdoctor.fixes._loss_forms import NotProven
+from oomdoctor.fixes._loss_forms import CannotSplit
 from oomdoctor.fixes._samples import Shape
 from oomdoctor.fixes._step import Step
 from oomdoctor.model.session import Cells
@@ -41,7 +41,7 @@ class Writer:
         """Return ``old`` with its body taken apart.
 
         Raises:
-            NotProven: what is used after the step cannot be put together again.
+            CannotSplit: what is used after the step cannot be put together again.
         """
         lines = rewriting.lines_apart(old)
         step = self._step
@@ -52,7 +52,7 @@ class Writer:
         end += [f"{name} = {total}" for name, total in self._sums.items()]
         end += [f"{name} = torch.cat({parts})" for name, parts in self._lists.items()]
         if self._lists and not knows_torch(self._cells):
-            raise NotProven(
+            raise CannotSplit(
                 f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it"
             )
         inner = [lines[place] for place in step.inner]
@@ -108,7 +108,7 @@ class Writer:
                 first = [f"{micro} = dict(zip({name}, {each}, strict=True))"]
         if step.form.counted is not None:
             if self._lists:
-                raise NotProven("the loss passes over some targets, and results are used after the step")
+                raise CannotSplit("the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")
             first += [f"{self._kept} = {self._counts(micro=True)}", f"if not {self._kept}:", "    continue"]
         return head, first
@@ -117,7 +117,7 @@ class Writer:
         target, ignored = self._step.form.counted or ("", 0)
         names = {node.id for node in ast.walk(ast.parse(target)) if isinstance(node, ast.Name)}
         if not names <= set(self._step.names):
-            raise NotProven(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
+            raise CannotSplit(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
         text = self._quoted(target)
         if micro:
             text = _renamed(cst.parse_module(text), self._micro).code

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oomdoctor.fixes._loss_forms import LossForm, NotProven, called
+from oomdoctor.fixes._loss_forms import CannotSplit, LossForm, called
 from oomdoctor.fixes._samples import Samples, Shape, Value
 from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
@@ -65,14 +65,14 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     """Return the plan for ``loop``, which stands in ``tree``.
 
     Raises:
-        NotProven: the step cannot be taken apart with its meaning kept.
+        CannotSplit: the step cannot be taken apart with its meaning kept.
     """
     at, loss = _backward(loop)
     region = list(loop.body[: at + 1])
     _check_order(loop, at, split)
     names, unpacked = _unpacked(region, split.batch)
     if not names:
-        raise NotProven("no name in the loop is known to hold the batch")
+        raise CannotSplit("no name in the loop is known to hold the batch")
     hoisted = set(unpacked)
     while True:
         before, inner, after = _sorted(region, names, hoisted, split.models)
@@ -120,15 +120,15 @@ def _backward(loop: Loop) -> tuple[int, ast.expr]:
     """Return the place of the one ``backward`` and the expression that it is called on."""
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _method(node) == "backward"]
     if any(isinstance(node, ast.FunctionDef) and any(c in ast.walk(node) for c in calls) for node in ast.walk(loop)):
-        raise NotProven("the step is a closure that the optimizer calls")
+        raise CannotSplit("the step is a closure that the optimizer calls")
     if not calls:
-        raise NotProven("backward is called in a function that the loop calls, not by the loop itself")
+        raise CannotSplit("backward is called in a function that the loop calls, not by the loop itself")
     if len(calls) != 1:
-        raise NotProven(f"the loop calls backward {len(calls)} times, not once")
+        raise CannotSplit(f"the loop calls backward {len(calls)} times, not once")
     for at, node in enumerate(loop.body):
         if isinstance(node, ast.Expr) and node.value is calls[0]:
             return at, _loss_of(calls[0])
-    raise NotProven("backward is not called by a statement of the loop itself")
+    raise CannotSplit("backward is not called by a statement of the loop itself")
 
 
 def _loss_of(call: ast.Call) -> ast.expr:
@@ -136,7 +136,7 @@ def _loss_of(call: ast.Call) -> ast.expr:
     if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
         return call.args[0]
     if call.args or call.keywords:
-        raise NotProven("backward is called with arguments")
+        raise CannotSplit("backward is called with arguments")
     if _method(receiver) == "scale" and isinstance(receiver, ast.Call) and len(receiver.args) == 1:
         return receiver.args[0]
     return receiver
@@ -148,7 +148,7 @@ def _method(node: ast.AST) -> str:
 
 def _check_order(loop: Loop, at: int, split: Split) -> None:
     if len(split.optimizers) > 1:
-        raise NotProven(f"the loop steps {len(split.optimizers)} optimizers ({', '.join(split.optimizers)})")
+        raise CannotSplit(f"the loop steps {len(split.optimizers)} optimizers ({', '.join(split.optimizers)})")
     steps = [
         place
         for place, node in enumerate(loop.body)
@@ -156,11 +156,11 @@ def _check_order(loop: Loop, at: int, split: Split) -> None:
         if isinstance(part, ast.Call) and _steps(part, split.optimizers)
     ]
     if not steps:
-        raise NotProven("no optimizer is stepped in the loop")
+        raise CannotSplit("no optimizer is stepped in the loop")
     if min(steps) < at:
-        raise NotProven("the optimizer is stepped before backward")
+        raise CannotSplit("the optimizer is stepped before backward")
     if any(isinstance(loop.body[place], ast.For | ast.While) for place in steps):
-        raise NotProven("the optimizer is stepped in a loop of its own")
+        raise CannotSplit("the optimizer is stepped in a loop of its own")
 
 
 def _steps(call: ast.Call, optimizers: Sequence[str]) -> bool:
@@ -168,7 +168,7 @@ def _steps(call: ast.Call, optimizers: Sequence[str]) -> bool:
         return False
     of = called(call.args[0]) if call.args else called(call.func.value)
     if called(call.func.value) in optimizers and call.args:
-        raise NotProven("the optimizer is stepped with a closure")
+        raise CannotSplit("the optimizer is stepped with a closure")
     return of in optimizers
 
 
@@ -229,7 +229,7 @@ def _sorted(region: list[ast.stmt], names: Sequence[str], hoisted: set[int], mod
         elif late and place not in hoisted and place not in slice_:
             after.append(place)
         elif late and place not in hoisted:
-            raise NotProven(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
+            raise CannotSplit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
         else:
             before.append(place)
     return tuple(before), tuple(inner), tuple(after)
@@ -248,10 +248,10 @@ def _check_after(body: list[ast.stmt], after: Sequence[int], split: Split) -> No
         node = body[place]
         leaves = any(isinstance(part, ast.Continue | ast.Break | ast.Return | ast.Raise) for part in ast.walk(node))
         if leaves or not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.If):
-            raise NotProven(f"line {node.lineno} decides between the batch and backward how the step goes on")
+            raise CannotSplit(f"line {node.lineno} decides between the batch and backward how the step goes on")
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and called(part.func) in split.models:
-                raise NotProven(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
+                raise CannotSplit(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
 
 
 def _kind(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
@@ -297,4 +297,4 @@ def _check_carried(body: list[ast.stmt], inner: Sequence[int], names: Sequence[s
     written = {name for place in inner for name in bound(body[place])} - set(names)
     carried = exposed([body[place] for place in inner]) & written
     if carried:
-        raise NotProven(f"`{', '.join(sorted(carried))}` is carried from one batch to the next")
+        raise CannotSplit(f"`{', '.join(sorted(carried))}` is carried from one batch to the next")

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._loss_forms import NotProven
+from oomdoctor.fixes._loss_forms import CannotSplit
 from oomdoctor.fixes._samples import Samples, Shape
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
@@ -39,7 +39,7 @@ def to_hoist(tree: ast.Module, loop: Loop, at: int, parts: Parts, names: Sequenc
         if _moves_only(node, DEVICE_MOVES) and all(_only_counted(loop, at, parts, n) for n in bound(node) & used):
             continue
         if not _moves_only(node, _MOVES):
-            raise NotProven(f"`{', '.join(sorted(bound(node) & used))}` is changed in the step and used after it")
+            raise CannotSplit(f"`{', '.join(sorted(bound(node) & used))}` is changed in the step and used after it")
         more.add(place)
     # What a hoisted statement reads has to be as it would have been there.
     for place in [p for p in inner if p < max(more, default=-1)]:
@@ -107,5 +107,5 @@ def gathered(
     wanted = (made & used) - ({loss.id} if isinstance(loss, ast.Name) else set())
     for name in sorted(wanted):
         if samples.names[name].shape is not Shape.ROWS:
-            raise NotProven(f"`{name}` is used after the step, and its parts are not known to be tensors to join")
+            raise CannotSplit(f"`{name}` is used after the step, and its parts are not known to be tensors to join")
     return tuple(sorted(wanted))

@@ -177,6 +177,7 @@ FIX: Final = Fix(
     id="chunked_forward",
     title="Run the forward over parts of the batch, recomputed in the backward pass",
     effect=Effect.EQUIVALENT,
+    draws=True,
     tolerance=TOLERANCE,
     cost="one more forward",
     propose=propose,

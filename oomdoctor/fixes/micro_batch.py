@@ -102,6 +102,7 @@ FIX: Final = Fix(
     id="micro_batch",
     title="Take each batch in parts and accumulate their gradients",
     effect=Effect.EQUIVALENT,
+    draws=True,
     tolerance=TOLERANCE,
     cost="the same arithmetic in smaller pieces",
     propose=propose,

@@ -346,6 +346,7 @@ FIX: Final = Fix(
     id="sdpa_attention",
     title="Use PyTorch's fused attention, which does not write out the scores",
     effect=Effect.EQUIVALENT,
+    draws=True,
     tolerance=TOLERANCE,
     cost="nothing",
     propose=propose,

@@ -142,6 +142,8 @@ class Fix:
         detect: finds where the practice that it mends stands; what it found is ``code.sites[id]`` of the evidence.
         is_tried: whether running the cell as it was and as changed on a few rows shows anything: not where the change
             only moves or frees memory, or sets how a loader's processes work.
+        draws: where it is proposed as one that changes results, it is so by random numbers that fall otherwise, and by
+            nothing else.
         leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
     """
 
@@ -156,5 +158,6 @@ class Fix:
     asks: bool = False
     detect: Detect | None = None
     is_tried: bool = True
+    draws: bool = False
     leaves: tuple[str, ...] = ()
     tolerance: float | None = None

@@ -17,6 +17,7 @@ class Trial:
         basis: what was compared, and how close it is: ``2 steps of 13 rows, up to 3e-07 of the largest value``.
         why: what differs first, and by how much; or why it could not be found out.
         beside: names that hold other rows afterwards, as those that a loop over parts leaves.
+        draws: whether the changed program has drawn other random numbers.
         chosen: which of the ways to write the change it is about.
     """
 
@@ -25,4 +26,5 @@ class Trial:
     why: str = ""
     is_exact: bool = False
     beside: tuple[str, ...] = ()
+    draws: bool = False
     chosen: int = 0

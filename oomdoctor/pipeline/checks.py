@@ -55,23 +55,31 @@ class Checks:
 
         candidate, self.told = self._candidates[choice.label], ""
         made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
-        if candidate.effect not in _KEEP or not any(fix.is_tried for fix in made_of):
+        drops = candidate.effect in _KEEP
+        if not any(fix.is_tried for fix in made_of) or not (drops or all(fix.draws for fix in made_of)):
             return None
         if choice.fix not in self._known:
-            leaves = tuple(ending for fix in made_of for ending in fix.leaves)
             parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
             self._known[choice.fix] = self._tried(
-                choice.attempt, effect=candidate.effect, leaves=leaves, parts=min(max(parts, default=1), _MOST_PARTS)
+                choice.attempt,
+                effect=candidate.effect,
+                leaves=tuple(ending for fix in made_of for ending in fix.leaves),
+                parts=min(max(parts, default=1), _MOST_PARTS),
+                drops=drops,
             )
         trial = self._known[choice.fix]
+        if not drops and trial.draws:
+            self.told = "not tried: it draws other random numbers, beside which nothing can be compared"
+            return None
+        basis = trial.basis if drops else f"{trial.basis} without dropout"
         if trial.same is False:
-            self._unfit[choice.fix] = why = f"tried on {trial.basis}, the change does not keep the results: {trial.why}"
+            self._unfit[choice.fix] = why = f"tried on {basis}, the change does not keep the results: {trial.why}"
             return why
         if trial.same is None:
             self.told = f"not tried: {trial.why}"
             return f"whether it keeps the results could not be tried: {trial.why}" if self._by_itself else None
         others = ", ".join(f"`{name}`" for name in trial.beside)
-        self.told = f"the same over {trial.basis}" + (f"; {others} then holds other rows" if others else "")
+        self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")
         return None
 
     def _tried(self, attempt: Attempt, **terms: Any) -> Trial:

@@ -29,7 +29,7 @@ from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory, raise_limits
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
-from oomdoctor.trial.ends import Leaf
+from oomdoctor.trial.ends import RANDOM, Leaf
 from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import Stage
 
@@ -64,6 +64,7 @@ def compare(
     parts: int = 1,
     aim_s: float = AIM_S,
     copies: HostCopies | None = None,
+    drops: bool = True,
 ) -> Trial:
     """Run the unchanged program and changed ones for a step or two on a few rows; tell which of them leaves the same.
 
@@ -77,6 +78,7 @@ def compare(
         parts: in how many parts the change takes a batch: there are rows enough for a last one that is smaller.
         aim_s: time that the trial is to take; as many rows are taken as that allows.
         copies: of what lies on a device, where the program uses one.
+        drops: whether dropout drops anything, which differs between a batch and its parts.
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
@@ -98,7 +100,7 @@ def compare(
         bound_memory()
         keep_one_thread()
         warm_up()
-        stage = Stage.set_up(session, copies, in_loop=in_loop)
+        stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
         terms = _Terms(session=session, stage=stage, before=before, effect=effect, leaves=leaves)
         return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
 
@@ -207,7 +209,8 @@ class _Comparison:
             begun = (self._ended(self._terms.before, begins=True).begun, self._ended(after, **given, begins=True).begun)
             found = [one for one in found if not _is_setting(one.path, left[one.path], *begun)]
         if found:
-            return Trial(same=False, basis=basis, why=_why(found), beside=beside)
+            draws = any(left[one.path].frame == RANDOM for one in found)
+            return Trial(same=False, basis=basis, why=_why(found), beside=beside, draws=draws)
         equal = "bit for bit" if is_exact else f"up to {rounding(left, changed.leaves):.1g} of the largest value"
         return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside)
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
+from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
 from oomdoctor.trial.ends import Leaf, end_of, names_of
@@ -41,6 +42,8 @@ _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat
 _COARSE: Final = 2.0**-9
 """What parameters in float32 are off by in a control where the program computes in 16 bits."""
 _NUDGED_BY: Final = 1234
+_OUT_OF_MEMORY: Final = "alloc_cpu.cpp"
+"""Stands in what PyTorch's allocator of host memory raises where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,9 @@ def run(
 def _ran(
     session: Session, stage: Stage, attempt: Attempt, codes: Iterable[CodeType], files: Mapping[str, str]
 ) -> tuple[str | None, bool]:
-    """Run the cells with what the attempt changes; return what they raised, and whether that is for our restrictions.
+    """Run the cells with what the attempt changes; return what they raised, and whether that is no result of theirs.
+
+    It is none where a copy of the process may not do what they do, or has no memory for it.
 
     Args:
         files: the texts of the user's modules, by their paths.
@@ -158,9 +163,9 @@ def _ran(
         except (SystemExit, Enough):
             pass  # the cell ends itself, or has shown enough
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
-            return f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}", isinstance(
-                raised, OSError | EOFError
-            )
+            told = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
+            is_refused = isinstance(raised, OSError | EOFError | MemoryError | torch.OutOfMemoryError)
+            return told, is_refused or is_short_of_memory(raised) or _OUT_OF_MEMORY in told
     return None, False
 
 

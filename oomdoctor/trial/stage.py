@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.homes import is_users_file, own_modules
@@ -57,8 +58,10 @@ class Stage:
     in_loop: bool = False
 
     @classmethod
-    def set_up(cls, session: Session, copies: HostCopies | None, *, in_loop: bool) -> Stage:
+    def set_up(cls, session: Session, copies: HostCopies | None, *, in_loop: bool, drops: bool) -> Stage:
         """Set up this process, which is of no use for anything else afterwards."""
+        if not drops:
+            _drop_nothing()
         stage = cls(copies=copies, in_loop=in_loop)
         warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
         keep_to_itself(session.shell)
@@ -122,6 +125,23 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
 
     names["open"] = module["open"] = kept
     vars(torch)["save"] = saved
+
+
+def _first(given: Any = None, *_args: Any, **kwargs: Any) -> Any:
+    return kwargs.get("input", given)
+
+
+def _drop_nothing() -> None:
+    """Have dropout leave everything as it is."""
+    names = vars(functional)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        names[name] = _first
+    attention = names["scaled_dot_product_attention"]
+
+    def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, _dropout_p: float = 0.0, **kwargs: Any) -> Any:
+        return attention(query, key, value, attn_mask, **{**kwargs, "dropout_p": 0.0})
+
+    names["scaled_dot_product_attention"] = whole
 
 
 def _watch_autocast(seen: list[bool]) -> None:

@@ -203,6 +203,27 @@ def test_an_honest_program_is_healed(shell: InteractiveShell) -> None:
     assert alike(found, wanted)
 
 
+DROPS: Final = CLASSES.replace("nn.Linear(512, 10)", "nn.Dropout(0.2), nn.Linear(512, 10)")
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        ("F.cross_entropy(model(x), y)", OutcomeKind.HEALED),
+        ("F.cross_entropy(model(x) - model(x).mean(0), y)", OutcomeKind.REFUSED),
+    ],
+)
+def test_beside_random_numbers_that_fall_otherwise_nothing_may_differ(
+    shell: InteractiveShell, loss: str, kind: OutcomeKind
+) -> None:
+    ends(shell, DROPS, STEP.format(loss=loss))
+    assert known().outcome.kind is OutcomeKind.OFFERED, "it changes results, which nobody has asked for"
+    run(shell, "%oomdoctor fix micro_batch")
+    assert known().outcome.kind is kind, known().outcome
+    told = known().outcome.checked if kind is OutcomeKind.HEALED else known().outcome.why
+    assert "without dropout" in told
+
+
 SABOTAGE: Final = {
     "the weight of the last part": lambda text: text.replace("len(micro_x) / len(x)", "1 / len(x.chunk(32))"),
     "a scheduler's step": lambda text: text.replace("    scheduler.step()\n", ""),
