@@ -110,7 +110,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     from oomdoctor.fixes import _forward
 
     if _recomputes(session.cells):
-        raise OomDoctorError("the code _recomputes activations already")
+        raise OomDoctorError("the code recomputes activations already")
     chosen: dict[int, tuple[str, Any]] = {}
     every = dose.number("every")
     with ExitStack() as stack:
@@ -224,7 +224,7 @@ def _switched(model: Any, every: int) -> Iterator[None]:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a loop over the blocks behind the line that makes the model."""
     if _recomputes(cells):
-        return Refused("the code _recomputes activations already")
+        return Refused("the code recomputes activations already")
     through = _trainer_source.patched("checkpoint_blocks", cells, evidence, dose) if dose["every"] == 1 else None
     if through is not None:
         return through
