@@ -67,7 +67,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("the gradients lie in the buckets already")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
-        return Refused("no gradient was _held when the memory ran out, so the buckets are not a second copy")
+        return Refused("no gradient was held when the memory ran out, so the buckets are not a second copy")
     is_idle = _searches_in_vain(found)
     return (
         Proposal(
