@@ -18,7 +18,7 @@ from types import MethodType, TracebackType
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,17 +32,18 @@ __all__ = [
     "StateWatch",
     "active_dropout",
     "compiled",
+    "devices",
     "drops",
     "host_marks",
     "is_shadow_run",
     "recomputed",
+    "refuse_batch_norm",
     "refuse_hooks",
     "refuse_unless_plain",
     "replaced",
     "rng_marks",
     "running_statistics",
     "splittable",
-    "tensors_left",
 ]
 
 Forward: TypeAlias = Callable[..., Any]
@@ -195,6 +196,23 @@ def _drop_probability(part: Any) -> float:
     return 0.0
 
 
+def devices(module: Any) -> tuple[torch.device, ...]:
+    """Return the accelerators that parameters of a module lie on."""
+    return tuple({one.device for one in module.parameters() if one.device.type not in ("cpu", "meta")})
+
+
+def refuse_batch_norm(path: str, module: Any) -> None:
+    """Refuse a module with a layer that takes its statistics over the whole batch as it stands.
+
+    Raises:
+        OomDoctorError: there is such a layer.
+    """
+    for name, part in submodules(module, path):
+        couples = isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        if couples or (isinstance(part, _NormBase) and part.training and part.track_running_stats):
+            raise OomDoctorError(f"{name} takes its statistics over the whole batch: it is not split")
+
+
 def is_shadow_run() -> bool:
     """Tell whether tensors have no values here: a forecast is under way."""
     return type(torch.empty(0)) is not torch.Tensor
@@ -308,21 +326,6 @@ def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", value
         elif type(value) in (list, dict, set):
             yield f"{path}.{name}", (id(value), len(value))
-
-
-def tensors_left(path: str, module: Any) -> dict[str, Any]:
-    """Return the tensors in plain attributes of ``module`` and of what is below it, and in lists and dicts there."""
-    found: dict[str, Any] = {}
-    for name, part in submodules(module, path):
-        if any(type(hook).__name__ in _REPEATABLE_HOOKS for hook in part._forward_pre_hooks.values()):
-            continue
-        for attribute, value in vars(part).items():
-            if type(value) in (list, dict) and not attribute.startswith("_"):
-                items = value.items() if type(value) is dict else enumerate(value)
-                found |= {f"{name}.{attribute}[{key!r}]": one for key, one in items if isinstance(one, torch.Tensor)}
-            elif isinstance(value, torch.Tensor):
-                found[f"{name}.{attribute}"] = value
-    return found
 
 
 def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

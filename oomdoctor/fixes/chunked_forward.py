@@ -3,22 +3,20 @@
 The loss and its one backward stay as they are, so what couples the samples in the loss is kept: only the activations of
 one part exist at a time. Without gradients the forward is split and nothing is recomputed.
 
-The promise of equal results holds where a sample's output does not depend on the others, and that is not taken on
-trust: at a model's first call a few rows are run together and apart, in the mode that it is in, and have to agree. A
-forward that draws random numbers without dropout that was announced, changes state of its own, or returns what is not
-made of rows for the samples (a loss) is refused as well. BatchNorm in training mode is refused before.
+The promise of equal results holds where a sample's output does not depend on the others, which the trial of both
+programs shows. A forward that draws random numbers without dropout that was announced, changes state of its own, or
+returns what is not made of rows for the samples (a loss) is refused as it runs. BatchNorm in training mode is refused
+before.
 
-In the source, the call is rewritten where it stands, and the models of the session are tried out in the same way while
-it runs; one that the failing cell makes itself is not. The first argument is taken for batch-first and the output
-for one tensor; calls that plainly are not so are refused.
+In the source, the call is rewritten where it stands. The first argument is taken for batch-first and the output for one
+tensor; calls that plainly are not so are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "TOLERANCE", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "apply", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -97,26 +95,22 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
 
 
 class _Chunked:
-    """Runs forwards in parts, and remembers which models were seen to treat their samples one by one."""
+    """Runs forwards in parts."""
 
     def __init__(self, paths: dict[int, str], chunks: int) -> None:
         self._paths, self._chunks = paths, chunks
-        self._checked: WeakSet[Any] = WeakSet()
         self._inside = False
 
     def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward: whole where it is part of another one already split, or where there is one sample."""
         if self._inside:
             return forward(*args, **kwargs)
-        from oomdoctor.fixes import _rowwise, _split
+        from oomdoctor.fixes import _split
 
         path = self._paths.get(id(module), type(module).__name__)
         call = _split.divide(path, args, kwargs)
         if call.rows < 2:
             return forward(*args, **kwargs)
-        if module not in self._checked:
-            _rowwise.refuse_coupled(path, module, self._whole(forward), call)
-            self._checked.add(module)
         return _in_parts(path, module, self._whole(forward), call, self._chunks)
 
     def _whole(self, forward: Any) -> Any:
@@ -135,10 +129,10 @@ class _Chunked:
 def _in_parts(path: str, module: Any, forward: Any, call: Divided, chunks: int) -> Any:
     import torch
 
-    from oomdoctor.fixes import _forward, _rowwise, _split
+    from oomdoctor.fixes import _forward, _split
 
-    _rowwise.refuse_batch_norm(path, module)
-    devices = _rowwise.devices(module)
+    _forward.refuse_batch_norm(path, module)
+    devices = _forward.devices(module)
     watch, marks, parts = _forward.StateWatch(path, module), _forward.rng_marks(devices), []
     calls = call.chunks(chunks)
     for args, kwargs in calls:
@@ -165,14 +159,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return rewrite(cells, evidence, dose.number("chunks"))
 
 
-def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Try each model out at its first call in the patched cell, as the live form does."""
-    from oomdoctor.fixes import _rowwise
-
-    del dose
-    return _rowwise.tried_out(session)
-
-
 FIX: Final = Fix(
     id="chunked_forward",
     title="Run the forward over parts of the batch, recomputed in the backward pass",
@@ -183,5 +169,4 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
-    guard=guard,
 )

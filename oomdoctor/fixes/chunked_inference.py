@@ -5,7 +5,7 @@ the other, and each result goes to where the whole one was to go: into one tenso
 takes the result to the host anyway, there, part by part.
 
 The results are equal up to rounding, not to the bit: libraries choose other kernels for other numbers of rows. That
-samples do not depend on one another is found out by trying a few of them; a model in training mode whose layers do,
+samples do not depend on one another is shown by the trial of both programs; a model in training mode whose layers do,
 or that drops values, is refused. Calls with gradients run as they are.
 
 Moves of the whole batch and of the whole result are taken in as well: of ``torch.cat([model(part.to(device)).cpu() for
@@ -15,10 +15,9 @@ part in x.chunk(4)])`` a part of each is on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
 
 import libcst as cst
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "TOLERANCE", "apply", "guard", "moved_inwards", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "apply", "moved_inwards", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of outputs in float32: kernels for other numbers of rows add up in another order."""
@@ -114,18 +113,17 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
 
 
 class _Predictions:
-    """Runs forwards in parts, and remembers which models were seen to treat their samples one by one."""
+    """Runs forwards in parts."""
 
     def __init__(self, paths: dict[int, str], chunks: int) -> None:
         self._paths, self._chunks = paths, chunks
-        self._checked: WeakSet[Any] = WeakSet()
         self._inside = False
 
     def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward: whole with gradients, with one sample, or as part of one that is split already."""
         import torch
 
-        from oomdoctor.fixes import _forward, _rowwise, _split
+        from oomdoctor.fixes import _forward, _split
 
         if self._inside or torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -135,20 +133,17 @@ class _Predictions:
             return forward(*args, **kwargs)
         if _forward.active_dropout(module):
             raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
-        _rowwise.refuse_batch_norm(path, module)
+        _forward.refuse_batch_norm(path, module)
         self._inside = True
         try:
-            if module not in self._checked:
-                _rowwise.refuse_coupled(path, module, forward, call)
-                self._checked.add(module)
             return self._in_parts(path, module, forward, call)
         finally:
             self._inside = False
 
     def _in_parts(self, path: str, module: Any, forward: Any, call: Divided) -> Any:
-        from oomdoctor.fixes import _forward, _rowwise
+        from oomdoctor.fixes import _forward
 
-        devices = _rowwise.devices(module)
+        devices = _forward.devices(module)
         watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices)
         most = -(-call.rows // self._chunks)
         rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
@@ -209,13 +204,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     (edit,) = found.edits
     after = moved_inwards(edit.after, rewriting.fresh_name("part", cells))
     return after if isinstance(after, Refused) else Patch(edits=(replace(edit, after=after, replay=after),))
-
-
-def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Try each model out at its first call in the patched cell, as the live form does."""
-    from oomdoctor.fixes import _rowwise
-
-    return nullcontext() if "through" in dict(dose.values) else _rowwise.tried_out(session)
 
 
 def moved_inwards(source: str, part: str) -> str | Refused:
@@ -300,5 +288,4 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
-    guard=guard,
 )

@@ -86,9 +86,9 @@ SETTINGS: Final[Mapping[str, Settings]] = {
             "statistics over the whole batch": ("cnn", "unet"),
             # Its state has the batch in dimension 1.
             "which is not split": ("lstm",),
-            "which is not made of rows for the samples": ("gpt", "stateful"),
-            # The noise of the VAE and the dropout inside of attention would be drawn for each part.
-            "draws random numbers, others for each part": ("vae", "transformers"),
+            "which is not made of rows for the samples": ("gpt", "stateful", "transformers"),
+            # The noise of the VAE would be drawn for each part.
+            "draws random numbers, others for each part": ("vae",),
             "in the optimizer's step": ("wide",),
         }
     ),

@@ -175,14 +175,13 @@ class Ragged(Net):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Coupled().eval(), "depends on the others"),
         (Drawing().eval(), "draws random numbers"),
         (Counting().eval(), "changes model.calls"),
         (Ragged().eval(), "do not fit together"),
         (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), "training mode"),
         (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "over the whole batch"),
         (Net(form=torch.mean).eval(), "a loss"),
-        (Net(form=lambda out: out.T.contiguous()).eval(), "not made of rows"),
+        (Net(form=lambda out: torch.cat([out, out], 1).T).eval(), "not made of rows"),
     ],
 )
 def test_refuses_when_called(model, why) -> None:
