@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.evidence import host
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt
 from oomdoctor.model.trial import Trial
@@ -20,6 +22,8 @@ __all__ = ["Checks"]
 
 _KEEP: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _MOST_PARTS: Final = 64
+_SHARE: Final = 0.5
+"""Share of the host's free memory that copies of what lies on a device may take."""
 
 
 class Checks:
@@ -85,13 +89,18 @@ class Checks:
     def _tried(self, attempt: Attempt, **terms: Any) -> Trial:
         from oomdoctor.trial import HostCopies, compare
 
-        unchanged = Attempt(source=self._session.cells.failing.source)
         restore, device = self._transaction.restore, self._session.accelerator
-        with uncounted():
-            if device.name != "cpu" and not device.read().simulated:
+        if not device.read().simulated:
+            if device.name != "cpu" and not device.name.startswith("cuda"):
+                return Trial(same=None, why=f"what lies on {device.name} is not copied to be tried on the CPU")
+            cuda = sys.modules.get("torch.cuda")
+            if cuda is not None and cuda.is_initialized():
+                _, free, _ = host.binding_limit(host.read(in_full=False))
                 try:
-                    terms["copies"] = HostCopies()
+                    terms["copies"] = HostCopies(int(free * _SHARE))
                 except OomDoctorError as why:
                     return Trial(same=None, why=str(why))
                 restore = self._transaction.restore_on_host
+        unchanged = Attempt(source=self._session.cells.failing.source)
+        with uncounted():
             return compare(self._session, restore, unchanged, [attempt], **terms)

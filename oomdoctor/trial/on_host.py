@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["HostCopies"]
 
 _CPU = torch.device("cpu")
-_SHARE = 0.5
-"""Share of the host's free memory that copies may take."""
 _kept: list[Any] = []
 """What must not be freed in the copy of the process: that would be a call to the device."""
 
@@ -38,20 +35,23 @@ _kept: list[Any] = []
 class HostCopies:
     """Copies in host memory of what lies on the device, made in the user's process.
 
+    Args:
+        room: how many bytes they may take.
+
     Raises:
         OomDoctorError: they cannot be made; the text says why in one sentence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
         card = in_use()
         if card is None:
             raise OomDoctorError("only what lies on a CUDA device is copied to the host")
         self._card: Card = card
         self._tensors = list({id(tensor): tensor for tensor in _tensors_on(card.device)}.values())
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors}
-        needed, free = sum(storage.nbytes() for storage in storages.values()), psutil.virtual_memory().available
-        if needed > _SHARE * free:
-            raise OomDoctorError(f"{needed >> 20:,} MiB lie on the device, and the host has {free >> 20:,} MiB free")
+        needed = sum(storage.nbytes() for storage in storages.values())
+        if needed > room:
+            raise OomDoctorError(f"{needed >> 20:,} MiB lie on {card.device}, and the host has room for {room >> 20:,}")
         self._storages = list(storages.values())
         with torch.no_grad():
             self._copies = {key: storage.cpu() for key, storage in storages.items()}  # type: ignore[no-untyped-call]

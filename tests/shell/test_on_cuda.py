@@ -169,6 +169,7 @@ def test_a_cell_is_diagnosed_healed_and_taken_back(card: Card, kernel: Kernel) -
     assert of_oomdoctor(healed) == []
     outcome = kernel.value(LAST)["outcome"]
     assert (outcome["kind"], outcome["state"]) == ("healed", "clean")
+    assert outcome["checked"].startswith("the same over 2 steps of ")
     assert outcome["peak"] <= card.free * MIB
     assert kernel.value("len(optimizer.state)") == 6
     assert kernel.value(DIGEST) != before
@@ -182,6 +183,23 @@ def test_a_cell_is_diagnosed_healed_and_taken_back(card: Card, kernel: Kernel) -
     plan = kernel.run(f"%%memplan\n{TRAIN}", timeout=300, ok=True)
     assert of_oomdoctor(plan) == []
     assert "shadow run" in plan.text
+
+
+@pytest.mark.timeout(600)
+def test_what_a_trial_in_host_memory_refutes_is_not_made() -> None:
+    kernel = Kernel(CARDS["T4"].env, start=kernel_forks.started)
+    try:
+        kernel.run(FEW.replace('"micro_batch", "chunked_forward"', '"micro_batch",'), ok=True)
+        kernel.run(SETUP, ok=True)
+        before = kernel.value(DIGEST)
+        kernel.run(TRAIN.replace("model(x)", "model(x) - model(x).mean(0)"), timeout=300, ok=False)
+        kernel.run("%oomdoctor retry", timeout=300)
+        outcome = kernel.value(LAST)["outcome"]
+        assert (outcome["kind"], outcome["state"]) == ("refused", "restored")
+        assert "does not keep the results" in outcome["why"]
+        assert kernel.value(DIGEST) == before
+    finally:
+        kernel.stop()
 
 
 def test_a_script_is_healed(tmp_path: Path) -> None:
