@@ -192,7 +192,9 @@ def test_what_a_trial_in_host_memory_refutes_is_not_made() -> None:
         kernel.run(FEW.replace('"micro_batch", "chunked_forward"', '"micro_batch",'), ok=True)
         kernel.run(SETUP, ok=True)
         before = kernel.value(DIGEST)
-        kernel.run(TRAIN.replace("model(x)", "model(x) - model(x).mean(0)"), timeout=300, ok=False)
+        kernel.run(
+            TRAIN.replace("criterion(model(x), y)", "criterion((z := model(x)) - z.mean(0), y)"), timeout=300, ok=False
+        )
         kernel.run("%oomdoctor retry", timeout=300)
         outcome = kernel.value(LAST)["outcome"]
         assert (outcome["kind"], outcome["state"]) == ("refused", "restored")
