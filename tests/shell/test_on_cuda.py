@@ -192,9 +192,8 @@ def test_what_a_trial_in_host_memory_refutes_is_not_made() -> None:
         kernel.run(FEW.replace('"micro_batch", "chunked_forward"', '"micro_batch",'), ok=True)
         kernel.run(SETUP, ok=True)
         before = kernel.value(DIGEST)
-        kernel.run(
-            TRAIN.replace("criterion(model(x), y)", "criterion((z := model(x)) - z.mean(0), y)"), timeout=300, ok=False
-        )
+        coupled = "    z = model(x)\n    loss = criterion(z - z.mean(0), y)"
+        kernel.run(TRAIN.replace("    loss = criterion(model(x), y)", coupled), timeout=300, ok=False)
         kernel.run("%oomdoctor retry", timeout=300)
         outcome = kernel.value(LAST)["outcome"]
         assert (outcome["kind"], outcome["state"]) == ("refused", "restored")
