@@ -53,8 +53,10 @@ class HostCopies:
         if needed > room:
             raise OomDoctorError(f"{needed >> 20:,} MiB lie on {card.device}, and the host has room for {room >> 20:,}")
         self._storages = list(storages.values())
-        with torch.no_grad():
+        try:
             self._copies = {key: storage.cpu() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
+        except (MemoryError, RuntimeError) as error:
+            raise OomDoctorError(f"what lies on {card.device} could not be copied: {type(error).__name__}") from error
 
     def put_in_place(self) -> None:
         """Have the tensors of this process, which was forked, lie in host memory."""
