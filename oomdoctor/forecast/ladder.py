@@ -195,6 +195,7 @@ class Ladder:
             forecast=forecast,
             patch=self._attempt(index)[0],
             applies_live=len(rung) > 1 or rung[0].fix.apply is not None,
+            is_tried=any(part.fix.is_tried for part in rung),
             caveat="; ".join(caveats) or None,
             parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
         )

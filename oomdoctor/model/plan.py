@@ -116,6 +116,8 @@ class Candidate:
         fix: the id of the fix; of two, both with `` + `` between them, and ``title`` and ``dose`` tell both.
         patch: the change in the user's source; where it is refused, the live change alone is offered.
         applies_live: whether the fix can change the live objects.
+        is_tried: whether a retry runs both programs on a few rows before it makes the change, so that what it promises
+            is still to be checked.
         parts: the two that it is made of, each as its id and its dose; empty where it is one.
         breaks: whether its shadow run failed where that of the unchanged cell did not.
         refuted: what a retry found that makes it wrong for this program, None where nothing was found.
@@ -128,6 +130,7 @@ class Candidate:
     forecast: Forecast
     patch: Patch | Refused
     applies_live: bool
+    is_tried: bool = False
     caveat: str | None = None
     parts: tuple[tuple[str, Dose], ...] = ()
     breaks: bool = False

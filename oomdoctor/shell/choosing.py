@@ -115,6 +115,7 @@ def together(case: Case, session: Session, chosen: tuple[Candidate, ...]) -> Can
         forecast=_both(first.forecast, second.forecast),
         patch=patch,
         applies_live=True,
+        is_tried=any(one.is_tried for one in chosen),
         caveat="; ".join(dict.fromkeys(filter(None, (one.caveat for one in chosen)))) or None,
         parts=parts,
     )

@@ -158,6 +158,8 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
     """Return one candidate as a row."""
     forecast = candidate.forecast
     effect, promise = words.EFFECTS[candidate.effect]
+    if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and candidate.refuted is None:
+        promise = f"{promise}, to be checked"
     applied = (
         candidate.refuted is None
         and candidate.effect is not Effect.ADVICE

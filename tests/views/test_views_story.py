@@ -9,6 +9,7 @@ from cases import CASES
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
+from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine, Family
 from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
@@ -166,6 +167,15 @@ def test_estimates_are_marked_and_their_basis_is_named() -> None:
     assert (checkpoint.verdict, checkpoint.quantity) == (Verdict.BORDERLINE, "reserved")
     assert (autocast.verdict, autocast.quantity) == (Verdict.TOO_LARGE, "reserved, ≈ 7.20 GiB in tensors")
     assert (shard.peak, shard.basis, shard.verdict) == ("no forecast", "", Verdict.UNKNOWN)
+
+
+def test_what_a_trial_has_not_shown_yet_is_to_be_checked() -> None:
+    unchanged = cases.forecast(1 << 30)
+    promised = fix_row(1, replace(cases.MICRO_BATCH, is_tried=True), unchanged).promise
+    assert promised == "results equal up to rounding, to be checked"
+    told = replace(cases.MICRO_BATCH, is_tried=True, refuted="`model` differs")
+    assert "checked" not in fix_row(1, told, unchanged).promise
+    assert "checked" not in fix_row(1, replace(told, effect=Effect.CHANGES_RESULT, refuted=None), unchanged).promise
 
 
 @pytest.mark.parametrize(
