@@ -209,7 +209,7 @@ def test_what_a_retry_has_refuted_is_handed_out_no_more(shell: InteractiveShell)
     both = [one.fix for one in known().plan.candidates]
     assert sorted(both[:2]) == ["chunked_forward", "micro_batch"]
     said(shell, "%oomdoctor fix 1")
-    told = "the output for a sample depends on the others"
+    told = "the change does not keep the results"
     assert told in known().outcome.why
     assert told in dict(known().plan.refusals)[both[0]]
     assert [one.fix for one in known().plan.candidates] == both, "numbers that were shown stay as they are"
