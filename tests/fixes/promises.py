@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import live
@@ -132,18 +132,24 @@ def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, set
     return None
 
 
-def _refuted(fix: Fix, family: Family, proposal: Proposal, patch: Patch) -> str | None:
-    """Try the patch as a retry does before it is made; return why it does not keep the results, None if it does."""
+def _refuted(fix: Fix, family: Family, proposal: Proposal, patch: Patch | None) -> str | None:
+    """Try a change as a retry does before it is made; return why it does not keep the results, None if it does.
+
+    Args:
+        patch: None for the change of live objects.
+    """
     if not fix.is_tried or proposal.effect not in (Effect.EXACT, Effect.EQUIVALENT):
         return None
     failing = fail(family).cells.failing
     parts = max((value for _, value in proposal.dose.values if type(value) is int), default=1)
     with begun(family.cells()) as namespace:
+        session = session_of(namespace, fail(family).cells)
+        live = () if patch is not None or fix.apply is None else (partial(fix.apply, session, proposal.dose),)
         trial = compare(
-            session_of(namespace, fail(family).cells),
+            session,
             lambda: None,
             Attempt(source=failing.source),
-            [patched(failing, patch)],
+            [Attempt(source=failing.source, live=live) if patch is None else patched(failing, patch)],
             effect=proposal.effect,
             leaves=fix.leaves,
             parts=parts,
@@ -198,7 +204,12 @@ def _check_live(fix: Fix, family: Family, proposal: Proposal, settings: Settings
     except OomDoctorError as unfit:
         _traces(family, applied, settings, None, unfit=True)
         return str(unfit)
-    _check_numbers(fix, family, proposal, found, settings, "live")
+    try:
+        _check_numbers(fix, family, proposal, found, settings, "live")
+    except AssertionError:
+        if (why := _refuted(fix, family, proposal, None)) is None:
+            raise
+        return why
     if not settings.live_frees_before:
         _check_memory(family, found, settings, lambda: finish(family, family.cells(), applied), "live")
     forms = _traces(family, applied, settings, None)
