@@ -15,11 +15,12 @@ from typing import Any, Final
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
+from oomdoctor.trial.ends import Leaf, gradients_of
 from oomdoctor.trial.rows import batch_size, few_rows
 
 __all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
@@ -42,6 +43,7 @@ class Progress:
     Attributes:
         known: the lines of the unchanged program: its loops begin on them.
         was_cut: whether a loop ended before its time.
+        gradients: that optimizers have stepped by: a learning rate of nothing would leave no trace of them.
         begins: called before the first forward.
     """
 
@@ -50,9 +52,11 @@ class Progress:
         self.begins: Callable[[], None] = lambda: None
         self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
+        self.gradients: dict[str, Leaf] = {}
 
     def count(self) -> None:
         """Count from now on."""
+        register_optimizer_step_pre_hook(self._steps)
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forwarded)
         backward, owner = torch.autograd.backward, sys.modules["torch.autograd"]
@@ -67,6 +71,10 @@ class Progress:
         if not self.forwards:
             self.begins()
         self.forwards += 1
+
+    def _steps(self, optimizer: Any, *_args: Any) -> None:
+        for at, leaf in enumerate(gradients_of(optimizer)):
+            self.gradients[f"step {self.steps + 1}, gradient {at}.grad"] = leaf
 
     def _stepped(self, *_args: Any) -> None:
         self.steps += 1

@@ -32,7 +32,7 @@ class Difference:
 
     Attributes:
         size: of the difference, as a share of the largest entry; None where it is not one of numbers.
-        is_rows: it is the same kind of tensor with another number of rows.
+        is_rows: it is the same kind of tensor with fewer rows, as a part of a batch has.
     """
 
     path: str
@@ -85,7 +85,8 @@ def _steepest(end: Mapping[str, Leaf]) -> float:
 def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
     if leaf.rows is not None and other.rows is not None and leaf.rows != other.rows:
         same = leaf.frame.replace(f"({leaf.rows},", "(,", 1) == other.frame.replace(f"({other.rows},", "(,", 1)
-        return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=same)
+        is_of_part = same and other.rows < leaf.rows
+        return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=is_of_part)
     return Difference(path=path, why=f"is {other.frame} in place of {leaf.frame}")
 
 

@@ -26,7 +26,7 @@ from oomdoctor.objects.named import is_users
 from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
 from oomdoctor.objects.rng import generator_state
 
-__all__ = ["RANDOM", "Leaf", "end_of", "names_of"]
+__all__ = ["RANDOM", "Leaf", "TooMuch", "end_of", "gradients_of", "names_of"]
 
 RANDOM: Final = "random numbers"
 """Frame of a leaf that is the state of a generator."""
@@ -34,6 +34,8 @@ RANDOM: Final = "random numbers"
 _DEEPEST: Final = 12
 _MOST_LEAVES: Final = 50_000
 _MOST_ITEMS: Final = 2_000
+_FEW: Final = 8
+"""Items up to which a list of plain values is told item by item."""
 _WHOLE: Final = 1_024
 """Entries of a tensor up to which all of them are kept; of a larger one, sums over so many stretches."""
 _LONGEST: Final = 400
@@ -43,6 +45,10 @@ _OF_CODE: Final = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 _PLAIN: Final = frozenset({bool, int, str, bytes, bytearray})
 _SET_UP: Final = (Kind.MODULE, Kind.LOADER, Kind.OBJECT)
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf")
+
+
+class TooMuch(Exception):
+    """There is more to compare than is looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +101,20 @@ def end_of(
         for name, value in vars(module).items():
             if is_users(name) and type(value) is not ModuleType and len(found) < _MOST_LEAVES:
                 found.update(_leaves(value, f"{module.__name__}.{name}", seen, _DEEPEST, is_gradient=False))
+    if len(found) >= _MOST_LEAVES:
+        raise TooMuch(f"the names lead to more than {_MOST_LEAVES:,} values")
     found["what is printed"] = _text(said)
     found["the modes of torch"] = _plain([*map(str, _modes())])
     found.update(_generators())
     return found
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Leaf]:
+    """Yield the gradients that an optimizer is about to step by."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield _tensor(parameter.grad, is_gradient=True)
 
 
 def _modes() -> Iterator[object]:
@@ -151,6 +167,9 @@ def _inner(
         return
     if kind is Kind.GENERATOR_STATE:
         yield path, _random(generator_state(value))
+        return
+    if kind in (Kind.SEQUENCE, Kind.TUPLE) and len(value) > _FEW and all(type(item) in _PLAIN for item in value):
+        yield path, _plain([*value])  # a corpus of numbers or texts: one leaf each would hide all that comes after
         return
     if kind is not Kind.CALLABLE:
         yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import linecache
+import os
 import re
 import signal
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +23,7 @@ from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.ends import Leaf, end_of, names_of
+from oomdoctor.trial.ends import Leaf, TooMuch, end_of, names_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
@@ -34,6 +35,7 @@ _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
 _VALUE: Final = "the value that the cell ends with"
 _FILES: Final = "what is written to files"
+_ENVIRONMENT: Final = "the environment"
 _RUNS_CODE: Final = re.compile(r"%%?(\w*run|\w+it)\b")
 """Magics that run code of their own: ``%run``, ``%timeit``, ``%prun``, ``%memit``."""
 _CELL: Final = "<oomdoctor: cell of a trial>"
@@ -119,8 +121,11 @@ def run(
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     texts_written = {name: file.getvalue() for name, file in stage.written.items()}
-    extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written}
-    leaves = end_of(namespace, found, stage.said.getvalue(), extra)
+    extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written, _ENVIRONMENT: {**os.environ}}
+    try:
+        leaves = {**end_of(namespace, found, stage.said.getvalue(), extra), **progress.gradients}
+    except TooMuch as much:
+        return End(error=str(much), is_ours=True)
     return End(
         leaves=leaves,
         names=found,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import gc
 import io
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -82,7 +83,14 @@ class Stage:
 
 
 def _keep_what_is_shown(shell: Any, said: io.StringIO) -> None:
-    """Keep what is displayed as text, beside what is printed."""
+    """Keep what is displayed as text, and what the user's code logs, beside what is printed."""
+
+    def logged(_logger: logging.Logger, record: logging.LogRecord) -> None:
+        if is_users_file(record.pathname):
+            said.write(f"{record.getMessage()}\n")
+
+    logging.disable(logging.NOTSET)
+    vars(logging)["Logger"].handle = logged
     publisher = getattr(shell, "display_pub", None)
     if publisher is not None:
 

@@ -15,6 +15,7 @@ import pytest
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.trial import Trial
+from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.trial import compare
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
@@ -41,6 +42,7 @@ def tried(cells: dict[str, list[str]], folder: Path, effect: Effect = Effect.EQU
     pid = os.fork()
     if pid == 0:
         try:
+            keep_one_thread()  # the pool of OpenMP does not survive a fork
             os.chdir(folder)
             os.write(writer, json.dumps(asdict(_tried(cells, effect))).encode())
         finally:
