@@ -50,6 +50,21 @@ TOKENS: Final = (
     "Y[torch.arange(7) >= 1 + torch.randint(0, 7, (2000, 1))] = -100\n"
 )
 
+WEIGHTED: Final = """\
+def weighted(out, y):
+    weight = 1.0 + y
+    return (weight * F.cross_entropy(out, y, reduction='none')).sum() / weight.sum()
+"""
+IN_A_FUNCTION: Final = """\
+def train():
+    for x, y in loader:
+        loss = weighted(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+train()
+"""
 DECEIVERS: Final = {
     "MSELoss of (N, 1) against (N,)": (
         (
@@ -131,12 +146,20 @@ DECEIVERS: Final = {
         ),
         STEP.format(loss="F.mse_loss(model(x), y)"),
     ),
-    "a weight for each sample": (
+    "a weight for each sample": (f"{CLASSES}{WEIGHTED}", STEP.format(loss="weighted(model(x), y)")),
+    "a warm-up from nothing": (
         (
-            f"{CLASSES}def weighted(out, y):\n    weight = 1.0 + y\n"
-            "    return (weight * F.cross_entropy(out, y, reduction='none')).sum() / weight.sum()\n"
+            f"{CLASSES}{WEIGHTED}from torch.optim.lr_scheduler import LambdaLR\n"
+            "scheduler = LambdaLR(optimizer, lambda step: float(step > 1))\n"
         ),
-        STEP.format(loss="weighted(model(x), y)"),
+        IN_A_FUNCTION,
+    ),
+    "a corpus beside the model": (
+        (
+            f"{CLASSES}{WEIGHTED}scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)\n"
+            "all_docs = [torch.randint(0, 9999, (50,)).tolist() for _ in range(2000)]\n"
+        ),
+        IN_A_FUNCTION,
     ),
     "a mean over tokens in ragged parts": (
         (
@@ -201,6 +224,23 @@ def test_an_honest_program_is_healed(shell: InteractiveShell) -> None:
     assert known().outcome.kind is OutcomeKind.HEALED, known().outcome
     assert known().outcome.checked.startswith("the same over 2 steps of ")
     assert alike(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "global bank\n    bank = torch.cat([bank, loss.detach()[None]])",
+        "logging.getLogger('training').warning('loss %s', loss.item())",
+        "os.environ['LOSSES'] = os.environ.get('LOSSES', '') + '.'",
+    ],
+    ids=["a tensor that grows", "a log", "the environment"],
+)
+def test_what_is_done_for_each_part_is_seen_wherever_it_is_left(shell: InteractiveShell, effect: str) -> None:
+    function = f"def measured(out, y):\n    loss = F.cross_entropy(out, y)\n    {effect}\n    return loss\n"
+    setup = f"import logging, os\n{CLASSES}bank = torch.zeros(1)\n{function}"
+    start, _, found = ends(shell, setup, STEP.format(loss="measured(model(x), y)"))
+    assert known().outcome.kind is OutcomeKind.REFUSED, known().outcome
+    assert alike(found, start)
 
 
 DROPS: Final = CLASSES.replace("nn.Linear(512, 10)", "nn.Dropout(0.2), nn.Linear(512, 10)")
