@@ -17,6 +17,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing
 from oomdoctor.forecast import device_in_use, nursery
+from oomdoctor.sandbox import autograd
 from oomdoctor.sandbox.card import Card
 
 # A backend that has a device makes the engine start its threads, as a GPU does.

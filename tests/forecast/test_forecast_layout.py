@@ -200,6 +200,7 @@ import numpy as np, torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from forecast_lab import forecast
 from oomdoctor.forecast import device_in_use, nursery
+from oomdoctor.sandbox import autograd
 from oomdoctor.sandbox.card import Card
 
 _setup_privateuseone_for_python_backend(rename="other")
