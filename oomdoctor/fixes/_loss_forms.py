@@ -23,7 +23,6 @@ class LossForm:
     name: str
     reduction: str = "mean"
     ignore_index: int | None = None
-    weighted: bool = False
 
 
 NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "functional"})
@@ -73,10 +72,10 @@ def loss_made_by(node: ast.AST, imported: frozenset[str] = frozenset()) -> LossF
     known = kind in _SAMPLE_LOSSES.values() and (base in {"nn", "torch.nn"} or (not base and kind in imported))
     if not known or not isinstance(node, ast.Call):
         return None
-    return _with_keywords(LossForm(name=kind), node, weighted=bool(node.args))
+    return _with_keywords(LossForm(name=kind), node)
 
 
-def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) -> LossForm:
+def _with_keywords(form: LossForm, call: ast.Call) -> LossForm:
     for keyword in call.keywords:
         if keyword.arg in REDUCES_BY:
             try:
@@ -85,8 +84,7 @@ def _with_keywords(form: LossForm, call: ast.Call, *, weighted: bool = False) ->
                 raise CannotSplit(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
         if keyword.arg in {"size_average", "reduce"} or keyword.arg is None:
             raise CannotSplit(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
-        weighted = weighted or keyword.arg == "weight"
-    return replace(form, weighted=weighted and form.name in IGNORING)
+    return form
 
 
 def function_form(call: ast.Call, name: str, imported: frozenset[str]) -> LossForm | None:
@@ -94,5 +92,4 @@ def function_form(call: ast.Call, name: str, imported: frozenset[str]) -> LossFo
     base, _, function = name.rpartition(".")
     if function not in _SAMPLE_LOSSES or not (base in NAMESPACES or (not base and function in imported)):
         return None
-    # Beyond input and target, positional arguments are weights and the like.
-    return _with_keywords(LossForm(name=_SAMPLE_LOSSES[function]), call, weighted=len(call.args) > 2)
+    return _with_keywords(LossForm(name=_SAMPLE_LOSSES[function]), call)

@@ -99,7 +99,6 @@ def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
             name=facts.type_name,
             reduction=facts.reduction or "",
             ignore_index=facts.ignore_index,
-            weighted=facts.weighted,
         )
         for facts in code.losses
         if loss_made_by(ast.parse(f"nn.{facts.type_name}()", mode="eval").body)
