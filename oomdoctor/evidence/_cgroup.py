@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
@@ -30,8 +29,7 @@ _NO_LIMIT: Final = Unavailable("the memory cgroup sets no limit")
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cgroup:
+class Cgroup(NamedTuple):
     """The fields of ``HostMemory`` that are a cgroup's, in bytes.
 
     Attributes:
@@ -49,6 +47,10 @@ class Cgroup:
     oom_kills: Measured
     ooms: Measured
     own: Path | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the value of each figure by its name."""
+        return {name: value for name, value in self._asdict().items() if name != "own"}
 
 
 class _Form(NamedTuple):
@@ -100,15 +102,9 @@ def read(root: Path = _proc.ROOT) -> Cgroup:
     """Return the group that leaves this process the least; where none sets a limit, its own."""
     found = _folders(root)
     if isinstance(found, Unavailable):
-        return _nothing(found)
+        return Cgroup(found, found, found, found, found, found, found, found, found)
     form, folders = found
     return min((_group(form, folder, own=folders[0]) for folder in folders), key=_room)
-
-
-def _nothing(why: Unavailable) -> Cgroup:
-    return Cgroup(
-        version=why, limit=why, used=why, file=why, reclaimable=why, anon=why, tmpfs=why, oom_kills=why, ooms=why
-    )
 
 
 def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:

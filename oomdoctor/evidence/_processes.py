@@ -4,23 +4,31 @@ Resident sets cannot be added up: pages that a worker shares with the process it
 one's alone (USS) and the shared pages divided among their users (PSS) can, but the kernel must walk every page table
 entry of the process for them. That takes about 15 ms for each GiB that is resident in pages of 4 KiB (measured on an
 AMD EPYC with Linux 6.18), so what may be walked for one reading is bounded, the largest processes after this one first.
+
+A DataLoader's workers are known by their place in the iterator that started them, which is found from the process
+objects that ``multiprocessing`` keeps, and by the name that the user's loader goes by. Limits: a worker that a worker
+started is known by the name of its thread alone, which torch sets since 2.6.
 """
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
 
 import psutil
 
-from oomdoctor.evidence import _process_names
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostProcess, Measured
 from oomdoctor.model.sizes import GIB
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, spelled
+from oomdoctor.objects.named import is_users
 
-__all__ = ["LEFT_OUT", "Processes", "read", "resident_only"]
+__all__ = ["LEFT_OUT", "Processes", "names", "read", "resident_only"]
 
 _MOST_WALKED: Final = 16 * GIB
 LEFT_OUT: Final = Unavailable("it was not read, to save time")
@@ -31,14 +39,23 @@ _UNREADABLE: Final = (psutil.Error, OSError, ValueError, LookupError, RuntimeErr
 """What psutil raises where ``/proc`` is missing, or a file there has another form than it knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
+_LONGEST: Final = 60
+_WORKER_THREAD: Final = "pt_data_worker"
+"""Source: ``torch.utils.data._utils.worker._worker_loop``."""
+_HELPERS: Final = {
+    "multiprocessing.resource_tracker": "multiprocessing resource tracker",
+    "multiprocessing.forkserver": "multiprocessing fork server",
+}
+_SECRET: Final = re.compile(r"(?i)((?:token|passw(?:or)?d|secret|api[-_]?key)[= ])\S+")
+
+
+class Processes(NamedTuple):
     """The fields of ``HostMemory`` that are of processes, in bytes."""
 
     rss: Measured
-    uss: Measured
-    pss: Measured
-    children: tuple[HostProcess, ...] | Unavailable
+    uss: Measured = LEFT_OUT
+    pss: Measured = LEFT_OUT
+    children: tuple[HostProcess, ...] | Unavailable = LEFT_OUT
 
 
 def resident_only() -> Processes:
@@ -47,7 +64,7 @@ def resident_only() -> Processes:
         rss = _resident(psutil.Process())
     except _UNREADABLE:
         rss = _UNTOLD
-    return Processes(rss=rss, uss=LEFT_OUT, pss=LEFT_OUT, children=LEFT_OUT)
+    return Processes(rss)
 
 
 def read(*, most_walked: int = _MOST_WALKED) -> Processes:
@@ -60,7 +77,7 @@ def read(*, most_walked: int = _MOST_WALKED) -> Processes:
         own = psutil.Process()
         rss = _resident(own)
     except _UNREADABLE:
-        return Processes(rss=_UNTOLD, uss=_UNTOLD, pss=_UNTOLD, children=_UNTOLD)
+        return Processes(_UNTOLD, _UNTOLD, _UNTOLD, _UNTOLD)
     left = most_walked - (rss if isinstance(rss, int) else 0)
     try:
         uss, pss = _alone_and_shared(own, rss, most_walked)
@@ -78,7 +95,7 @@ def _children(own: psutil.Process, left: int) -> Iterator[HostProcess]:
     below = own.children(recursive=True)
     if not below:
         return
-    known, command = _process_names.names(), _process_names.command(own)
+    known, own_command = names(), _command(own)
     sized = []
     for child in below:
         with suppress(psutil.NoSuchProcess):
@@ -86,7 +103,7 @@ def _children(own: psutil.Process, left: int) -> Iterator[HostProcess]:
     for child, rss in sorted(sized, key=lambda one: -one[1] if isinstance(one[1], int) else 0):
         # One that ends while it is looked at is left out.
         with suppress(psutil.NoSuchProcess):
-            name = _process_names.label(child, known, command)
+            name = _label(child, known, own_command)
             if rss is _ENDED:
                 yield HostProcess(pid=child.pid, label=f"{name} (ended)", rss=_ENDED, uss=_ENDED, pss=_ENDED)
                 continue
@@ -125,3 +142,99 @@ def _alone_and_shared(process: psutil.Process, rss: Measured, left: int) -> tupl
 def _field(found: object, name: str) -> Measured:
     value = getattr(found, name, None)
     return int(value) if value is not None else Unavailable(f"the system does not tell the {name.upper()} of a process")
+
+
+def names() -> dict[int, str]:
+    """Return the names of the processes that ``multiprocessing`` started here, by pid."""
+    started = _started()
+    known = {pid: f"{name} (multiprocessing)" for pid, (name, _) in started.items()}
+    pids = {id(process): pid for pid, (_, process) in started.items()}
+    for iterator in _iterators([process for _, process in started.values()]):
+        loader = _loader_name(iterator)
+        for index, worker in enumerate(iterator["_workers"]):
+            if id(worker) in pids:
+                known[pids[id(worker)]] = f"DataLoader worker {index}" + (f" of {loader}" if loader else "")
+    return known
+
+
+def _started() -> dict[int, tuple[str, Any]]:
+    """Return name and object of each process by pid. ``active_children`` would reap those that have ended."""
+    module = sys.modules.get("multiprocessing.process")
+    found = {}
+    for process in tuple(getattr(module, "_children", ())):
+        state = plain_dict(process) or {}
+        pid = (plain_dict(state.get("_popen")) or {}).get("pid")
+        if type(pid) is int:
+            name = state.get("_name")
+            found[pid] = name if type(name) is str else "process", process
+    return found
+
+
+def _iterators(processes: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the state of each DataLoader iterator that holds some of ``processes`` as its workers."""
+    if not processes or "torch.utils.data.dataloader" not in sys.modules:
+        return
+    lists = [one for one in gc.get_referrers(*processes) if type(one) is list and one is not processes]
+    seen: set[int] = set()
+    for holder in gc.get_referrers(*lists) if lists else ():
+        # An object whose __dict__ was never asked for is the holder itself.
+        state = spelled(holder) if type(holder) is dict else plain_dict(holder)
+        if state is None or id(state) in seen or "_index_queues" not in state:
+            continue
+        if type(state.get("_workers")) is list:
+            seen.add(id(state))
+            yield state
+
+
+def _loader_name(iterator: dict[str, Any]) -> str | None:
+    """Return the name in the main module of the loader with the same dataset and as many workers."""
+    for name, value in list((plain_dict(sys.modules.get("__main__")) or {}).items()):
+        if is_users(name) and kind_of(type(value)) is Kind.LOADER:
+            loader = plain_dict(value) or {}
+            workers = loader.get("num_workers"), iterator.get("_num_workers")
+            if loader.get("dataset") is iterator.get("_dataset") and _is_same(*workers):
+                return name
+    return None
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two numbers are equal, without asking one of a class of the user's."""
+    return one is other or (type(one) is int and type(other) is int and one == other)
+
+
+def _label(process: psutil.Process, known: dict[int, str], own_command: list[str]) -> str:
+    """Return what ``process`` is called.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    if process.pid in known:
+        return known[process.pid]
+    name, words = process.name(), _command(process)
+    if name == _WORKER_THREAD:
+        return "DataLoader worker"
+    for module, helper in _HELPERS.items():
+        if any(f"from {module} import main" in word for word in words):
+            return helper
+    if words and words == own_command:
+        return "fork of this process"
+    return _shown(" ".join([PurePath(words[0]).name, *words[1:]])) if words else _shown(name)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return the command line of ``process``, empty where it may not be read or the process has only to be reaped.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    try:
+        return process.cmdline()
+    except (psutil.AccessDenied, psutil.ZombieProcess):
+        return []
+
+
+def _shown(line: str) -> str:
+    """Return a command line on one line, cut, without control characters and without what is called a secret."""
+    plain = "".join(char if char.isprintable() else " " for char in line)
+    masked = _SECRET.sub(r"\1…", plain)
+    return masked if len(masked) <= _LONGEST else masked[: _LONGEST - 1] + "…"

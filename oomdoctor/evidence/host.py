@@ -1,21 +1,37 @@
-"""The host's memory: what the machine has, what this process may have, and the limit that binds first."""
+"""The host's memory: what the machine has, what this process may have, and the limit that binds first.
+
+What can be dropped of the page cache is the kernel's own estimate: pages of files on the lists that it reclaims from,
+without those that wait to be written. Outside of Linux there is what psutil tells, and nothing about the page cache.
+
+Source: ``si_mem_available`` in mm/show_mem.c, getrlimit(2), mmap(2), Documentation/accounting/psi.rst.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes
+import psutil
+
+from oomdoctor.evidence import _cgroup, _proc, _processes
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.memory import DeviceMemory, HostMemory
+from oomdoctor.model.memory import DeviceMemory, HostMemory, Measured, Pressure
 from oomdoctor.sandbox import reserve
 
-__all__ = ["HostAccelerator", "binding_limit", "read"]
+__all__ = ["HostAccelerator", "binding_limit", "maps", "pressure", "read"]
 
+_NO_FILES: Final = Unavailable("the system does not tell how many files are open")
 _NOT_NOTED: Final = Unavailable("it was not noted while the modules were loaded, as no limit on this process was set")
+_LINUX_ONLY: Final = Unavailable("only Linux tells this")
 _STRICT: Final = 2
 """``vm.overcommit_memory`` with which the kernel promises no more than it has. Source: overcommit-accounting.rst."""
+_SHARE: Final = re.compile(r"^(some|full) avg10=(\d{1,3}\.\d\d) ", re.MULTILINE | re.ASCII)
+_COUNTED: Final = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}
+"""What the kernel compares with each limit: private writable memory, of libraries too; all address space."""
 
 
 def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
@@ -26,49 +42,131 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         in_full: also read what takes the longer the more there is of it: shared pages, the processes that this one
             started, mappings. All that ``binding_limit`` looks at is read in any case.
     """
-    machine, cgroup = _machine.read(root), _cgroup.read(root)
-    kept, kept_resident = reserve.address_space(), reserve.resident()
-    limit, used, name = _limits.process(root)
+    machine = _of_linux(root) if psutil.LINUX else _by_psutil()
+    group = _cgroup.read(root)
     processes = _processes.read() if in_full else _processes.resident_only()
+    kept, limit = reserve.resident(), _limit(root)
+    own = {"used": _proc.less(group.used, kept), "anon": _proc.less(group.anon, kept)}
     return HostMemory(
-        total=machine.total,
-        available=_proc.total(machine.available, kept_resident),
-        rss=_proc.less(processes.rss, kept_resident),
-        uss=_proc.less(processes.uss, kept_resident),
-        pss=_proc.less(processes.pss, kept_resident),
-        children=processes.children,
-        page_cache=machine.page_cache,
-        reclaimable=machine.reclaimable,
-        dirty=machine.dirty,
-        tmpfs=machine.tmpfs,
-        swap_total=machine.swap_total,
-        swap_used=machine.swap_used,
-        pressure=_machine.pressure(root, cgroup.own),
-        cgroup_version=cgroup.version,
-        cgroup_limit=cgroup.limit,
-        cgroup_used=_proc.less(cgroup.used, kept_resident),
-        cgroup_file=cgroup.file,
-        cgroup_reclaimable=cgroup.reclaimable,
-        cgroup_anon=_proc.less(cgroup.anon, kept_resident),
-        cgroup_tmpfs=cgroup.tmpfs,
-        cgroup_oom_kills=cgroup.oom_kills,
-        cgroup_ooms=cgroup.ooms,
-        process_limit=limit,
-        process_used=_proc.less(used, kept),
-        process_limit_name=name,
-        malloc_free=_limits.malloc_free(),
+        **machine | {"available": _proc.total(machine["available"], kept)},
+        **processes._asdict() | {name: _proc.less(getattr(processes, name), kept) for name in ("rss", "uss", "pss")},
+        **{f"cgroup_{name}": value for name, value in (group.figures() | own).items()},
+        pressure=pressure(root, group.own),
+        process_limit=limit[0],
+        process_used=_proc.less(limit[1], reserve.address_space()),
+        process_limit_name=limit[2],
+        malloc_free=_malloc_free(),
         bare=_NOT_NOTED,
         kept_back=reserve.released(),
-        shm_total=machine.shm_total,
-        shm_free=machine.shm_free,
-        files_open=_limits.files_open(),
-        files_limit=_limits.files_limit(),
-        maps=_limits.maps(root) if in_full else _processes.LEFT_OUT,
-        maps_limit=_limits.maps_limit(root),
-        overcommit=machine.overcommit,
-        committed=machine.committed,
-        commit_limit=machine.commit_limit,
+        shm_total=_told(lambda: psutil.disk_usage(str(root / "dev/shm")), "total", "there is no /dev/shm"),
+        shm_free=_told(lambda: psutil.disk_usage(str(root / "dev/shm")), "free", "there is no /dev/shm"),
+        files_open=_told(lambda: psutil.Process().num_fds(), "real", _NO_FILES.reason),
+        files_limit=_soft("RLIMIT_NOFILE"),
+        maps=maps(root) if in_full else _processes.LEFT_OUT,
+        maps_limit=_proc.number(root / "proc/sys/vm/max_map_count"),
     )
+
+
+def _of_linux(root: Path) -> dict[str, Any]:
+    memory = _proc.table(root / "proc/meminfo")
+    dirty = _proc.total(memory["Dirty"], memory["Writeback"])
+    return {
+        "total": memory["MemTotal"],
+        "available": memory["MemAvailable"],
+        # Buffers are pages of block devices; Cached counts tmpfs as well. Source: proc_meminfo(5).
+        "page_cache": _proc.total(memory["Cached"], memory["Buffers"]),
+        "reclaimable": _proc.less(_proc.total(memory["Active(file)"], memory["Inactive(file)"]), dirty),
+        "dirty": dirty,
+        "tmpfs": memory["Shmem"],
+        "swap_total": memory["SwapTotal"],
+        "swap_used": _proc.less(memory["SwapTotal"], memory["SwapFree"]),
+        "overcommit": _proc.number(root / "proc/sys/vm/overcommit_memory"),
+        "committed": memory["Committed_AS"],
+        "commit_limit": memory["CommitLimit"],
+    }
+
+
+def _by_psutil() -> dict[str, Any]:
+    of_linux = ("reclaimable", "dirty", "tmpfs", "overcommit", "committed", "commit_limit")
+    return dict.fromkeys(of_linux, _LINUX_ONLY) | {
+        "total": _told(psutil.virtual_memory, "total"),
+        "available": _told(psutil.virtual_memory, "available"),
+        "page_cache": _told(psutil.virtual_memory, "cached"),
+        "swap_total": _told(psutil.swap_memory, "total"),
+        "swap_used": _told(psutil.swap_memory, "used"),
+    }
+
+
+def _told(ask: Callable[[], Any], name: str, reason: str = "the system does not tell it") -> Measured:
+    try:
+        return int(getattr(ask(), name))
+    except (AttributeError, OSError, RuntimeError, ValueError, psutil.Error):
+        return Unavailable(reason)
+
+
+def pressure(root: Path, group: Path | None = None) -> Pressure | Unavailable:
+    """Return how long tasks waited for memory: those of the cgroup whose folder is ``group``, else all.
+
+    A kernel that was started without this accounting has the files and refuses to read them. Cgroup v1 has none.
+    """
+    if group is not None and isinstance(own := _pressure(group / "memory.pressure"), Pressure):
+        return own
+    return _pressure(root / "proc/pressure/memory")
+
+
+def _pressure(path: Path) -> Pressure | Unavailable:
+    found = _proc.text(path)
+    if isinstance(found, Unavailable):
+        return found
+    shares = {kind: float(percent) / 100 for kind, percent in _SHARE.findall(found)}
+    if len(shares) < 2 or max(shares.values()) > 1:
+        return Unavailable(f"{path} has another form than is known")
+    return Pressure(**shares)
+
+
+def _limit(root: Path) -> tuple[Measured, Measured, str | Unavailable]:
+    """Return ``(limit, used, name)`` of the limit on this process's memory that leaves it the least, in bytes.
+
+    Where none is set, what the first that there is would be compared with is told as used.
+    """
+    status = _proc.table(root / "proc/self/status")
+    found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
+    told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
+    if told:
+        return min(told, key=lambda one: one[0] - one[1])  # type: ignore[operator]
+    limit, used, _ = found[0]
+    return limit, used, limit if isinstance(limit, Unavailable) else Unavailable("what it limits could not be read")
+
+
+def _soft(name: str) -> Measured:
+    if sys.platform == "win32":
+        return Unavailable(f"Windows has no {name}")
+    import resource
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return Unavailable(f"{name} is not set") if soft == resource.RLIM_INFINITY else soft
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_: ClassVar = [("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def _malloc_free() -> Measured:
+    """Return what ``malloc`` holds free of what the system gave it. Source: mallinfo2(3), from glibc 2.33 on."""
+    tell = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if tell is None:
+        return Unavailable("this C library does not tell what malloc holds free")
+    tell.restype = _Mallinfo
+    return int(tell().fordblks)
+
+
+def maps(root: Path = _proc.ROOT) -> Measured:
+    """Return how many memory mappings this process has."""
+    try:
+        with (root / "proc/self/maps").open("rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return Unavailable("the system does not list the mappings of a process")
 
 
 def binding_limit(host: HostMemory) -> tuple[int, int, str]:
@@ -149,8 +247,6 @@ class HostAccelerator:
 
     def empty_cache(self) -> None:
         """Return freed heap memory to the operating system, where the C library can."""
-        import ctypes
-
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         if trim is not None:
             trim(0)

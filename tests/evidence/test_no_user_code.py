@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import oomdoctor
 from oomdoctor import pipeline
-from oomdoctor.evidence import _process_names
+from oomdoctor.evidence import _processes
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.session import Cell, Cells
 
@@ -214,7 +214,7 @@ def test_workers_are_named_without_asking_their_loader(plain: bool, monkeypatch:
     monkeypatch.setattr(multiprocessing.process, "_children", {process})
     monkeypatch.setattr(sys.modules["__main__"], "a_loader", loader, raising=False)
     with armed() as calls:
-        found = _process_names.names()
+        found = _processes.names()
     assert calls == []
     assert found == {4_000_000: "DataLoader worker 0" + (" of a_loader" if plain else "")}
 

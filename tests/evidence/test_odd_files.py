@@ -18,7 +18,7 @@ import psutil
 import pytest
 from trees import GIB, MEMINFO, MIB, PRESSURE, mount, of, plant, v1_group, v2_group
 
-from oomdoctor.evidence import _cgroup, _limits, _machine, _proc, _processes, host
+from oomdoctor.evidence import _cgroup, _proc, _processes, host
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostMemory, Pressure
 from oomdoctor.model.sizes import format_size
@@ -51,9 +51,9 @@ def everything(root: Path) -> HostMemory:
     """Read all that there is, and see that each is a figure that can be, or says why it is none."""
     found = host.read(root, in_full=False)
     figures = {field.name: getattr(found, field.name) for field in fields(HostMemory)}
-    figures |= {"maps": _limits.maps(root), "pressure of all": _machine.pressure(root)}
+    figures |= {"maps": host.maps(root), "pressure of all": host.pressure(root)}
     group = _cgroup.read(root)
-    figures |= {f"group's {field.name}": getattr(group, field.name) for field in fields(group) if field.name != "own"}
+    figures |= {f"group's {name}": value for name, value in group.figures().items()}
     for name, value in figures.items():
         if isinstance(value, Pressure):
             assert 0 <= value.some <= 1, name
