@@ -35,7 +35,7 @@ _HEAD: Final = """\
 
 <!-- Written by `make docs` from oomdoctor/fixes/ and benchmarks/results/fixes.json. Change those, not this page. -->
 
-{count} fixes, each a module of [`oomdoctor/fixes/`](../oomdoctor/fixes). A fix is proposed only where the evidence of
+{count} fixes, all of [`oomdoctor/fixes/`](../oomdoctor/fixes). A fix is proposed only where the evidence of
 the failure shows that it would help, and says why where it is not. The effect below is the most that it promises; for
 a program at hand it may promise less, and then says so. Where the change can be written into your cells, you get it as
 a diff, and a retry runs the changed source. A fix with a live form can also be put on the objects of the running
@@ -98,7 +98,9 @@ def page(catalogue: dict[str, Fix], suggesting: dict[str, list[str]], measured: 
 
 
 def _section(fix: Fix, rules: list[str]) -> str:
-    about = inspect.getdoc(import_module(f"oomdoctor.fixes.{fix.id}")) or ""
+    home = fixes.home(fix.id)
+    first = next(one for one in fixes.ids() if fixes.home(one) == home)
+    about = inspect.getdoc(import_module(home)) or "" if first == fix.id else f"See [`{first}`](#{first})."
     tolerance = f" · *tolerance* {fix.tolerance:g}" if fix.tolerance is not None else ""
     suggested = ", ".join(f"[`{rule}`](rules.md#{rule})" for rule in rules) or "no rule: offered by its own evidence"
     lines = [

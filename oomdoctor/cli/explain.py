@@ -12,7 +12,6 @@ import stat
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
@@ -23,7 +22,6 @@ from oomdoctor import fixes
 from oomdoctor.errors import UsageError
 from oomdoctor.incident import describe
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program.compiled import keyword_in
 from oomdoctor.views.words import clean, place
 
 if TYPE_CHECKING:
@@ -209,15 +207,4 @@ def _finding(finding: Finding) -> Iterator[Text]:
     for sentence in finding.because:
         yield Text(f"  - {sentence}")
     for number, fix in enumerate(finding.fixes):
-        yield Text.assemble("  fix: " if number == 0 else "       ", _title(fix), (f" ({fix})", "dim"))
-
-
-@cache
-def _title(fix: str) -> str:
-    """Return the title of a fix as its module writes it, its id where there is none.
-
-    To import the fixes takes half as long again as everything else here: they bring what reads and writes source code.
-    """
-    source = Path(fixes.__path__[0], f"{fix}.py")
-    title = keyword_in(source.read_text(encoding="utf-8"), "Fix", "title") if source.is_file() else None
-    return fix if title is None else str(title)
+        yield Text.assemble("  fix: " if number == 0 else "       ", fixes.title(fix), (f" ({fix})", "dim"))

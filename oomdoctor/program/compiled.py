@@ -17,7 +17,6 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from oomdoctor.program.magics import mask, parsed
-from oomdoctor.program.names import call_name
 
 __all__ = [
     "Fault",
@@ -29,7 +28,6 @@ __all__ = [
     "global_names",
     "is_compiled_from",
     "is_in_definition",
-    "keyword_in",
     "lines_of",
     "on_their_lines",
     "source_of",
@@ -150,13 +148,6 @@ def statement_lines(cell: str) -> list[int]:
 def does_nothing(cell: str) -> bool:
     """Return whether a cell has nothing but ``pass`` in it."""
     return all(isinstance(node, ast.Pass) for node in _tree(cell).body)
-
-
-def keyword_in(text: str, function: str, keyword: str) -> object:
-    """Return the literal that the calls of a function give a keyword, the first of them; None where none does."""
-    calls = (node for node in ast.walk(_tree(text)) if isinstance(node, ast.Call) and call_name(node) == function)
-    words = (word for call in calls for word in call.keywords if word.arg == keyword)
-    return next((word.value.value for word in words if isinstance(word.value, ast.Constant)), None)
 
 
 def on_their_lines(statements: str, cell: str) -> str:

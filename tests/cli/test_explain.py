@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import oomdoctor
 from oomdoctor import fixes
 from oomdoctor.cli import main
-from oomdoctor.cli.explain import _title
 from oomdoctor.errors import UsageError
 from oomdoctor.incident.scan import FORMATS
 
@@ -64,8 +63,8 @@ def test_fixes_are_named_by_their_titles(tmp_path, capsys):
 
 
 def test_the_title_of_every_fix_is_read_from_its_module_as_it_is_there():
-    assert {fix: _title(fix) for fix in fixes.ids()} == {fix.id: fix.title for fix in fixes.catalogue().values()}
-    assert _title("no_such_fix") == "no_such_fix"
+    assert {fix: fixes.title(fix) for fix in fixes.ids()} == {fix.id: fix.title for fix in fixes.catalogue().values()}
+    assert fixes.title("no_such_fix") == "no_such_fix"
 
 
 def test_the_fixes_are_named_without_what_writes_source_code(tmp_path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from oomdoctor.errors import UsageError
-from oomdoctor.fixes import catalogue, get, ids
+from oomdoctor.fixes import catalogue, get, home, ids, title
 from oomdoctor.model.fix import Effect, Fix
 
 HERE = Path(__file__).parent
@@ -18,8 +19,8 @@ HOME = HERE.parents[1] / "oomdoctor" / "fixes"
 
 
 def test_every_module_of_the_folder_is_a_fix() -> None:
-    assert set(ids()) == {path.stem for path in HOME.glob("*.py") if not path.stem.startswith("_")}
-    assert catalogue().keys() == set(ids())
+    assert {home(fix_id).rpartition(".")[2] for fix_id in ids()} == {path.stem for path in HOME.glob("[!_]*.py")}
+    assert {fix_id: fix.title for fix_id, fix in catalogue().items()} == {fix_id: title(fix_id) for fix_id in ids()}
 
 
 @pytest.mark.parametrize("fix_id", ids())
@@ -52,9 +53,7 @@ def test_a_fix_has_its_tests(fix_id) -> None:
 
 @pytest.mark.parametrize("fix_id", ids())
 def test_a_fix_says_why_it_exists(fix_id) -> None:
-    module = inspect.getmodule(get(fix_id).propose)
-    assert module is not None
-    assert len((module.__doc__ or "").split()) > 30
+    assert len((import_module(home(fix_id)).__doc__ or "").split()) > 30
 
 
 def test_an_unknown_fix_is_a_usage_error_that_names_the_known() -> None:

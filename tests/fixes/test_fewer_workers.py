@@ -10,11 +10,14 @@ import pytest
 import torch
 from loading import HOST, LOADERS, LOOP, MIB
 
+from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.evidence import host
-from oomdoctor.fixes.fewer_workers import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+
+FIX = fixes.get("fewer_workers")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

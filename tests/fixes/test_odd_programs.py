@@ -5,13 +5,14 @@ Each is a small family of its own, run to a real failure and checked as ``promis
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Final
 
 import pytest
 from models import Family
 from promises import check
 from settings import DEFAULT, SETTINGS
+
+from oomdoctor import fixes
 
 _IMPORTS: Final = """\
 import copy
@@ -168,6 +169,6 @@ _COPIED: Final = _family("copied", _DATA, _BLOCK + _NET, _AVERAGED, models=("mod
     ids=lambda value: value.name if isinstance(value, Family) else None,
 )
 def test_promises_are_kept_or_not_made(fix_id: str, family: Family, forms: tuple[str, ...], why: str) -> None:
-    outcome = check(import_module(f"oomdoctor.fixes.{fix_id}").FIX, family, SETTINGS.get(fix_id, DEFAULT))
+    outcome = check(fixes.get(fix_id), family, SETTINGS.get(fix_id, DEFAULT))
     assert outcome.forms == forms, outcome.refusals
     assert any(why in reason for reason in (*outcome.refusals, "")), outcome.refusals

@@ -7,10 +7,13 @@ import loading
 import pytest
 from loading import HOST, MIB
 
+from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes.persistent_workers_off import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
+
+FIX = fixes.get("persistent_workers_off")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 DOSE = Dose.of(loaders="train_loader, test_loader")
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from loading import HOST, LOOP, MIB
 
-from oomdoctor.fixes.pin_memory_off import FIX, apply, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Role
+
+FIX = fixes.get("pin_memory_off")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 PINNED = Incident(is_oom=True, family=Family.PINNED, device="cpu", requested=8 * MIB)
 DOSE = Dose.of(loaders="train_loader")

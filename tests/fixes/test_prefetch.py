@@ -8,10 +8,13 @@ import loading
 import pytest
 from loading import HOST, LOADERS, LOOP, MIB
 
-from oomdoctor.fixes.prefetch import FIX, apply, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Role
+
+FIX = fixes.get("prefetch")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

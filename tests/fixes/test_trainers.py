@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import live
@@ -612,7 +611,7 @@ def test_a_real_trainer_multiplies_gradients_of_a_mean(tmp_path: Any, monkeypatc
 
 @pytest.mark.parametrize(("fix_id", "dose"), [("micro_batch", {"parts": 2}), ("chunked_inference", {"chunks": 2})])
 def test_what_is_set_through_a_trainer_is_not_done_to_its_objects_instead(fix_id: str, dose: dict[str, int]) -> None:
-    fix = import_module(f"oomdoctor.fixes.{fix_id}").FIX
+    fix = fixes.get(fix_id)
     through = Dose.of(**dose, through="transformers")
     made, attempt = attempt_with(fix, through, live.session(["trainer.train()"]), live.evidence())
     assert isinstance(made, Refused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -436,7 +435,7 @@ def test_the_mildest_dose_that_fits_with_its_margin_is_taken(dosing: Kernel) -> 
 
 def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(shell: InteractiveShell) -> None:
     two = ("checkpoint_blocks", "micro_batch")
-    few = {one: importlib.import_module(f"oomdoctor.fixes.{one}").FIX for one in two}
+    few = {one: fixes.get(one) for one in two}
     with mock.patch.object(fixes, "catalogue", return_value=few):
         for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}"):
             run(shell, cell)
@@ -462,7 +461,7 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
 
 def test_two_changes_together_are_said_to_need_no_more_than_one_of_them(shell: InteractiveShell) -> None:
     two = ("checkpoint_blocks", "micro_batch")
-    few = {one: importlib.import_module(f"oomdoctor.fixes.{one}").FIX for one in two}
+    few = {one: fixes.get(one) for one in two}
     with mock.patch.object(fixes, "catalogue", return_value=few):
         for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}", TRAIN):
             run(shell, cell)

@@ -1,0 +1,404 @@
+"""Settings of a DataLoader that take host memory: its workers, the batches they fetch ahead, pinned copies of these.
+
+``fewer_workers``: each worker holds the batches that it has fetched ahead and its own copy of what it touches of the
+data set: reading a Python object writes its reference count, and the page that it lies on is copied. Batches come in
+the same order from however many workers, and are the same as long as samples do not depend on the worker that makes
+them. ``prefetch``: every worker keeps ``prefetch_factor`` batches ready, in shared memory or on the way there.
+``pin_memory_off``: pinned memory cannot be swapped out, the driver allows a share of the machine's memory only, and
+torch keeps what it has pinned once. ``persistent_workers_off``: workers that are kept hold their batches and pages
+while other loaders are in use. It does not give the same numbers: a loader whose workers begin anew draws a seed for
+them in each epoch, so that from the second on every later draw of the program is another one.
+
+What workers take was measured when memory ran out; where it is not certain that batches stay the same, that is said.
+A loader that an earlier cell made gets the new settings as it stands, so that its data set is not read again.
+Limits: that workers go on to grow is not foreseen, and with fewer of them, each touches more of the data.
+Source: https://docs.pytorch.org/docs/stable/data.html
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _host_room
+from oomdoctor.fixes._batch_sizes import loader_calls
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.code import LoaderFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import HostProcess, Role
+from oomdoctor.model.sizes import format_size
+from oomdoctor.program import arguments, rewriting
+from oomdoctor.program.book import Book, Page, Place
+from oomdoctor.program.replay import exchanged
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells, Session
+
+__all__ = ["FIXES"]
+
+_WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
+_ROOT: Final = re.compile(r"[^\W\d]\w*")
+_SLOWER, _WITHOUT = 1.1, 1.5
+"""Time of a step whose data come later, and without any workers, as ratios. Round figures, not measured."""
+
+_PLACES: Final = {"num_workers": 5, "pin_memory": 7, "timeout": 9, "multiprocessing_context": 11}
+"""Where settings stand without their keyword. Source: ``DataLoader.__init__``."""
+_NEEDS_WORKERS: Final = {
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "timeout": 0,
+    "multiprocessing_context": None,
+}
+"""What ``DataLoader`` refuses, or asserts to be unset, where it has no workers, and what a loader made without workers
+has there. Source: ``DataLoader.__init__``."""
+_HELD: Final = {"multiprocessing_context": "_DataLoader__multiprocessing_context"}
+_NOT_LESS: Final = {
+    "num_workers": "no loader has more than {} workers",
+    "prefetch_factor": "no loader fetches more than {} batches ahead for each worker",
+    "pin_memory": "no loader pins its batches",
+    "persistent_workers": "no loader keeps its workers between epochs",
+}
+"""Why nothing is changed, by the keyword of ``DataLoader``, with the number of the dose."""
+
+
+def _fewer_workers(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose a half of the workers, a half of those, and so on to none."""
+    used = _refused_device(incident) or _in_use(evidence)
+    if isinstance(used, Refused):
+        return used
+    loaders = [loader for loader in used if not loader.iterable]
+    if not loaders:
+        return Refused(f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
+    taken = {loader: _uss(evidence, loader, len(used) == 1) for loader in loaders}
+    if not any(map(sum, taken.values())):
+        return Refused("what the worker processes take could not be measured")
+    found = []
+    for count in _halves(max(one.num_workers for one in loaders), least=0):
+        fewer = [loader for loader in loaders if loader.num_workers > count]
+        # Of what is there, the share of the workers that are told to go: one that was killed is not counted again.
+        saves = sum(sum(taken[one]) * (one.num_workers - count) // one.num_workers for one in fewer)
+        sizes = [size for one in fewer for size in taken[one]]
+        basis = f"estimate: {len(sizes)} workers were measured to take {format_size(sum(sizes))} for themselves"
+        reasons = [_why_others(loader, count) for loader in fewer]
+        slowdown = 1.2 if count else _WITHOUT
+        found += [_proposal(fewer, saves, basis, reasons, slowdown, num_workers=count)] if saves else []
+    return tuple(found)
+
+
+def _why_others(loader: LoaderFacts, count: int) -> str | None:
+    """Return why ``count`` workers may give other batches."""
+    if (why := _why_not_same(loader, moves_samples=True)) is not None or count:
+        return why
+    if not loader.collates:
+        return f"batches of `{loader.path}` are put together in a way of their own, and may share memory with the data"
+    if loader.shuffles and not loader.looped:
+        return f"`{loader.path}` draws the seed of its order at its first batch and no longer when it is iterated over"
+    return None
+
+
+def _prefetch(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose a half of the batches ahead, a half of those, and so on to one for each worker."""
+    used = _refused_device(incident) or _in_use(evidence)
+    if isinstance(used, Refused):
+        return used
+    ahead_of = {loader: loader.prefetch for loader in used if (loader.prefetch or 0) > 1}
+    if not ahead_of:
+        return Refused(f"the workers of `{used[0].path}` fetch no more than one batch ahead each")
+    batch = max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
+    if not batch:
+        return Refused("the census found no batch, so what those that wait take is not known")
+    found = []
+    for ahead in _halves(max(filter(None, ahead_of.values())), least=1):
+        fewer = {loader: now for loader, now in ahead_of.items() if now and now > ahead}
+        waiting = sum(loader.num_workers * (now - ahead) for loader, now in fewer.items())
+        basis = f"analytic estimate: {waiting} batches fewer wait, of {format_size(batch)} each by the census"
+        reasons = [_why_not_same(loader) for loader in fewer]
+        found.append(_proposal(fewer, waiting * batch, basis, reasons, prefetch_factor=ahead))
+    return tuple(found)
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    while most > least:
+        most //= 2
+        yield most
+
+
+def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where the census found pinned memory, or pinning is what was refused."""
+    if (refused := _refused_device(incident)) is not None:
+        return refused
+    loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
+    if not loaders:
+        return Refused("no loader that the notebook has a name for pins its batches")
+    pinned = sum(census.bytes_of(Role.PINNED_HOST) for census in evidence.censuses)
+    asked = (incident.requested or 0) if incident.family is Family.PINNED else 0
+    if not pinned + asked:
+        return Refused("the census found no pinned memory, and no size is known of what was to be pinned")
+    found = [f"{format_size(pinned)} of pinned memory were found"] if pinned else []
+    found += [f"{format_size(asked)} more were to be pinned"] if asked else []
+    # What is pinned does not depend on who makes the samples, nor when: only workers that stay matter.
+    staying = [loader for loader in loaders if loader.persistent and loader.num_workers]
+    reasons = [_why_not_same(loader, moves_order=False) for loader in staying]
+    return (_proposal(loaders, pinned + asked, f"estimate: {' and '.join(found)}", reasons),)
+
+
+def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where workers of several loaders are there at once."""
+    used = _refused_device(incident) or _in_use(evidence)
+    if isinstance(used, Refused):
+        return used
+    kept = [loader for loader in used if loader.persistent]
+    if not kept:
+        return Refused("no loader keeps its workers between epochs")
+    taken = sorted(sum(_uss(evidence, loader, alone=False)) for loader in kept)
+    if not (idle := sum(taken[:-1])):
+        return Refused("the workers of one loader alone were found, and during its epoch they are there in any case")
+    basis = (
+        f"estimate: workers of {len(kept)} loaders were measured to take {format_size(sum(taken))}, "
+        "of which one loader's remain"
+    )
+    why = (
+        "from the second epoch on, each loader draws a seed for its new workers, so that the order of the "
+        "samples and all other random numbers are others"
+    )
+    return (_proposal(kept, idle, basis, [why]),)
+
+
+_refused_device = _host_room.refuse_device
+
+
+def _proposal(
+    loaders: Iterable[LoaderFacts],
+    saves: int,
+    basis: str,
+    reasons: Iterable[str | None],
+    slowdown: float = _SLOWER,
+    **dose: int,
+) -> Proposal:
+    """Return a dose for these loaders; ``reasons`` say why batches may be others."""
+    found = list(dict.fromkeys(why for why in reasons if why is not None))
+    return Proposal(
+        dose=Dose.of(**dose, loaders=", ".join(loader.path for loader in loaders)),
+        effect=Effect.CHANGES_RESULT if found else Effect.EXACT,
+        saves=saves,
+        slowdown=slowdown,
+        basis=basis,
+        caveat="; ".join(found) or None,
+    )
+
+
+def _in_use(evidence: Evidence) -> tuple[LoaderFacts, ...] | Refused:
+    """Return the loaders with workers that the failing cell goes through, or whose workers are there."""
+    known = [loader for loader in evidence.code.loaders if loader.num_workers]
+    if not known:
+        return Refused("no loader that the notebook has a name for has worker processes")
+    loops = [(_root_of(loop.loader), loop) for loop in evidence.code.loops if loop.in_failing_run]
+    iterated = {_root_of(dict(loop.stands_for).get(name, name)) for name, loop in loops}
+    roots = {_root_of(name) for name, _ in _workers(evidence) if name} or iterated
+    found = tuple(loader for loader in known if _root_of(loader.path) in roots)
+    if found:
+        return found
+    return tuple(known) if len(known) == 1 else Refused("which of the loaders was in use is not known")
+
+
+def _root_of(path: str) -> str:
+    """Return the name that an expression begins with."""
+    match = _ROOT.match(path)
+    return match[0] if match else path
+
+
+def _workers(evidence: Evidence) -> tuple[tuple[str | None, HostProcess], ...]:
+    """Return the worker processes that are there, each with the loader that it is of where that is known."""
+    children = evidence.host.children
+    found = () if isinstance(children, Unavailable) else ((_WORKER.fullmatch(one.label), one) for one in children)
+    return tuple((match["loader"], child) for match, child in found if match is not None and not match["ended"])
+
+
+def _uss(evidence: Evidence, loader: LoaderFacts, alone: bool) -> tuple[int, ...]:
+    """Return what each of a loader's workers would free if it ended, in bytes.
+
+    Args:
+        alone: no other loader is in use, so that workers without a name are of this one.
+    """
+    mine = [child for name, child in _workers(evidence) if name == loader.path or (name is None and alone)]
+    return tuple(child.uss for child in mine if isinstance(child.uss, int))
+
+
+def _why_not_same(loader: LoaderFacts, *, moves_samples: bool = False, moves_order: bool = True) -> str | None:
+    """Return why the batches may differ, None where it is certain that they do not.
+
+    Batch ``i`` comes from worker ``i % num_workers``, in order, and each worker has random numbers of its own, seeded
+    from one number that the loader draws when it is iterated over, whatever its settings. So the batches are the same
+    where samples do not depend on their worker, and the order is where its sampler draws all at once. Workers that stay
+    between epochs are the exception: made anew, they cost one draw more, and they have forgotten what they knew.
+
+    Source: torch/utils/data/dataloader.py, ``_BaseDataLoaderIter.__init__`` and ``_reset``, ``_try_put_index``.
+
+    Args:
+        moves_samples: samples are made by other workers than before.
+        moves_order: indices are asked for earlier or later than before.
+    """
+    if loader.persistent:
+        return f"the workers of `{loader.path}` are kept between epochs, and begin anew with other random numbers"
+    if loader.unordered:
+        return f"`{loader.path}` gives its batches in the order in which they are ready"
+    if moves_samples and loader.varies is not None:
+        return f"the samples of `{loader.path}` may depend on the worker that makes them: {loader.varies}"
+    if moves_order and loader.order is not None:
+        return f"the order of `{loader.path}` may depend on how far ahead batches are fetched: {loader.order}"
+    return None
+
+
+def _value(keyword: str, dose: Dose) -> int | bool:
+    return dose.number(keyword) if keyword in dict(dose.values) else False
+
+
+def _now(keyword: str, loader: LoaderFacts) -> int:
+    """Return what a loader has of a setting."""
+    others = {"prefetch_factor": loader.prefetch or 0, "persistent_workers": loader.persistent}
+    return others[keyword] if keyword in others else int(getattr(loader, keyword))
+
+
+def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the dose's value of a setting for each of its loaders."""
+    value, names = _value(keyword, dose), str(dose["loaders"]).split(", ")
+    loaders = [one for one in evidence.code.loaders if one.path in names and _now(keyword, one) > value]
+    if not loaders:
+        return Refused(_NOT_LESS[keyword].format(value))
+    settings: dict[str, str | None] = {keyword: repr(value)}
+    without_workers = keyword == "num_workers" and not value
+    if without_workers:
+        settings |= dict.fromkeys(_NEEDS_WORKERS)
+    book = Book.read(cells)
+    end = Place(page=book.failing)
+    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
+        return Refused("`DataLoader` is a class of the cells' own")
+    wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
+    live: dict[int, list[str]] = {}
+    for loader in loaders:
+        made = loader_calls(book, loader.path, end)
+        if not made:
+            return Refused(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
+        for call, place in made:
+            if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+                where = f"line {call.lineno} of {place.page.cell}"
+                return Refused(
+                    f"{where} unpacks the settings of a loader from something that may hold this one already"
+                )
+            wanted.append((place.page, call, partial(_with, settings=settings)))
+        bound = book.binding(_root_of(loader.path), end)
+        if bound is not None and bound[1].page is not book.failing:
+            held: dict[str, object] = {keyword: value}
+            if without_workers:
+                held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
+            held |= {"_iterator": None} if loader.persistent or without_workers else {}
+            told = ", ".join(f"{name}={least!r}" for name, least in held.items())
+            # A loader guards some of its attributes.
+            live.setdefault(made[0][1].page.cell.number, []).append(f"vars({loader.path}).update({told})")
+    taken = {id(call) for _, call, _ in wanted}
+    for other in evidence.code.loaders:
+        if other not in loaders and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
+            return Refused(f"`{other.path}` is made by the same call")
+    changed = exchanged(wanted)
+    if isinstance(changed, Refused):
+        return changed
+    edits = [
+        rewriting.edit(cells, cells.get(number), parsed, module, live.get(number))
+        for number, (parsed, module) in changed.items()
+    ]
+    return rewriting.join(cells, edits)
+
+
+def _with(node: cst.CSTNode, settings: Mapping[str, str | None]) -> cst.CSTNode:
+    call = cst.ensure_type(node, cst.Call)
+    for name, text in settings.items():
+        at = _PLACES.get(name)
+        if text is None:
+            call = arguments.without_keyword(call, name)
+        elif at is not None and len(call.args) > at and call.args[at].keyword is None:
+            new = call.args[at].with_changes(value=cst.parse_expression(text))
+            call = call.with_changes(args=[*call.args[:at], new, *call.args[at + 1 :]])
+        else:
+            call = arguments.with_keyword(call, name, text)
+    return call
+
+
+@contextmanager
+def _apply(keyword: str, session: Session, dose: Dose) -> Iterator[None]:
+    """Give the loaders of the dose its value of a setting for as long as the context lasts.
+
+    Raises:
+        OomDoctorError: a loader is not there, or its workers are running and would go on as they are.
+    """
+    there, value = dict(session.loaders), _value(keyword, dose)
+    settings = {keyword: value} | ({"timeout": 0} if keyword == "num_workers" and not value else {})
+    loaders = []
+    for name in str(dose["loaders"]).split(", "):
+        if name not in there:
+            raise OomDoctorError(f"`{name}` is not there yet")
+        own = vars(there[name])
+        if own["_iterator"] is not None:
+            raise OomDoctorError(f"the workers of `{name}` are kept between epochs and are running")
+        loaders.append(own)
+    before = [{key: own[key] for key in ("_iterator", *settings)} for own in loaders]
+    try:
+        for own in loaders:
+            own.update(settings)
+        yield
+    finally:
+        for own, old in zip(loaders, before, strict=True):
+            own.update(old)
+
+
+FIXES: Final = (
+    Fix(
+        id="fewer_workers",
+        title="Load data with fewer worker processes",
+        effect=Effect.EXACT,
+        cost="steps may wait for their data",
+        propose=_fewer_workers,
+        apply=partial(_apply, "num_workers"),
+        patch=partial(_patch, "num_workers"),
+        is_tried=False,
+    ),
+    Fix(
+        id="prefetch",
+        title="Fetch fewer batches ahead",
+        effect=Effect.EXACT,
+        cost="steps may wait for their data",
+        propose=_prefetch,
+        apply=partial(_apply, "prefetch_factor"),
+        patch=partial(_patch, "prefetch_factor"),
+        is_tried=False,
+    ),
+    Fix(
+        id="pin_memory_off",
+        title="Leave batches in pageable host memory",
+        effect=Effect.EXACT,
+        cost="slower copies of batches to the device",
+        propose=_pin_memory_off,
+        apply=partial(_apply, "pin_memory"),
+        patch=partial(_patch, "pin_memory"),
+        is_tried=False,
+    ),
+    Fix(
+        id="persistent_workers_off",
+        title="Let workers end with each epoch of their loader",
+        effect=Effect.CHANGES_RESULT,
+        cost="workers are started for every epoch",
+        propose=_persistent_workers_off,
+        apply=partial(_apply, "persistent_workers"),
+        patch=partial(_patch, "persistent_workers"),
+        is_tried=False,
+    ),
+)
