@@ -43,19 +43,25 @@ def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
     return None
 
 
-def rewrite(cells: Cells, code: CodeFacts, parts: int) -> Patch | Refused:
-    """Return the patch that takes each batch of every loop of the failing run in ``parts`` parts."""
+def rewrite(cells: Cells, code: CodeFacts, parts: int, weigh: str = "") -> Patch | Refused:
+    """Return the patch that takes each batch of every loop of the failing run in ``parts`` parts.
+
+    Args:
+        weigh: what a part's loss is a mean or a sum over: ``counted``, ``sum`` or ``rows``; empty to read it.
+    """
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
         return Refused("no training loop was found in what the failing cell runs")
     numbers = dict.fromkeys(loop.cell for loop in loops)
     return rewriting.join(
         cells,
-        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], parts) for n in numbers],
+        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], parts, weigh) for n in numbers],
     )
 
 
-def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], parts: int) -> Edit | Refused:
+def _cell(
+    cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], parts: int, weigh: str
+) -> Edit | Refused:
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
@@ -69,7 +75,7 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
             old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
             if old is None or loop is None:
                 raise CannotSplit("the loop is not where it was found before")
-            step = plan(tree, loop, known_names(book, code, facts, tree, loop))
+            step = plan(tree, loop, known_names(book, code, facts, tree, loop), weigh)
             changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
         except CannotSplit as why:
             return Refused(str(why))

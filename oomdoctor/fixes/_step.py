@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from oomdoctor.fixes._loss_forms import CannotSplit, LossForm, called
 from oomdoctor.fixes._samples import Samples, Shape, Value
@@ -17,6 +18,8 @@ from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hois
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
 
 __all__ = ["Split", "Step", "plan"]
+
+_WEIGHED: Final = {"rows": Value(shape=Shape.MEAN), "sum": Value(shape=Shape.SUM)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,11 @@ class Step:
     keys: tuple[str, ...] = ()
 
 
-def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
+def plan(tree: ast.Module, loop: Loop, split: Split, weigh: str = "") -> Step:
     """Return the plan for ``loop``, which stands in ``tree``.
+
+    Args:
+        weigh: what the loss is a mean or a sum over: ``counted``, ``sum`` or ``rows``; empty to read it.
 
     Raises:
         CannotSplit: the step cannot be taken apart with its meaning kept.
@@ -85,7 +91,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
         names={},
         models=split.models,
         losses=split.losses,
-        masks_targets=split.masks_targets,
+        masks_targets=split.masks_targets or weigh == "counted",
         imported=split.imported,
         functions=split.functions,
     )
@@ -95,7 +101,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split) -> Step:
     _check_carried(loop.body, inner, names)
     for place in inner[:-1]:
         samples.follow(loop.body[place])
-    form = samples.value(loss)
+    form = _WEIGHED.get(weigh) or samples.value(loss)
     used = used_after(tree, loop, at, (before, after))
     summed = numbers_used(loop.body, inner, used, loss, samples)
     joined = gathered(loop.body, inner, used - dict(summed).keys(), names, loss, samples)

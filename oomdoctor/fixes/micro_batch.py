@@ -2,8 +2,9 @@
 
 In the source, the step from the first use of the batch to ``backward`` becomes an inner loop over parts; everything
 else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. A loss that is a mean is weighted by
-the part's share of the batch, or of the entries that count; that the gradients are those of the whole batch up to
-rounding, and that the model treats its samples one by one, is shown by the trial of both programs.
+the part's share of the batch, or of the entries that count. Reading guesses which; that the gradients are those of the
+whole batch up to rounding, and that the model treats its samples one by one, is shown by the trial of both programs,
+which takes another weight where the guess was wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 
 _PARTS: Final = (2, 4, 8, 16, 32)
+
+_WAYS: Final = tuple(Dose.of(weigh=over) for over in ("counted", "sum", "rows"))
+"""What a part's loss may be: a mean over the entries of its target that are not -100, a sum, a mean over its rows."""
 
 _DIFFERS: Final = "draws other random numbers for parts of a batch than for the whole"
 
@@ -95,7 +99,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainer_source.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
-    return rewrite(cells, evidence.code, dose.number("parts"))
+    return rewrite(cells, evidence.code, dose.number("parts"), str(dict(dose.values).get("weigh", "")))
 
 
 FIX: Final = Fix(
@@ -103,6 +107,7 @@ FIX: Final = Fix(
     title="Take each batch in parts and accumulate their gradients",
     effect=Effect.EQUIVALENT,
     draws=True,
+    ways=_WAYS,
     tolerance=TOLERANCE,
     cost="the same arithmetic in smaller pieces",
     propose=propose,

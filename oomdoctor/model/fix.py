@@ -144,6 +144,8 @@ class Fix:
             only moves or frees memory, or sets how a loader's processes work.
         draws: where it is proposed as one that changes results, it is so by random numbers that fall otherwise, and by
             nothing else.
+        ways: what is added to a dose for further ways to write the change, which are tried where the first one does
+            not keep the results.
         leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
     """
 
@@ -160,4 +162,5 @@ class Fix:
     is_tried: bool = True
     draws: bool = False
     leaves: tuple[str, ...] = ()
+    ways: tuple[Dose, ...] = ()
     tolerance: float | None = None

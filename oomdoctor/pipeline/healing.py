@@ -55,7 +55,7 @@ async def heal(
         refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=alone is None)
         return replace(case, outcome=refused), None
     choices, unfit = _choices(case, session, chosen), dict[str, str]()
-    checks = Checks(session, transaction, choices, unfit, by_itself=by_itself)
+    checks = Checks(case.evidence, session, transaction, choices, unfit, by_itself=by_itself)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -78,6 +78,8 @@ async def heal(
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
     made = next((candidate for candidate, _ in choices if candidate.label in outcome.fixes), None)
+    if made is not None:
+        made = replace(made, patch=checks.patches.get(made.label, made.patch))
     if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
         _keep_forecast(made.forecast, outcome, session)
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.program.recompiling import importing
@@ -48,7 +48,7 @@ async def heal(
     failed: set[str] | None = None,
     unfit: dict[str, str] | None = None,
     shell: Any = None,
-    admit: Callable[[Choice], str | None] = lambda _choice: None,
+    admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
 
@@ -62,7 +62,7 @@ async def heal(
         unfit: ids of the fixes that found themselves unfit for the program, each with why; they are passed over, and
             those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
-        admit: asked before each attempt; returns why it is not made, None where it may be.
+        admit: asked before each attempt; returns what is to be run, or why it is not.
 
     Returns:
         The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
@@ -81,13 +81,14 @@ async def heal(
         if log.tried and log.elapsed_s > time_budget_s:
             log.why = f"the time allowed for retries ({time_budget_s:g} s) was used up"
             break
-        if (why := admit(choice)) is not None:
-            log.why = f"{choice.label}: {why}"
+        admitted = admit(choice)
+        if isinstance(admitted, Refused):
+            log.why = f"{choice.label}: {admitted.reason}"
             continue
         log.tried.append(choice.label)
         try:
             with _peaks_before_resets(accelerator) as peaks:
-                error = await _attempt(transaction, choice.attempt, run, accelerator, peaks)
+                error = await _attempt(transaction, admitted.attempt, run, accelerator, peaks)
         except OomDoctorError as exc:
             log.unfit_for(choice, exc)
             continue

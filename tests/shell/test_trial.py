@@ -6,6 +6,7 @@ weights of the cell run with memory enough; where it is not, those of its start.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,25 @@ def test_an_honest_program_is_healed(shell: InteractiveShell) -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        ("torch.einsum('i->', F.cross_entropy(model(x), y, reduction='none'))", ""),
+        ("F.cross_entropy(model(x), y)", " * (counted / (y != -100).sum())"),
+    ],
+    ids=["a sum", "a mean over what counts"],
+)
+def test_what_the_loss_of_a_part_weighs_is_found_by_trying(shell: InteractiveShell, loss: str, weight: str) -> None:
+    """And the diff is that of what was found."""
+    setup = f"{CLASSES}Y[::3] = -(10**2)\n".replace("lr=0.1", "lr=1e-5")
+    _, wanted, found = ends(shell, setup, STEP.format(loss=loss))
+    assert known().outcome.kind is OutcomeKind.HEALED, known().outcome
+    (made,) = (one for one in known().plan.candidates if one.label in known().outcome.fixes)
+    weighed = re.findall(r"loss = loss(.*)\n", made.patch.edits[-1].after)
+    assert weighed == ([weight] if weight else []), made.patch.edits[-1].after
+    assert alike(found, wanted)
+
+
+@pytest.mark.parametrize(
     "effect",
     [
         "global bank\n    bank = torch.cat([bank, loss.detach()[None]])",
@@ -284,7 +304,7 @@ def test_a_fix_that_is_made_wrong_on_purpose_is_caught(shell: InteractiveShell, 
         assert any(one.after != edit.after for one, edit in zip(spoilt, found.edits, strict=True))
         return Patch(edits=tuple(spoilt))
 
-    wrong: Fix = replace(true, patch=patch)
+    wrong: Fix = replace(true, patch=patch, ways=())
     setup = f"{CLASSES}scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
     with mock.patch.object(fixes, "catalogue", return_value={"micro_batch": wrong}):
         start, _, found = ends(shell, setup, f"{PLAIN}    scheduler.step()\n    print('batch')\n")
