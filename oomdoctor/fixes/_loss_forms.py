@@ -1,15 +1,12 @@
-"""How losses of ``torch.nn`` reduce, as their calls and constructors say it, and the reason where they do not."""
+"""How losses of ``torch.nn`` reduce, as far as their calls and constructors write it out."""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    *("IGNORING", "NAMESPACES", "REDUCES_BY"),
-    *("LossForm", "CannotSplit", "called", "function_form", "loss_made_by"),
-]
+__all__ = ["IGNORING", "SAMPLE_LOSSES", "CannotSplit", "LossForm", "called", "function_form", "loss_made_by"]
 
 
 class CannotSplit(Exception):
@@ -18,16 +15,18 @@ class CannotSplit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForm:
-    """How a loss of ``torch.nn`` reduces."""
+    """How a loss of ``torch.nn`` reduces.
+
+    Attributes:
+        ignored: source text of its ``ignore_index``, None where it is not set.
+    """
 
     name: str
     reduction: str = "mean"
-    ignore_index: int | None = None
+    ignored: str | None = None
 
 
-NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "functional"})
-
-_SAMPLE_LOSSES: Final = {
+_FUNCTIONS: Final = {
     "cross_entropy": "CrossEntropyLoss",
     "nll_loss": "NLLLoss",
     "mse_loss": "MSELoss",
@@ -48,8 +47,8 @@ _SAMPLE_LOSSES: Final = {
     "cosine_embedding_loss": "CosineEmbeddingLoss",
     "triplet_margin_loss": "TripletMarginLoss",
 }
-REDUCES_BY: Final = frozenset({"reduction", "ignore_index"})
-"""Arguments of a loss that decide over what its mean is taken."""
+SAMPLE_LOSSES: Final = frozenset(_FUNCTIONS.values())
+"""Losses that have a term for each sample."""
 
 IGNORING: Final = frozenset({"CrossEntropyLoss", "NLLLoss"})
 
@@ -63,33 +62,25 @@ def called(node: ast.AST) -> str:
     return ""
 
 
-def loss_made_by(node: ast.AST, imported: frozenset[str] = frozenset()) -> LossForm | None:
+def loss_made_by(node: ast.AST) -> LossForm | None:
     """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
         node = node.func.value
-    name = called(node.func) if isinstance(node, ast.Call) else ""
-    base, _, kind = name.rpartition(".")
-    known = kind in _SAMPLE_LOSSES.values() and (base in {"nn", "torch.nn"} or (not base and kind in imported))
-    if not known or not isinstance(node, ast.Call):
-        return None
-    return _with_keywords(LossForm(name=kind), node)
+    kind = called(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    return _with_keywords(kind, node) if isinstance(node, ast.Call) and kind in SAMPLE_LOSSES else None
 
 
-def _with_keywords(form: LossForm, call: ast.Call) -> LossForm:
-    for keyword in call.keywords:
-        if keyword.arg in REDUCES_BY:
-            try:
-                form = replace(form, **{keyword.arg: ast.literal_eval(keyword.value)})
-            except ValueError:
-                raise CannotSplit(f"`{ast.unparse(call)}` does not write out its {keyword.arg}") from None
-        if keyword.arg in {"size_average", "reduce"} or keyword.arg is None:
-            raise CannotSplit(f"the reduction of `{ast.unparse(call)}` cannot be read from its arguments")
-    return form
+def _with_keywords(name: str, call: ast.Call) -> LossForm:
+    told = {one.arg: one.value for one in call.keywords}
+    reduction, ignored = told.get("reduction"), told.get("ignore_index")
+    return LossForm(
+        name=name,
+        reduction=str(reduction.value) if isinstance(reduction, ast.Constant) else "mean",
+        ignored=ast.unparse(ignored) if ignored is not None else None,
+    )
 
 
-def function_form(call: ast.Call, name: str, imported: frozenset[str]) -> LossForm | None:
-    """Return how the loss function that ``name`` calls reduces, if it is one."""
-    base, _, function = name.rpartition(".")
-    if function not in _SAMPLE_LOSSES or not (base in NAMESPACES or (not base and function in imported)):
-        return None
-    return _with_keywords(LossForm(name=_SAMPLE_LOSSES[function]), call)
+def function_form(call: ast.Call) -> LossForm | None:
+    """Return how the loss function that ``call`` calls reduces, if it is one."""
+    kind = _FUNCTIONS.get(called(call.func).rpartition(".")[2])
+    return _with_keywords(kind, call) if kind is not None else None

@@ -8,7 +8,7 @@ import libcst as cst
 
 from oomdoctor.fixes._chunks import layer, takes_note
 from oomdoctor.fixes._loss_forms import CannotSplit
-from oomdoctor.fixes._micro_names import known_names, model_facts, with_constants
+from oomdoctor.fixes._micro_names import known_names, model_facts
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
@@ -24,8 +24,6 @@ __all__ = ["rewrite", "why_not"]
 
 def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
     """Return why this loop's batch cannot be taken apart, as far as facts tell."""
-    if len(loop.optimizers) > 1:
-        return f"the loop steps {len(loop.optimizers)} optimizers ({', '.join(loop.optimizers)})"
     if not loop.optimizers:
         return "no optimizer is stepped in the loop, so what else changes the weights would run for each part"
     if not loop.models:
@@ -65,7 +63,7 @@ def _cell(
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    book = with_constants(Book.read(cells))
+    book = Book.read(cells)
     tree = book.page(cell.number).tree
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for facts in loops:

@@ -114,7 +114,7 @@ class Writer:
         return head, first
 
     def _counts(self, *, micro: bool) -> str:
-        target, ignored = self._step.form.counted or ("", 0)
+        target, ignored = self._step.form.counted or ("", "0")
         names = {node.id for node in ast.walk(ast.parse(target)) if isinstance(node, ast.Name)}
         if not names <= set(self._step.names):
             raise CannotSplit(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")

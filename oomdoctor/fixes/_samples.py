@@ -38,13 +38,13 @@ class Value:
     """A value.
 
     Attributes:
-        counted: for a mean over the entries of a target alone that differ from a number: the target and the number.
+        counted: for a mean over the entries of a target alone that differ from a number: the texts of both.
         model: the type of the model that returned it.
         entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
     """
 
     shape: Shape
-    counted: tuple[str, int] | None = None
+    counted: tuple[str, str] | None = None
     model: str | None = None
     entries: str | None = None
 
@@ -55,6 +55,7 @@ _COUNT: Final = Value(shape=Shape.COUNT)
 _MEAN: Final = Value(shape=Shape.MEAN)
 _SUM: Final = Value(shape=Shape.SUM)
 _KEEPS_ENTRIES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED, Result.DETACHED)
+_IGNORED: Final = "-100"
 _SHIFTED: Final = ("ForCausalLM", "LMHeadModel")
 
 
@@ -66,7 +67,6 @@ class Samples:
         names: the values of names, filled while statements are followed.
         models: class name of the model that each source text calls.
         losses: the loss that each source text calls.
-        imported: names that the cells import from ``torch.nn`` and ``torch.nn.functional``.
         functions: functions of the cells by their names, which are followed where they are called.
         masks_targets: whether -100 may stand in a target, which cross entropy passes over.
     """
@@ -75,7 +75,6 @@ class Samples:
     models: Mapping[str, str]
     losses: Mapping[str, LossForm]
     masks_targets: bool = False
-    imported: frozenset[str] = frozenset()
     functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
 
     def follow(self, node: ast.stmt) -> None:
@@ -164,9 +163,9 @@ class Samples:
         name = called(node.func)
         if name in self.models:
             return replace(_ROWS, model=self.models[name])
-        form = self.losses.get(name) or function_form(node, name, self.imported)
+        form = self.losses.get(name) or function_form(node)
         if form is None and isinstance(node.func, ast.Call):
-            form = loss_made_by(node.func, self.imported)
+            form = loss_made_by(node.func)
         if form is not None:
             return self._loss(node, form)
         if name in self.functions:
@@ -196,9 +195,9 @@ class Samples:
             return _SUM
         named = [keyword.value for keyword in node.keywords if keyword.arg in {"target", "labels"}]
         target = named[0] if named else node.args[-1] if node.args else node
-        ignored = -100 if form.ignore_index is None else form.ignore_index
+        ignored = _IGNORED if form.ignored is None else form.ignored
         text = self.value(target).entries if isinstance(target, ast.expr) else None
-        is_masked = ignored != -100 or self.masks_targets or "labels'" in (text or "")
+        is_masked = ignored != _IGNORED or self.masks_targets or "labels'" in (text or "")
         return replace(_MEAN, counted=(text, ignored) if form.name in IGNORING and text and is_masked else None)
 
     def _own_loss(self, of: Value) -> Value:
@@ -207,7 +206,7 @@ class Samples:
         if of.model is None or batch is None or of.model.endswith("ForSequenceClassification"):
             return _MEAN
         shifted = "[:, 1:]" if of.model.endswith(_SHIFTED) else ""
-        return replace(_MEAN, counted=(f"{batch}['labels']{shifted}", -100))
+        return replace(_MEAN, counted=(f"{batch}['labels']{shifted}", _IGNORED))
 
     def _binary(self, node: ast.BinOp) -> Value:
         left, right = self.value(node.left), self.value(node.right)

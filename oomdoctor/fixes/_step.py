@@ -31,7 +31,6 @@ class Split:
     losses: Mapping[str, LossForm]
     optimizers: tuple[str, ...]
     masks_targets: bool = False
-    imported: frozenset[str] = frozenset()
     functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
 
 
@@ -92,7 +91,6 @@ def plan(tree: ast.Module, loop: Loop, split: Split, weigh: str = "") -> Step:
         models=split.models,
         losses=split.losses,
         masks_targets=split.masks_targets or weigh == "counted",
-        imported=split.imported,
         functions=split.functions,
     )
     kind = _kind([loop.body[place] for place in inner], names, split.functions)
@@ -153,8 +151,6 @@ def _method(node: ast.AST) -> str:
 
 
 def _check_order(loop: Loop, at: int, split: Split) -> None:
-    if len(split.optimizers) > 1:
-        raise CannotSplit(f"the loop steps {len(split.optimizers)} optimizers ({', '.join(split.optimizers)})")
     steps = [
         place
         for place, node in enumerate(loop.body)
@@ -165,8 +161,6 @@ def _check_order(loop: Loop, at: int, split: Split) -> None:
         raise CannotSplit("no optimizer is stepped in the loop")
     if min(steps) < at:
         raise CannotSplit("the optimizer is stepped before backward")
-    if any(isinstance(loop.body[place], ast.For | ast.While) for place in steps):
-        raise CannotSplit("the optimizer is stepped in a loop of its own")
 
 
 def _steps(call: ast.Call, optimizers: Sequence[str]) -> bool:

@@ -497,25 +497,15 @@ def test_counting_other_targets_than_those_of_the_loss_is_off() -> None:
     assert distance(plain, split) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("constants", "name", "why"),
-    [
-        ("PAD = 0\nPAD = 1\n", "PAD", "write out its ignore_index"),
-        ("PAD = 0\nfor PAD in range(3):\n    pass\n", "PAD", "write out its ignore_index"),
-        ("", "tokenizer.pad_token_id", "write out its ignore_index"),
-        ("def f():\n    PAD = 0\n", "PAD", "write out its ignore_index"),
-    ],
-)
-def test_what_a_loss_of_a_function_passes_over_has_to_be_known(constants: str, name: str, why: str) -> None:
-    function = "def train():\n    criterion = nn.CrossEntropyLoss(ignore_index={})\n" + textwrap.indent(
+@pytest.mark.parametrize("name", ["PAD", "tokenizer.pad_token_id"])
+def test_what_a_loss_of_a_function_passes_over_is_written_as_it_is_there(name: str) -> None:
+    function = f"def train():\n    criterion = nn.CrossEntropyLoss(ignore_index={name})\n" + textwrap.indent(
         textwrap.dedent(TOKENS), "    "
     )
-    cells = cells_of(SETUP, constants, function.format(name), "train()")
+    cells = cells_of(SETUP, function, "train()")
     made = patch(cells, evidence(cells, texts_of()), PARTS)
-    assert isinstance(made, Refused)
-    assert why in made.reason
-    known = cells_of(SETUP, "PAD = 0", function.format("PAD"), "train()")
-    assert isinstance(patch(known, evidence(known, texts_of()), PARTS), Patch)
+    assert isinstance(made, Patch)
+    assert f"!= {name})" in made.edits[-1].after
 
 
 def test_a_loss_that_the_namespace_shows_needs_no_text() -> None:
@@ -680,10 +670,6 @@ REFUSED = {
         "def train_step(x, y):\n    loss = criterion(model(x), y)\n    loss.backward()\n    optimizer.step()\n"
         "for x, y in loader:\n    train_step(x, y)\n"
     ),
-    "stepped in a loop of its own": (
-        HEAD
-        + "    loss = criterion(model(x), y)\n    loss.backward()\n    for _ in range(2):\n        optimizer.step()\n"
-    ),
     "closure": (
         "for x, y in loader:\n    def closure():\n        loss = criterion(model(x), y)\n"
         "        loss.backward()\n        return loss\n    optimizer.step(closure)\n"
@@ -691,7 +677,6 @@ REFUSED = {
     "backward 2 times": (
         HEAD + "    a = criterion(model(x), y)\n    a.backward()\n    loss = criterion(model(x), y)\n" + TAIL
     ),
-    "2 optimizers": (HEAD + "    loss = criterion(model(x), y)\n" + TAIL + "    other.step()\n"),
     "`hidden` is carried|passed to `model`": (
         HEAD + "    out, hidden = model(x, hidden)\n    loss = criterion(out, y)\n" + TAIL
     ),
@@ -705,9 +690,6 @@ REFUSED = {
         HEAD + "    loss = criterion(model(x), y)\n    if True:\n        loss.backward()\n    optimizer.step()\n"
     ),
     "how the step goes on": (HEAD + "    loss = criterion(model(x), y)\n    if loss > 9:\n        continue\n" + TAIL),
-    "does not write out its ignore_index": (
-        HEAD + "    loss = F.cross_entropy(model(x), y, ignore_index=pad)\n" + TAIL
-    ),
 }
 
 UNFIT = {
@@ -808,7 +790,6 @@ def test_batch_norm_is_refused_while_it_trains() -> None:
     frozen[1].eval()  # type: ignore[index]
     assert isinstance(patched(SETUP, ZERO_FIRST, model=frozen), Patch)
     assert isinstance(patched(SETUP, ZERO_FIRST, model=norm().eval()), Patch)
-    assert isinstance(patched(SETUP, "model.train()\n" + textwrap.dedent(ZERO_FIRST), model=norm().eval()), Refused)
 
 
 def test_sequence_first_layers_are_refused() -> None:
@@ -886,7 +867,6 @@ def test_random_draws_weaken_the_promise() -> None:
     ("source", "reason"),
     [
         ("print(1)", "no training loop"),
-        (REFUSED["2 optimizers"], "2 optimizers"),
         (
             "for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n    descend()\n",
             "no optimizer is stepped",
