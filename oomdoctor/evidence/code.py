@@ -25,11 +25,11 @@ from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import read
+from oomdoctor.program.gradients import runs_model
 from oomdoctor.program.ground import ground, is_gradless_at, unreached
 from oomdoctor.program.names import FirstUse, first_uses
 from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
-from oomdoctor.program.undifferentiated import runs_model
 
 __all__ = ["facts"]
 

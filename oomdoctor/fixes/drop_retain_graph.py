@@ -1,10 +1,9 @@
-"""``retain_graph=True`` taken away where nothing uses the graph again.
+"""``retain_graph=True`` taken away where no further gradient is taken in the same step.
 
 Without it, ``backward`` frees each saved tensor as soon as it has used it. With it, the activations of a step live on
-until its loss is bound anew, after the next forward: two steps share the device. It is taken out of each call whose
-graph nothing is seen to use again. Two losses that share a forward, a graph made outside of the loop, and gradients of
-gradients need it, and are refused; so is a state carried over steps, which has to be cut first. Gradients are the same
-bit for bit: should a use have stayed unseen, torch raises, and the attempt is rolled back.
+until its loss is bound anew, after the next forward: two steps share the device. Gradients of gradients, and another
+backward in the step, need it, and are refused; so is a state carried over steps, which has to be cut first. Gradients
+are the same bit for bit: where the graph is used again otherwise, torch raises, and the attempt is rolled back.
 
 There is no live form: an argument of a call is a matter of the source.
 """
@@ -26,12 +25,11 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import without_keyword
-from oomdoctor.program.dataflow import Flow, Way, ancestors, bound, exposed, reads
+from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.definitions import site
-from oomdoctor.program.differentiation import Differentiation
+from oomdoctor.program.gradients import Graphs
 from oomdoctor.program.ground import ground
-from oomdoctor.program.names import bindings, blocks_of, own_nodes
-from oomdoctor.program.undifferentiated import ModelCalls
+from oomdoctor.program.names import blocks_of, own_nodes
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -51,14 +49,15 @@ _DROPS: Final = "retain_graph"
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find each ``backward`` that keeps its graph: ``retain_graph`` where that can be dropped, else named why not."""
+    del objects
     calls = [
         (scope, node)
         for scope in ground(program).reach
         for node in own_nodes(scope.body)
         if isinstance(node, ast.Call) and words.last_name(node) == "backward" and _keeps(node)
     ]
-    uses = _Uses(program, objects) if calls else None
-    return tuple(site(uses.kind(scope, call), scope, call) for scope, call in calls if uses is not None)
+    graphs = Graphs(program, {}) if calls else None
+    return tuple(site(_kind(graphs, scope, call), scope, call) for scope, call in calls if graphs is not None)
 
 
 def _keeps(call: ast.Call) -> bool:
@@ -66,52 +65,21 @@ def _keeps(call: ast.Call) -> bool:
     return any(isinstance(value, ast.Constant) and value.value is True for value in values)
 
 
-class _Uses:
-    """Where the cells use graphs, as far as their text shows it."""
-
-    def __init__(self, program: Program, objects: Objects) -> None:
-        self._models, self._gradients = ModelCalls(program, objects.kinds), Differentiation(program)
-        self._ways: dict[Scope, tuple[set[str], Way]] = {}
-        before = set[str]()
-        for scope in program.scopes:  # the cells come first, in the order in which they ran
-            start = before if scope.function is None else set[str]()
-            self._ways[scope] = start, self._flow(scope).through(scope.body, start)
-            before = before | (self._ways[scope][1].now if scope.function is None else set())
-
-    def _flow(self, scope: Scope) -> Flow:
-        return Flow(makes=lambda call: self._models.path(scope, call) is not None)
-
-    def kind(self, scope: Scope, call: ast.Call) -> str:
-        """Return ``retain_graph`` where nothing uses the graph behind a call again, else why it is kept."""
-        keywords = {one.arg: one.value for one in call.keywords}
-        if "create_graph" in keywords and ast.unparse(keywords["create_graph"]) != "False":
-            return "create_graph"
-        if "retain_graph" not in keywords:
-            return "the argument is not given by name: it is not known what else uses the graph"
-        path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
-        loops = [outer for outer, inner in pairwise(path) if isinstance(outer, _LOOPS) and inner in outer.body]
-        loop = loops[-1] if loops else None
-        step = list(scope.body) if loop is None else loop.body
-        later = list(_later(path, loop or path[0]))
-        if any(self._takes(node) for node in later):
-            return "another gradient is taken after it in the same step"
-        before, way = self._ways[scope]
-        if loop is not None:
-            before = way.at(loop.test if isinstance(loop, ast.While) else loop.iter)
-        at = next(at for at, node in enumerate(step) if any(part is call for part in ast.walk(node)))
-        if carried := sorted(_needed(step[: at + 1], call) & before & exposed(step)):
-            return f"`{carried[0]}` comes from outside of the step, with a graph that may be used again"
-        made = way.ever & {name for node in own_nodes(step) for names, _ in bindings(node) for name in names}
-        beyond = [*later, *(_later(path, path[0]) if loop is not None else [])]
-        left = scope.function is not None and any(_is_kept_on(node, way) for node in step)
-        if left or self._gradients.reaches_from(scope, made, beyond):
-            return "what the step made is kept in an object, or differentiated beyond the step"
-        return _DROPS
-
-    def _takes(self, node: ast.AST) -> bool:
-        every = [node, *(part for one in self._gradients.called([node]) for part in one.body)]
+def _kind(graphs: Graphs, scope: Scope, call: ast.Call) -> str:
+    """Return ``retain_graph`` where no further gradient is taken in the step of a call, else why it is kept."""
+    keywords = {one.arg: one.value for one in call.keywords}
+    if "create_graph" in keywords and ast.unparse(keywords["create_graph"]) != "False":
+        return "create_graph"
+    if "retain_graph" not in keywords:
+        return "the argument is not given by name: it is not known what else uses the graph"
+    path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
+    loops = [outer for outer, inner in pairwise(path) if isinstance(outer, _LOOPS) and inner in outer.body]
+    for node in _later(path, loops[-1] if loops else path[0]):
+        every = [node, *(part for one in graphs.called([node]) for part in one.body)]
         calls = (one for part in every for one in ast.walk(part) if isinstance(one, ast.Call))
-        return any(words.last_name(call) in words.TAKES_GRADIENT | {"fit"} for call in calls)
+        if any(words.last_name(one) in words.TAKES_GRADIENT | {"fit"} for one in calls):
+            return "another gradient is taken after it in the same step"
+    return _DROPS
 
 
 def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
@@ -120,26 +88,6 @@ def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
         for block in blocks_of(outer):
             if inner in block:
                 yield from block[block.index(inner) + 1 :]
-
-
-def _needed(body: Sequence[ast.stmt], call: ast.Call) -> set[str]:
-    """Return the names that the loss is made from, by the statements that lead to it."""
-    needed = reads(call)
-    for node in reversed(body):
-        for part in [one for one in ast.walk(node) if isinstance(one, ast.stmt)][::-1]:
-            if not isinstance(part, ast.Expr | ast.If) and bound(part) & needed:
-                needed |= reads(part)
-    return needed
-
-
-def _is_kept_on(node: ast.stmt, way: Way) -> bool:
-    """Whether an attribute is set to something with a graph."""
-    return any(
-        isinstance(part, ast.Assign)
-        and any(isinstance(target, ast.Attribute) for target in part.targets)
-        and way.carries(part, part.value)
-        for part in ast.walk(node)
-    )
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:

@@ -29,9 +29,9 @@ from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import called_on
 from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import site
+from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.kept_tensors import gathers_predictions
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, root_of, stored
-from oomdoctor.program.undifferentiated import ModelCalls
 from oomdoctor.program.words import Result
 
 if TYPE_CHECKING:

@@ -227,12 +227,13 @@ class Way:
     """One way through statements.
 
     Attributes:
+        flow: how values go.
         now: the names that carry a graph behind what was gone through.
         ever: those that do anywhere.
     """
 
     def __init__(self, flow: Flow, names: set[str]) -> None:
-        self._flow, self._gradless, self._jumped = flow, False, set[str]()
+        self.flow, self._gradless, self._jumped = flow, False, set[str]()
         self.now, self.ever = set(names), set(names)
         self._met: dict[int, tuple[ast.AST, set[str], bool]] = {}
 
@@ -248,7 +249,7 @@ class Way:
     def carries(self, statement: ast.AST, value: ast.expr) -> bool:
         """Whether ``value``, within a statement or a head that was met, has a graph there."""
         gradless = self._met.get(id(statement), (statement, set[str](), False))[2]
-        return self._flow.carries(value, self.at(statement), gradless=gradless)
+        return self.flow.carries(value, self.at(statement), gradless=gradless)
 
     def go(self, body: Iterable[ast.stmt]) -> None:
         """Go on through ``body``; a jump in it may lead to any place behind it."""
@@ -261,10 +262,10 @@ class Way:
         return names
 
     def _has(self, value: ast.expr, names: set[str]) -> bool:
-        return self._flow.carries(value, names, gradless=self._gradless)
+        return self.flow.carries(value, names, gradless=self._gradless)
 
     def _meet(self, node: ast.AST, names: set[str]) -> set[str]:
-        found = self._flow.spreads(node, self._flow.spread([node], names, gradless=self._gradless))
+        found = self.flow.spreads(node, self.flow.spread([node], names, gradless=self._gradless))
         before = self._met.get(id(node), (node, set(), False))[1]
         self._met[id(node)] = node, before | found, self._gradless
         self.ever |= found
@@ -322,7 +323,7 @@ class Way:
                 names = names | set(names_set(item.optional_vars))
             called = call_name(item.context_expr).rpartition(".")[2]
             off = (self._gradless or called in words.GRADLESS) and called not in words.GRADFUL
-            self._gradless = off and self._flow.of_graphs
+            self._gradless = off and self.flow.of_graphs
         after = self._block(node.body, names)
         self._gradless = outside
         heads = {call_name(item.context_expr).rpartition(".")[2] for item in node.items}

@@ -1,9 +1,8 @@
 """What a step leaves on the device for the next one: histories with graphs, outputs, what hooks keep, and gradients.
 
 Names that lead to no object of the namespace are judged by custom (``model``, ``net``); what a library's function keeps
-is not seen. A history counts only if nothing can differentiate what is kept there: its list or sum starts out empty,
-and all that any cell does with it is to fill, measure or print it, or to read plain numbers from it. One that is
-returned, handed on, or given a second name is left out, as is a sum of losses whose graph ``backward`` has freed.
+is not seen. A history counts only where no gradient is seen to be taken through it. One that is returned or stored is
+left out, as is a sum of losses whose graph ``backward`` has freed.
 """
 
 from __future__ import annotations
@@ -16,20 +15,14 @@ from typing import Final
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Flow, Loop
 from oomdoctor.program.definitions import Program, Scope, Statement, place, statements
+from oomdoctor.program.gradients import Graphs
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, names_in, own_nodes, root_of, target_names
+from oomdoctor.program.names import call_name, names_in, own_nodes, root_of
 from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["gathers_predictions", "history_appends", "hooks"]
 
-_READERS: Final = frozenset({"len", "print", "float", "int", "bool"})
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
-_CUTTING: Final = words.NO_GRAPH - words.WANTS_GRADIENT - {"register_post_accumulate_grad_hook"}
-_SHAPING: Final = words.MOVES | words.CASTS | words.SHAPES | words.REDUCTIONS
-_JOINING: Final = {"sum"} | {f"torch.{name}" for name in words.JOINS | words.REDUCTIONS}
-_BY_TEXT: Final = frozenset({"globals", "locals", "vars", "eval", "exec"})
-_EMPTY: Final = frozenset({"list", "set", "deque", "collections.deque"})
-_ZERO: Final = frozenset({"torch.zeros", "torch.tensor"})
 _JUDGES: Final = re.compile(r"loss|criterion|entropy|mse|nll|accura|metric|score|correct", re.IGNORECASE)
 _HOOK: Final = re.compile(r"^register_(module_)?(full_)?(forward|backward)(_pre)?_hook$")
 _OFF_DEVICE: Final = (words.SMALL - words.INDEXED) | {"shape"}
@@ -39,24 +32,25 @@ _OWNING: Final = frozenset({"generate", "forward", "predict"})
 
 
 def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Scope, ast.stmt]]:
-    """Return the statements that do so, of what the failing cell runs, in the order of their lines."""
-    found = [(scope, node) for scope in program.running for node in _appends(program, scope, kinds)]
+    """Return the statements that keep a graph in a history of which no gradient is taken, in the order of their lines.
+
+    They are those of loops that the failing cell runs.
+    """
+    graphs = Graphs(program, kinds)
+    found = [(scope, node) for scope in program.running for node in _appends(graphs, scope)]
     return sorted(found, key=lambda pair: (pair[0].cell, pair[1].lineno))
 
 
-def _appends(program: Program, scope: Scope, kinds: Mapping[str, str]) -> Iterator[ast.stmt]:
+def _appends(graphs: Graphs, scope: Scope) -> Iterator[ast.stmt]:
     if scope.disables_grad:
         return
-    paths = {path for path, kind in kinds.items() if kind in {"model", "loss"}}
-    sources = paths | {name for name, path in program.given(scope).items() if path in paths}
-    way = Flow(makes=lambda call: ast.unparse(call.func) in sources).through(scope.body)
-    backed = _backed(scope)
+    way, backed = graphs.way(scope, scope.body, errs_to_yes=False), _backed(scope)
     for statement in statements(scope.body):
         node, kept = statement.node, _kept(statement.node)
         if not statement.loops or statement.is_gradless or kept is None or not way.carries(node, kept[1]):
             continue
-        is_sum = isinstance(node, ast.AugAssign | ast.Assign)
-        if not (is_sum and names_in(kept[1]) & backed) and _is_measured(program, scope, kept[0], is_sum=is_sum):
+        is_freed = not isinstance(node, ast.Expr) and names_in(kept[1]) & backed
+        if kept[0].isidentifier() and not is_freed and not graphs.is_trained_through(scope, kept[0], node):
             yield node
 
 
@@ -77,131 +71,6 @@ def _backed(scope: Scope) -> set[str]:
     calls = [node for node in own_nodes(scope.body) if isinstance(node, ast.Call)]
     backward = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "backward"]
     return {name for one in backward for part in (one.func, *one.args) for name in names_in(part)}
-
-
-def _is_measured(program: Program, scope: Scope, name: str, *, is_sum: bool) -> bool:
-    """Whether the cells show that nothing kept under ``name`` reaches a gradient. What is not understood counts as no.
-
-    A local name that is a global one too is refused, so that a name alone says which of them is meant.
-    """
-    if not name.isidentifier():
-        return False
-    tops: list[ast.AST] = [node for top in program.scopes if top.function is None for node in top.body]
-    nodes = _meaning(tops, name)
-    if scope.function is not None and _is_local(scope.function.node, name):
-        if any((isinstance(node, ast.Name) and node.id == name) or _binds_otherwise(node, name) for node in nodes):
-            return False
-        nodes = list(ast.walk(scope.function.node))
-    elif scope.function is not None and "<locals>" in scope.function.name:
-        return False
-    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
-    starts = [start for use in uses if isinstance(use.ctx, ast.Store) for start in _starts(use, parents)]
-    by_text = (isinstance(node, ast.Call) and call_name(node) in _BY_TEXT for top in tops for node in ast.walk(top))
-    hidden = (text for cell in program.masked.values() for _, text in cell.hidden)
-    return (
-        all(_is_harmless(program, use, parents) for use in uses)
-        and bool(starts)
-        and all(_is_empty(start, is_sum=is_sum) for start in starts)
-        and not any(_binds_otherwise(node, name) for node in nodes)
-        and not any(by_text)
-        and not any(re.search(rf"\b{name}\b", text) for text in hidden)
-    )
-
-
-def _meaning(body: list[ast.AST], name: str) -> list[ast.AST]:
-    """Return the nodes below ``body`` in which ``name`` would be the global one."""
-    found: list[ast.AST] = []
-    for node in body:
-        found.append(node)
-        below = list(ast.iter_child_nodes(node))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_local(node, name):
-            defaults = [value for value in (*node.args.defaults, *node.args.kw_defaults) if value is not None]
-            below = [*node.decorator_list, *defaults]
-        found += _meaning(below, name)
-    return found
-
-
-def _is_local(function: ast.AST, name: str) -> bool:
-    """Whether ``name`` is a parameter of the function or bound in it."""
-    inside = list(ast.walk(function))
-    if any(isinstance(node, ast.Global | ast.Nonlocal) and name in node.names for node in inside):
-        return False
-    return any(
-        (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store))
-        or (isinstance(node, ast.arg) and node.arg == name)
-        for node in own_nodes(ast.iter_child_nodes(function))
-    )
-
-
-def _binds_otherwise(node: ast.AST, name: str) -> bool:
-    """Whether an import, a definition, a parameter or a handler binds ``name``."""
-    return name in {getattr(node, field, None) for field in ("name", "asname", "arg", "rest")} and not isinstance(
-        node, ast.keyword
-    )
-
-
-def _starts(use: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> Iterator[ast.expr | None]:
-    """Yield what the binding at ``use`` starts the name from, nothing where it goes on from itself, None if unclear."""
-    parent = parents.get(use)
-    match parent, parents.get(parent) if parent is not None else None:
-        case ast.AugAssign(), _:
-            return
-        case ast.Tuple(elts=parts), ast.Assign(targets=[_], value=ast.Tuple(elts=values)) if len(parts) == len(
-            values
-        ) and not any(isinstance(one, ast.Starred) for one in (*parts, *values)):
-            yield values[parts.index(use)]  # type: ignore[arg-type]
-        case ast.Assign(targets=targets, value=value), _:
-            left = value.left if isinstance(value, ast.BinOp) else None
-            if not (isinstance(left, ast.Name) and target_names(targets[0]) == (left.id,)):
-                yield value if len(targets) == 1 or isinstance(value, ast.Constant) else None
-        case ast.AnnAssign(value=value), _:
-            yield value
-        case _:
-            yield None
-
-
-def _is_empty(value: ast.expr | None, *, is_sum: bool) -> bool:
-    if isinstance(value, ast.Call):
-        named = call_name(value) in (_ZERO if is_sum else _EMPTY)
-        plain = {keyword.arg for keyword in value.keywords} <= {"device", "dtype", "maxlen"}
-        return named and plain and all(isinstance(argument, ast.Constant) for argument in value.args)
-    if is_sum:
-        return isinstance(value, ast.Constant) and type(value.value) in (int, float)
-    return isinstance(value, ast.List) and not value.elts
-
-
-def _is_harmless(program: Program, node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether the value of ``node`` is filled, measured, printed or turned to numbers, through sums and means of it."""
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        return True
-    above = parents.get(node)
-    match above:
-        case ast.Attribute(attr=method):
-            call = parents.get(above)
-            if not (isinstance(call, ast.Call) and call.func is above):
-                return False
-            if method in _FILLING | {"clear"}:
-                return isinstance(node, ast.Name) and isinstance(parents.get(call), ast.Expr)
-            return method in _CUTTING or (method in _SHAPING and _is_harmless(program, call, parents))
-        case ast.Call(func=func, args=args) if node in args:
-            named = call_name(func)
-            if program.function(named) is not None:
-                return False
-            return named in _READERS or (named in _JOINING and _is_harmless(program, above, parents))
-        case ast.FormattedValue():
-            return True
-        case ast.Subscript(value=value) if value is node and isinstance(above.ctx, ast.Load):
-            return _is_harmless(program, above, parents)
-        case ast.BinOp(left=left):
-            match node, parents.get(above):
-                case ast.Name(id=name), ast.Assign(targets=[ast.Name(id=target)]) if node is left and name == target:
-                    return True  # the name goes on from itself
-            return _is_harmless(program, above, parents)
-        case ast.comprehension(target=ast.Name(id=item), iter=source) if source is node:
-            inner = [n for n in ast.walk(parents[above]) if isinstance(n, ast.Name) and n.id == item]
-            return all(_is_harmless(program, n, parents) for n in inner)
-    return False
 
 
 def gathers_predictions(program: Program, kinds: Mapping[str, str]) -> tuple[Scope, ast.stmt] | None:

