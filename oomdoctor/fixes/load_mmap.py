@@ -22,10 +22,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _optimizer_source
-from oomdoctor.fixes._data_places import Page, is_label, names, pages_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -33,6 +32,7 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.arguments import with_keyword
 from oomdoctor.program.definitions import site
 from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.program.rewriting import EditPlace, place_at, text_of, within
@@ -49,7 +49,11 @@ _LOAD: Final = "torch.load"
 _NUMBERS: Final = re.compile(
     r"epoch|step|iter|loss|acc|best|config|args|param|version|seed|lr$|score|metric|history", re.IGNORECASE
 )
-_INTO: Final = "load_state_dict"
+_FILLS: Final = m.Call(func=m.Attribute(attr=m.Name("load_state_dict")), args=[m.AtLeastN(n=1)])
+_ITEMS: Final = m.Call(func=m.Attribute(attr=m.Name("items")), args=[])
+_PART: Final = m.Name() | m.Subscript() | m.DictComp(for_in=m.CompFor(iter=_ITEMS))
+"""A part of a checkpoint under another name, or with other keys."""
+_A_PATH: Final = m.Name() | m.Attribute(value=m.Name()) | m.Attribute(value=m.Attribute(value=m.Name()))
 _NOWHERE: Final = "no torch.load was found in what the failing cell runs that reads a checkpoint as a whole"
 _SAVES: Final = re.compile(r"\b(?:torch\.save|save_file|save_pretrained|save_checkpoint|save_model)\s*\(")
 
@@ -113,42 +117,35 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     place = place_at(cells, dose.number("cell"), dose.number("line"))
     if isinstance(place, Refused):
         return place
-    (page,) = pages_of([(place.cell, place.parsed)])
     statement = rewriting.statement_at(place.parsed, place.line)
     loads = [] if statement is None else [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
-    if len(loads) != 1 or any(arg.star for arg in loads[0].args):
+    if statement is None or len(loads) != 1 or any(arg.star for arg in loads[0].args):
         return Refused(_NOWHERE)
     (load,) = loads
-    into = _destinations(cells, page, place, load)
+    into = _destinations(cells, place, statement, load)
     if isinstance(into, Refused):
         return into
     mapped = _can_map(cells, load)
     nodes: dict[cst.CSTNode, rewriting.New] = {load: lambda call: _to_host(call, mapped)}
     models = {model.path for model in evidence.code.models}
-    nodes |= {call: _assigning for call in into if mapped and _is_fresh(page, call, models)}
-    return rewriting.join(
-        cells, [rewriting.edit(cells, place.cell, place.parsed, rewriting.exchange(place.parsed.module, nodes))]
-    )
+    nodes |= {call: _assigning for call in into if mapped and _is_fresh(place, call, models)}
+    module = rewriting.exchange(place.parsed.module, nodes)
+    return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
 
 
-def _to_host(node: cst.CSTNode, mapped: bool) -> cst.CSTNode:
+def _to_host(node: cst.CSTNode, mapped: bool) -> cst.Call:
     call = cst.ensure_type(node, cst.Call)
-    unnamed = [arg for arg in call.args if arg.keyword is None]
-    new: cst.Call | Refused
-    if len(unnamed) > 1:
+    if len([arg for arg in call.args if arg.keyword is None]) > 1:
         second = call.args[1].with_changes(value=cst.SimpleString('"cpu"'))
-        new = call.with_changes(args=[call.args[0], second, *call.args[2:]])
+        call = call.with_changes(args=[call.args[0], second, *call.args[2:]])
     else:
-        new = _optimizer_source.with_keyword(call, "map_location", '"cpu"')
-    if mapped and not isinstance(new, Refused):
-        new = _optimizer_source.with_keyword(new, "mmap", "True")
-    assert not isinstance(new, Refused)  # no argument is unpacked, as was seen before
-    return new
+        call = with_keyword(call, "map_location", '"cpu"')
+    return with_keyword(call, "mmap", "True") if mapped else call
 
 
 def _assigning(node: cst.CSTNode) -> cst.CSTNode:
-    new = _optimizer_source.with_keyword(cst.ensure_type(node, cst.Call), "assign", "True")
-    return node if isinstance(new, Refused) else new
+    call = cst.ensure_type(node, cst.Call)
+    return call if any(arg.star for arg in call.args) else with_keyword(call, "assign", "True")
 
 
 def _can_map(cells: Cells, load: cst.Call) -> bool:
@@ -160,111 +157,70 @@ def _can_map(cells: Cells, load: cst.Call) -> bool:
     return not any(_SAVES.search(cell.source) or re.search(bound, cell.source) for cell in cells.history)
 
 
-def _destinations(cells: Cells, page: Page, place: EditPlace, load: cst.Call) -> list[cst.Call] | Refused:
+def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call] | Refused:
     """Return the calls of ``load_state_dict`` that the checkpoint goes into, or what else is done with it."""
-    node: cst.CSTNode = load
-    while isinstance(page.parents[node], cst.Subscript):
-        node = page.parents[node]
-    if (direct := _into(page, node)) is not None:
-        return [direct]
-    assign = page.parents[node]
-    target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
-    if not isinstance(target, cst.Name):
-        return Refused(f"line {place.line} of {place.cell} loads something that is not followed")
-    if place.around is None and any(
-        re.search(rf"\b{target.value}\b", cell.source)
-        for cell in cells.history
-        if cell.number > place.cell.number and cell.source != place.cell.source
-    ):
-        return Refused(f"`{target.value}` is used in other cells than the one that loads it")
-    return _followed(page, place, target.value, page.line(load))
+    calls = [call for call in within(statement, cst.Call) if m.matches(call, _FILLS)]
+    if direct := [call for call in calls if load in within(call.args[0], cst.Call)]:
+        return direct
+    match statement:
+        case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])]):
+            pass
+        case _:
+            return Refused(f"line {place.line} of {place.cell} loads something that is not followed")
+    others = [cell for cell in cells.history if cell.number > place.cell.number and cell.source != place.cell.source]
+    if place.around is None and any(re.search(rf"\b{name}\b", cell.source) for cell in others):
+        return Refused(f"`{name}` is used in other cells than the one that loads it")
+    return _followed(place, name)
 
 
-def _followed(page: Page, place: EditPlace, name: str, since: int) -> list[cst.Call] | Refused:
-    found: list[cst.Call] = []
-    waiting, done = [name], set[str]()
-    while waiting:
-        name = waiting.pop()
-        done.add(name)
-        for node in names(place.scope):
-            if node.value != name or page.line(node) <= since or is_label(page, node):
-                continue
-            if _is_derived(page, node, done | {*waiting}):
-                continue
-            use = _use(page, node)
-            if isinstance(use, Refused):
-                return use
-            if isinstance(use, cst.Call):
-                found.append(use)
-            elif isinstance(use, str) and use not in done:
-                waiting.append(use)
-    return found or Refused("what is loaded goes into no load_state_dict")
-
-
-def _is_derived(page: Page, node: cst.Name, known: set[str]) -> bool:
-    """Whether ``node`` is bound to something made of ``known``."""
-    target = page.parents[node]
-    assign = page.parents[target] if isinstance(target, cst.AssignTarget) else None
-    return isinstance(assign, cst.Assign) and any(one.value in known for one in names(cst.Expr(assign.value)))
-
-
-def _use(page: Page, node: cst.Name) -> cst.Call | str | Refused | None:
-    """Return the ``load_state_dict`` that a use is for, or another name for a part of the checkpoint; None for less."""
-    outer: cst.CSTNode = node
-    key = ""
-    while isinstance(page.parents[outer], cst.Subscript) and page.parents[outer].value is outer:  # type: ignore[attr-defined]
-        outer = page.parents[outer]
-        key = text_of(outer.slice[-1]).strip("\"'")  # type: ignore[attr-defined]
-    parent = page.parents[outer]
-    if (call := _into(page, outer)) is not None:
-        return call
-    if isinstance(parent, cst.Del) or (key and _NUMBERS.search(key)):
-        return None
-    if isinstance(parent, cst.Attribute) and parent.attr.value == "keys":
-        return None
-    above = [*page.above(outer)]
-    assign = next((one for one in above if isinstance(one, cst.Assign)), None)
-    renames = isinstance(parent, cst.Attribute) and parent.attr.value == "items" and isinstance(above[2], cst.CompFor)
-    target = assign.targets[0].target if assign is not None and len(assign.targets) == 1 else None
-    value = assign.value if assign is not None else None
-    if isinstance(target, cst.Name) and (value is outer or (renames and isinstance(value, cst.DictComp))):
-        return target.value
-    return Refused(f"line {page.line(node)} of {page.cell} uses what is loaded beside load_state_dict")
-
-
-def _into(page: Page, node: cst.CSTNode) -> cst.Call | None:
-    """Return the call of ``load_state_dict`` that ``node`` is the first argument of."""
-    arg = page.parents[node]
-    call = page.parents[arg] if isinstance(arg, cst.Arg) else None
-    is_it = isinstance(call, cst.Call) and _optimizer_source.last_name(call) == _INTO and call.args[0] is arg
-    return call if is_it and isinstance(call, cst.Call) else None
-
-
-def _is_fresh(page: Page, call: cst.Call, models: set[str]) -> bool:
-    """Whether it is a model that was made in the same block before, and not touched since."""
-    model = call.func.value if isinstance(call.func, cst.Attribute) else None
-    statement = page.statement(call)
-    block = page.parents.get(statement)
-    if not isinstance(model, cst.Name) or model.value not in models:
-        return False
-    if not isinstance(block, cst.Module | cst.IndentedBlock):
-        return False
-    for one in reversed(block.body[: list(block.body).index(statement)]):  # type: ignore[arg-type]
-        if not any(node.value == model.value for node in names(one)):
+def _followed(place: EditPlace, name: str) -> list[cst.Call] | Refused:
+    """Follow the checkpoint and its parts by their names to the calls that they go into."""
+    since = place.parsed.positions
+    later = [node for node in _below(place.scope) if node in since and since[node].start.line > place.line]
+    labels = {id(one.attr) for one in later if isinstance(one, cst.Attribute)}
+    labels |= {id(one.keyword) for one in later if isinstance(one, cst.Arg) and one.keyword is not None}
+    known, into, fine = {name}, dict[int, cst.Call](), set(labels)
+    for node in later:
+        used = [one for one in m.findall(node, m.Name()) if id(one) not in labels]
+        if not any(one.value in known for one in used):  # type: ignore[attr-defined]
             continue
-        small = one.body[0] if isinstance(one, cst.SimpleStatementLine) and len(one.body) == 1 else None
-        made = isinstance(small, cst.Assign) and len(small.targets) == 1 and isinstance(small.value, cst.Call)
-        if not made or not isinstance(small, cst.Assign) or not isinstance(small.value, cst.Call):
-            return False
-        is_target = isinstance(small.targets[0].target, cst.Name) and small.targets[0].target.value == model.value
-        maker = small.value.func
-        moved = isinstance(maker, cst.Attribute) and not _is_path(maker.value)
-        return is_target and not moved and sum(node.value == model.value for node in names(one)) == 1
+        match node:
+            case cst.Call() if m.matches(node, _FILLS):
+                into[id(node)] = node
+                fine |= {id(one) for one in m.findall(node.args[0], m.Name())}
+            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=other))]) if m.matches(node.value, _PART):
+                known.add(other)
+                fine |= {id(one) for one in used}
+            case cst.Subscript(slice=[key]) if _NUMBERS.search(text_of(key)):
+                fine |= {id(one) for one in used}
+            case cst.Del() | cst.AssignTarget() | cst.Attribute(attr=cst.Name(value="keys")):
+                fine |= {id(one) for one in used}
+            case cst.Name() if id(node) not in fine:
+                line = since[node].start.line
+                return Refused(f"line {line} of {place.cell} uses what is loaded beside load_state_dict")
+    return list(into.values()) or Refused("what is loaded goes into no load_state_dict")
+
+
+def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for child in node.children:
+        yield child
+        yield from _below(child)
+
+
+def _is_fresh(place: EditPlace, call: cst.Call, models: set[str]) -> bool:
+    """Whether it is a model that was made in the same block before, and not touched since."""
+    model = text_of(cst.ensure_type(call.func, cst.Attribute).value)
+    made = m.SimpleStatementLine(
+        body=[m.Assign(targets=[m.AssignTarget(target=m.Name(model))], value=m.Call(func=_A_PATH))]
+    )
+    blocks = [place.parsed.module.body, *(one.body for one in within(place.parsed.module, cst.IndentedBlock))]
+    for body in blocks:
+        at = next((i for i, one in enumerate(body) if call in within(one, cst.Call)), None)
+        if at is not None and isinstance(body[at], cst.SimpleStatementLine):
+            before = [one for one in body[:at] if m.findall(one, m.Name(model))]
+            is_made = bool(before) and m.matches(before[-1], made) and len(m.findall(before[-1], m.Name(model))) == 1
+            return model in models and is_made
     return False
-
-
-def _is_path(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Name) or (isinstance(node, cst.Attribute) and _is_path(node.value))
 
 
 @contextmanager

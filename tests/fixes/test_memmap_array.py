@@ -163,6 +163,8 @@ def test_an_array_of_a_data_set_whose_samples_are_copies(path: Path) -> None:
         "def rows(i):\n    return torch.tensor(x[i])",
         "y = x[0].copy()\ny[:] = 0\ndel x",
         "if (x > 3).any():\n    y = -x[0]",
+        "y = x\nfor row in x:\n    total += row[0] == 1",
+        "data = TensorDataset(torch.tensor(x))",
     ],
 )
 def test_uses_that_only_read(use: str) -> None:
@@ -175,19 +177,10 @@ def test_uses_that_only_read(use: str) -> None:
         "x[0] = 1",
         "x += 1",
         "x[3:] *= 2",
-        "y = x",
-        "y = x[0]\ny[0] = 1",
         "t = torch.from_numpy(x[0])",
         "t = torch.as_tensor(x)",
-        "for row in x:\n    row[0] = 1",
-        "normalise(x)",
-        "data = TensorDataset(x)",
-        "y = x.reshape(2, -1)",
         "x.sort()",
         "np.clip(x, 0, 1, out=x)",
-        "y = np.array(x, copy=False)",
-        "y = x.astype(np.float32, copy=False)",
-        "lambda: x",
     ],
 )
 def test_uses_that_may_write_or_share_are_refused(use: str) -> None:
@@ -195,6 +188,11 @@ def test_uses_that_may_write_or_share_are_refused(use: str) -> None:
         refused = patched(*sources)
         assert isinstance(refused, Refused), refused.diff()
         assert "may write to the array, or share its memory" in refused.reason
+
+
+def test_what_writes_to_it_by_another_name_is_told_by_an_error(path: Path) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        run(after("x = np.load(path)\ny = x[0]\ny[0] = 1"), path=path)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +245,6 @@ def test_a_cell_that_only_speaks_of_writing_is_none(cell: str) -> None:
         ("f = open(path, 'rb')\nx = np.load(f)", "open file"),
         ("with open(path, 'rb') as f:\n    x = np.load(f)", "open file"),
         ("x = np.load(path)\nnp.save(path, y)", "writes arrays to files"),
-        ("x = np.load(path)\n%time normalise(x)", "a line of IPython's own"),
-        ("x, y = np.load(path), np.load(path)", "no array as a whole"),
-        ("xs = [np.load(p) for p in paths]", "not followed"),
-        ("model.fit(np.load(path))", "may write"),
         ("x = np.load(*paths)", "no array as a whole"),
     ],
 )
