@@ -1,13 +1,15 @@
-"""Arguments of a forward split over the batch, and its outputs put together again.
+"""Forwards of live models run over parts of the batch: arguments are split, and outputs put together again.
 
 What cannot be told is refused: a tensor counts as batched, as not batched, or the call is not split. Dimension 0 of
-the first tensor is taken for the batch; that the samples there do not depend on each other is for the caller to check.
+the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show. A
+forward that changes state of its own, or draws random numbers without dropout, is refused as it runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -15,12 +17,81 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _forward
 
-__all__ = ["Call", "Divided", "divide", "join"]
+__all__ = ["Call", "Divided", "divide", "forwards_in_parts", "gathered", "join"]
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
+_DATA_PARALLEL: Final = {"DistributedDataParallel": "it exchanges gradients or buffers once for each forward"}
 _ATOMS: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@contextmanager
+def forwards_in_parts(models: Sequence[tuple[str, Any]], parts: int, *, with_gradients: bool) -> Iterator[None]:
+    """Split every forward of ``models``, given with their paths; undone on exit.
+
+    Args:
+        with_gradients: split those with gradients as well, each part recomputed in the backward pass.
+
+    Raises:
+        OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
+            it does to them cannot be split.
+    """
+    found = _forward.splittable(models, _DATA_PARALLEL)
+    run = _InParts({id(model): path for path, model in found}, parts, with_gradients=with_gradients).run
+    with _forward.replaced([model for _, model in found], run):
+        yield
+
+
+class _InParts:
+    """Runs forwards in parts."""
+
+    def __init__(self, paths: dict[int, str], parts: int, *, with_gradients: bool) -> None:
+        self._paths, self._parts, self._with_gradients = paths, parts, with_gradients
+        self._inside = False
+
+    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward: whole where it is part of another one already split, or where there is one sample."""
+        if self._inside or (torch.is_grad_enabled() and not self._with_gradients):
+            return forward(*args, **kwargs)
+        path = self._paths.get(id(module), type(module).__name__)
+        call = divide(path, args, kwargs)
+        if call.rows < 2:
+            return forward(*args, **kwargs)
+        drops = _forward.active_dropout(module)
+        if drops and not self._with_gradients:
+            raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
+        _forward.refuse_batch_norm(path, module)
+        devices = _forward.devices(module)
+        watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices)
+        most = -(-call.rows // self._parts)
+        rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
+        whole = gathered(path, self._each(path, module, self._whole(forward), call), rows)
+        if (changed := watch.changed()) is not None:
+            raise OomDoctorError(f"{path} is not split: its forward changes {changed}, which it would for each part")
+        if not drops and marks != _forward.rng_marks(devices):
+            raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
+        return whole
+
+    def _each(self, path: str, module: Any, forward: Any, call: Divided) -> Iterator[Any]:
+        for args, kwargs in call.chunks(self._parts):
+            if torch.is_grad_enabled():
+                yield _forward.recomputed(path, module, forward, args, kwargs)
+            else:
+                yield forward(*args, **kwargs)
+
+    def _whole(self, forward: Any) -> Any:
+        """Return ``forward`` with nothing split below it, in the backward pass as well."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outside, self._inside = self._inside, True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = outside
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +158,28 @@ def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:
         f"{path} was called with a tensor of shape {shape} beside one of {tuple(first.shape)}: whether it goes with "
         "the batch cannot be told"
     )
+
+
+def gathered(path: str, parts: Iterator[Any], rows: Sequence[int]) -> Any:
+    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice."""
+    first = next(parts)
+    if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.shape[:1] != (rows[0],):
+        return join(path, [first, *parts], rows)
+    form = torch.channels_last if _is_channels_last(first) else torch.contiguous_format
+    whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device, memory_format=form)
+    whole[: rows[0]] = first
+    done, kind = rows[0], (first.dtype, first.shape[1:])
+    del first
+    for part, count in zip(parts, rows[1:], strict=True):
+        if not isinstance(part, torch.Tensor) or part.shape[:1] != (count,) or (part.dtype, part.shape[1:]) != kind:
+            raise OomDoctorError(f"{path} is not split: the outputs for parts of the batch do not fit together")
+        whole[done : done + count] = part
+        done += count
+    return whole
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def join(path: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._chunks import couples, no_more_than_samples, takes_note
@@ -28,7 +27,6 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from oomdoctor.fixes._split import Divided
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
@@ -41,8 +39,6 @@ _CHUNKS: Final = (2, 4, 8, 16)
 
 _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
-
-_DATA_PARALLEL: Final = {"DistributedDataParallel": "its gradients are exchanged once for each forward"}
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -86,67 +82,10 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
         OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
             it does to them cannot be split.
     """
-    from oomdoctor.fixes import _forward
+    from oomdoctor.fixes._split import forwards_in_parts
 
-    models = _forward.splittable(session.modules, _DATA_PARALLEL)
-    chunked = _Chunked({id(model): path for path, model in models}, dose.number("chunks"))
-    with _forward.replaced([model for _, model in models], chunked.run):
+    with forwards_in_parts(list(session.modules), dose.number("chunks"), with_gradients=True):
         yield
-
-
-class _Chunked:
-    """Runs forwards in parts."""
-
-    def __init__(self, paths: dict[int, str], chunks: int) -> None:
-        self._paths, self._chunks = paths, chunks
-        self._inside = False
-
-    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one forward: whole where it is part of another one already split, or where there is one sample."""
-        if self._inside:
-            return forward(*args, **kwargs)
-        from oomdoctor.fixes import _split
-
-        path = self._paths.get(id(module), type(module).__name__)
-        call = _split.divide(path, args, kwargs)
-        if call.rows < 2:
-            return forward(*args, **kwargs)
-        return _in_parts(path, module, self._whole(forward), call, self._chunks)
-
-    def _whole(self, forward: Any) -> Any:
-        """Return ``forward`` with nothing split below it, in the backward pass as well."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outside, self._inside = self._inside, True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._inside = outside
-
-        return run
-
-
-def _in_parts(path: str, module: Any, forward: Any, call: Divided, chunks: int) -> Any:
-    import torch
-
-    from oomdoctor.fixes import _forward, _split
-
-    _forward.refuse_batch_norm(path, module)
-    devices = _forward.devices(module)
-    watch, marks, parts = _forward.StateWatch(path, module), _forward.rng_marks(devices), []
-    calls = call.chunks(chunks)
-    for args, kwargs in calls:
-        if torch.is_grad_enabled():
-            parts.append(_forward.recomputed(path, module, forward, args, kwargs))
-        else:
-            parts.append(forward(*args, **kwargs))
-    if (changed := watch.changed()) is not None:
-        raise OomDoctorError(f"{path} is not split: its forward changes {changed}, which would happen for each part")
-    if not _forward.active_dropout(module) and marks != _forward.rng_marks(devices):
-        raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
-    first = -(-call.rows // chunks)
-    rows = [min(first, call.rows - first * index) for index in range(len(calls))]
-    return _split.join(path, parts, rows)
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:

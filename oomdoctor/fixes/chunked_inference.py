@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._chunked_calls import rewrite
 from oomdoctor.fixes._chunks import couples, no_more_than_samples
@@ -35,9 +34,6 @@ from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import rewriting, words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from oomdoctor.fixes._split import Divided
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
@@ -50,8 +46,6 @@ _CHUNKS: Final = (2, 4, 16, 64)
 
 _OVERHEAD: Final = 0.001
 """Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
-
-_DATA_PARALLEL: Final = {"DistributedDataParallel": "its forward exchanges buffers with the other processes"}
 
 
 _MOVES: Final = words.MOVES | words.CASTS | {"detach"}
@@ -104,86 +98,10 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
         OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
             it does to them cannot be split.
     """
-    from oomdoctor.fixes import _forward
+    from oomdoctor.fixes._split import forwards_in_parts
 
-    models = _forward.splittable(session.modules, _DATA_PARALLEL)
-    split = _Predictions({id(model): path for path, model in models}, dose.number("chunks"))
-    with _forward.replaced([model for _, model in models], split.run):
+    with forwards_in_parts(list(session.modules), dose.number("chunks"), with_gradients=False):
         yield
-
-
-class _Predictions:
-    """Runs forwards in parts."""
-
-    def __init__(self, paths: dict[int, str], chunks: int) -> None:
-        self._paths, self._chunks = paths, chunks
-        self._inside = False
-
-    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one forward: whole with gradients, with one sample, or as part of one that is split already."""
-        import torch
-
-        from oomdoctor.fixes import _forward, _split
-
-        if self._inside or torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        path = self._paths.get(id(module), type(module).__name__)
-        call = _split.divide(path, args, kwargs)
-        if call.rows < 2:
-            return forward(*args, **kwargs)
-        if _forward.active_dropout(module):
-            raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
-        _forward.refuse_batch_norm(path, module)
-        self._inside = True
-        try:
-            return self._in_parts(path, module, forward, call)
-        finally:
-            self._inside = False
-
-    def _in_parts(self, path: str, module: Any, forward: Any, call: Divided) -> Any:
-        from oomdoctor.fixes import _forward
-
-        devices = _forward.devices(module)
-        watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices)
-        most = -(-call.rows // self._chunks)
-        rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
-        parts = (forward(*args, **kwargs) for args, kwargs in call.chunks(self._chunks))
-        whole = _gathered(path, parts, rows)
-        if (changed := watch.changed()) is not None:
-            raise OomDoctorError(
-                f"{path} is not split: its forward changes {changed}, which would happen for each part"
-            )
-        if marks != _forward.rng_marks(devices):
-            raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
-        return whole
-
-
-def _gathered(path: str, parts: Iterator[Any], rows: Sequence[int]) -> Any:
-    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice."""
-    import torch
-
-    from oomdoctor.fixes import _split
-
-    first = next(parts)
-    if not isinstance(first, torch.Tensor) or first.ndim == 0 or first.shape[0] != rows[0]:
-        return _split.join(path, [first, *parts], rows)
-    form = torch.channels_last if _is_channels_last(first) else torch.contiguous_format
-    whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device, memory_format=form)
-    whole[: rows[0]] = first
-    done, kind = rows[0], (first.dtype, first.shape[1:])
-    del first
-    for part, count in zip(parts, rows[1:], strict=True):
-        if not isinstance(part, torch.Tensor) or part.shape[:1] != (count,) or (part.dtype, part.shape[1:]) != kind:
-            raise OomDoctorError(f"{path} is not split: the outputs for parts of the batch do not fit together")
-        whole[done : done + count] = part
-        done += count
-    return whole
-
-
-def _is_channels_last(tensor: Any) -> bool:
-    import torch
-
-    return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import chunked_inference
+from oomdoctor.fixes import _split
 from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, apply, moved_inwards, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -141,10 +141,8 @@ def test_with_gradients_it_runs_as_it_is() -> None:
 
 def test_a_sabotaged_split_is_not_equivalent(monkeypatch) -> None:
     model, x = made(), torch.randn(64, 8)
-    gathered = chunked_inference._gathered
-    monkeypatch.setattr(
-        chunked_inference, "_gathered", lambda path, parts, rows: gathered(path, iter(list(parts)[::-1]), rows)
-    )
+    gathered = _split.gathered
+    monkeypatch.setattr(_split, "gathered", lambda path, parts, rows: gathered(path, iter(list(parts)[::-1]), rows))
     with torch.no_grad(), apply(live.session(model=model), FOUR):
         split = model(x)
     with torch.no_grad():
