@@ -12,10 +12,38 @@ from oomdoctor.objects.kinds import child_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from oomdoctor.model.code import ModelFacts
+    from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
     from oomdoctor.model.evidence import Evidence
 
-__all__ = ["couples", "layer", "no_more_than_samples", "takes_note"]
+__all__ = ["couples", "layer", "model_facts", "no_more_than_samples", "takes_note", "why_not"]
+
+
+def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
+    """Return the facts of the model that the loop calls ``text``, None if the namespace shows no object for it."""
+    path = dict(loop.stands_for).get(text, text)
+    exact = [model for model in code.models if model.path == path]
+    if not exact and path.startswith("self."):
+        exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
+    return exact[0] if len(exact) == 1 else None
+
+
+def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
+    """Return why this loop's batch cannot be taken apart, as far as facts tell."""
+    if not loop.optimizers:
+        return "no optimizer is stepped in the loop, so what else changes the weights would run for each part"
+    if not loop.models:
+        return "no call of a model was found in the loop"
+    for text in loop.models:
+        model = model_facts(code, loop, text)
+        if model is None:
+            continue
+        if model.training and model.batch_norm:
+            return f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode"
+        if model.sequence_first:
+            return f"{layer(model, model.sequence_first[0])} takes the batch in dimension 1, not 0"
+        if (why := takes_note(model, own=True)) is not None:
+            return why
+    return None
 
 
 def couples(model: ModelFacts) -> str | None:

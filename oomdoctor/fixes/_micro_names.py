@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import ast
 
-from oomdoctor.fixes._loss_forms import SAMPLE_LOSSES, LossForm, loss_made_by
+from oomdoctor.fixes._chunks import model_facts
+from oomdoctor.fixes._samples import SAMPLE_LOSSES, LossForm, loss_made_by
 from oomdoctor.fixes._step import Split
-from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.program.book import Book
 from oomdoctor.program.dataflow import Loop, ancestors, bound
 
-__all__ = ["known_names", "model_facts"]
-
-
-def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
-    """Return the facts of the model that the loop calls ``text``, None if the namespace shows no object for it."""
-    path = dict(loop.stands_for).get(text, text)
-    exact = [model for model in code.models if model.path == path]
-    if not exact and path.startswith("self."):
-        exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
-    return exact[0] if len(exact) == 1 else None
+__all__ = ["known_names"]
 
 
 def known_names(book: Book, code: CodeFacts, loop: TrainingLoop, tree: ast.Module, node: Loop) -> Split:

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import libcst as cst
 
-from oomdoctor.fixes._loss_forms import CannotSplit
-from oomdoctor.fixes._samples import Shape
+from oomdoctor.fixes._samples import CannotSplit, Shape
 from oomdoctor.fixes._step import Step
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.fixes._loss_forms import CannotSplit, LossForm, called
-from oomdoctor.fixes._samples import Samples, Shape, Value
+from oomdoctor.fixes._samples import CannotSplit, LossForm, Samples, Shape, Value, called
 from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
 

@@ -6,8 +6,7 @@ import ast
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from oomdoctor.fixes._loss_forms import CannotSplit
-from oomdoctor.fixes._samples import Samples, Shape
+from oomdoctor.fixes._samples import CannotSplit, Samples, Shape
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
 from oomdoctor.program.words import Result

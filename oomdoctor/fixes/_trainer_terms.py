@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._batch_sizes import smaller
-from oomdoctor.fixes._chunks import layer
-from oomdoctor.fixes._micro_source import why_not
+from oomdoctor.fixes._chunks import layer, why_not
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._trainer_source import BATCH, owner, setting
 from oomdoctor.model.absence import Refused

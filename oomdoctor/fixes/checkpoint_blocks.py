@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import found_or_asked, why_not_short
-from oomdoctor.fixes._micro_names import model_facts
+from oomdoctor.fixes._chunks import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence

@@ -11,21 +11,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import libcst as cst
+
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short, why_not_training
-from oomdoctor.fixes._chunks import layer
-from oomdoctor.fixes._micro_names import model_facts
-from oomdoctor.fixes._micro_source import rewrite, why_not
+from oomdoctor.fixes._chunks import layer, model_facts, why_not
+from oomdoctor.fixes._micro_names import known_names
+from oomdoctor.fixes._micro_writer import Writer
+from oomdoctor.fixes._samples import CannotSplit
+from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book
+from oomdoctor.program.dataflow import loop_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
+    from oomdoctor.model.session import Cell, Cells
 
 __all__ = ["FIX", "TOLERANCE", "patch", "propose"]
 
@@ -99,7 +108,46 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainer_source.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
-    return rewrite(cells, evidence.code, dose.number("parts"), str(dict(dose.values).get("weigh", "")))
+    return _rewritten(cells, evidence.code, dose.number("parts"), str(dict(dose.values).get("weigh", "")))
+
+
+def _rewritten(cells: Cells, code: CodeFacts, parts: int, weigh: str = "") -> Patch | Refused:
+    """Return the patch that takes each batch of every loop of the failing run in ``parts`` parts.
+
+    Args:
+        weigh: what a part's loss is a mean or a sum over: ``counted``, ``sum`` or ``rows``; empty to read it.
+    """
+    loops = [loop for loop in code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused("no training loop was found in what the failing cell runs")
+    numbers = dict.fromkeys(loop.cell for loop in loops)
+    return rewriting.join(
+        cells,
+        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], parts, weigh) for n in numbers],
+    )
+
+
+def _cell(
+    cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], parts: int, weigh: str
+) -> Edit | Refused:
+    parsed = rewriting.read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    book = Book.read(cells)
+    tree = book.page(cell.number).tree
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
+    for facts in loops:
+        try:
+            if why := why_not(code, facts):
+                raise CannotSplit(why)
+            old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
+            if old is None or loop is None:
+                raise CannotSplit("the loop is not where it was found before")
+            step = plan(tree, loop, known_names(book, code, facts, tree, loop), weigh)
+            changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
+        except CannotSplit as why:
+            return Refused(str(why))
+    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
 
 
 FIX: Final = Fix(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_sizes import Steps, fixed_schedule, hard_coded, sizes_of, smaller, steps_of
-from oomdoctor.fixes._chunks import layer
-from oomdoctor.fixes._micro_names import model_facts
+from oomdoctor.fixes._chunks import layer, model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence

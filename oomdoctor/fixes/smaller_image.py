@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._batch_step import before_model
-from oomdoctor.fixes._micro_names import model_facts
+from oomdoctor.fixes._chunks import model_facts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence

@@ -66,14 +66,3 @@ def test_micro_batch_parses_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(of_cells) == 3  # the cell with a magic is tried as it is, and then masked
     assert set(of_cells.values()) == {1}
     assert {count for text, count in modules.items() if "# read by one test alone" in text} == {1}
-
-
-def test_writing_constants_leaves_the_shared_tree_as_it_was() -> None:
-    from oomdoctor.fixes._micro_names import with_constants
-    from oomdoctor.program.book import Book
-
-    cells = live.cells_of(SETUP, TRAIN)
-    book = Book.read(cells)
-    before = [ast.dump(page.tree) for page in book.pages]
-    assert [ast.dump(page.tree) for page in with_constants(book).pages] != before
-    assert [ast.dump(page.tree) for page in Book.read(cells).pages] == before
