@@ -62,7 +62,7 @@ def test_micro_batch_parses_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> N
     code = facts(cells, namespace, [("model", model)], [("optimizer", optimizer)])
     evidence = Evidence(devices=base.devices, host=base.host, censuses=base.censuses, code=code)
     assert isinstance(patch(cells, evidence, Dose.of(parts=2)), Patch)
-    of_cells = {text: count for text, count in trees.items() if "# read by one test alone" in text}
+    of_cells = {text: count for text, count in trees.items() if "# read by one test alone" in str(text)}
     assert len(of_cells) == 3  # the cell with a magic is tried as it is, and then masked
     assert set(of_cells.values()) == {1}
     assert {count for text, count in modules.items() if "# read by one test alone" in text} == {1}
