@@ -22,7 +22,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cell, Cells, Session
 
-__all__ = ["FIX", "apply", "guard", "patch", "propose"]
+__all__ = ["FIX", "apply", "patch", "propose"]
 
 _EVERY: Final = (2, 1)
 """Every other block, then all."""
@@ -338,13 +338,6 @@ def _written(
     return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module, live=[loop])])
 
 
-def guard(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Watch the blocks that the changed source recomputes, as the live form does."""
-    from oomdoctor.fixes import _recompute_watch
-
-    return nullcontext() if "through" in dict(dose.values) else _recompute_watch.watched(session.modules)
-
-
 def _recomputes(cells: Cells) -> bool:
     """Return whether a cell uses what ``torch.utils.checkpoint`` has, or calls a model's switch for it."""
     trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
@@ -374,7 +367,6 @@ FIX: Final = Fix(
     propose=propose,
     apply=apply,
     patch=patch,
-    guard=guard,
     leaves=("._forward_hooks", ".gradient_checkpointing", "._gradient_checkpointing_func"),
     tolerance=1e-4,
 )

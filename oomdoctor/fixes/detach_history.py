@@ -2,20 +2,15 @@
 
 A list of losses, or a sum of them, keeps every activation of every step alive if its tensors carry their graph. What
 evidence names as such a place is detached where it is kept. ``detach`` and not ``item``: the values and their types
-stay bit for bit what they were, so that later code that stacks or averages them finds the same. Only lists and sums of
-which the cells show that no gradient is taken through them are among those places, and they are proposed only where the
-census saw them hold graphs.
-
-On live objects, the tensors that the named lists and sums hold already are detached where they stand. That frees memory
-and is not taken back on exit; what a running cell goes on to append is changed by the patch alone.
+stay bit for bit what they were, so that later code that stacks or averages them finds the same. They are proposed only
+where the census saw them hold graphs.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, MutableSequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
@@ -24,51 +19,37 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
-from oomdoctor.program.arguments import called_on
+from oomdoctor.program.arguments import called_on, kept_otherwise, kept_value
 from oomdoctor.program.definitions import site
 from oomdoctor.program.kept_tensors import history_appends
+from oomdoctor.program.rewriting import text_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
     from oomdoctor.model.site import Site
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "apply", "detect", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NO_PLACE: Final = (
     "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
     "is taken through them"
 )
 
-_SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.Set)
-
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find what a loop keeps with its graph; the names are the history, and the statement that leaves the graph out."""
     found = history_appends(program, objects.kinds)
-    return tuple(site("history", scope, node, _without_graphs(node)) for scope, node in found)
+    return tuple(site("history", scope, node, (name, _without_graph(node))) for scope, node, name in found)
 
 
-def _without_graphs(node: ast.stmt) -> tuple[str, str]:
-    """Return the name of what a statement adds a tensor to, and the statement that leaves the graph behind."""
-    copy = ast.parse(ast.unparse(node)).body[0]  # the trees of the cells are shared
-    match copy:
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=kept_in), args=[kept]) as call):
-            call.args = [_cut(kept)]
-        case ast.AugAssign(target=kept_in, value=kept):
-            copy.value = _cut(kept)
-        case ast.Assign(targets=[kept_in], value=ast.BinOp(right=kept) as added):
-            added.right = _cut(kept)
-        case _:
-            raise AssertionError(f"no statement that keeps a tensor: {ast.unparse(node)}")
-    return ast.unparse(kept_in), ast.unparse(copy)
-
-
-def _cut(value: ast.expr) -> ast.expr:
-    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
+def _without_graph(node: ast.stmt) -> str:
+    """Return the text of a statement that keeps a tensor, with the graph left behind."""
+    line = cst.parse_module(ast.unparse(node)).body[0]
+    kept = kept_value(line)
+    return text_of(line if kept is None else line.deep_replace(kept, called_on(kept, ".detach()"))).strip()
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -126,65 +107,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sites = evidence.code.sites.get("detach_history", ())
     if not sites:
         return Refused(_NO_PLACE)
-
-    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
-        changes: dict[cst.CSTNode, rewriting.New] = {}
-        for one in here:
-            statement = rewriting.statement_at(parsed, one.line)
-            kept = _kept(statement) if isinstance(statement, cst.SimpleStatementLine) else None
-            if kept is None or isinstance(kept, _SEVERAL):
-                where = f"line {one.line} of {cells.get(one.cell)}"
-                return Refused(f"{where} keeps more than one value: detach each of its tensors there")
-            changes[kept] = called_on(kept, ".detach()")
-        return changes
-
-    return rewriting.at_sites(cells, sites, change)
-
-
-def _kept(line: cst.SimpleStatementLine) -> cst.BaseExpression | None:
-    """Return what the statement puts into a container or adds to a sum."""
-    if len(line.body) != 1:
-        return None
-    (node,) = line.body
-    match node:
-        case cst.Expr(value=cst.Call(args=[cst.Arg(value=value)])):
-            return value
-        case cst.AugAssign(operator=cst.AddAssign(), value=value):
-            return value
-        case cst.Assign(value=cst.BinaryOperation(operator=cst.Add(), right=value)):
-            return value
-    return None
-
-
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Detach the tensors that the named lists and sums hold. It frees memory, and is not undone on exit."""
-    for name in str(dose["names"]).split(", "):
-        if name in session.namespace:
-            session.namespace[name] = _without_graph(session.namespace[name])
-    yield
-
-
-def _without_graph(value: Any) -> Any:
-    """Return ``value`` without graphs: a tensor detached, a list itself with its items exchanged."""
-    if isinstance(value, MutableSequence):
-        for index, item in enumerate(value):
-            if (new := _item_without_graph(item)) is not item:
-                value[index] = new
-        return value
-    return _item_without_graph(value)
-
-
-def _item_without_graph(item: Any) -> Any:
-    """Return a tensor, or a tuple of them, without graphs. A list or dict may have other holders: it is left alone."""
-    import torch
-
-    if isinstance(item, torch.Tensor):
-        return item.detach() if item.grad_fn is not None else item
-    if type(item) is tuple:
-        items = tuple(map(_item_without_graph, item))
-        return items if any(new is not old for new, old in zip(items, item, strict=True)) else item
-    return item
+    return kept_otherwise(cells, sites, lambda _: ".detach()", "keeps more than one value: detach each of its tensors")
 
 
 FIX: Final = Fix(
@@ -193,7 +116,7 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="nothing",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
     detect=detect,
 )

@@ -5,9 +5,8 @@ is detached at the end of the step, which is truncated backpropagation through t
 gradients no longer reach back into earlier steps. That is another result, so it is offered and never taken for granted.
 It is exact only where evidence says that nothing is differentiated through the state, as in an evaluation loop.
 
-In a module, the state is detached before it is fed back. Live, a hook does the same at the start of the module's
-forward; it serves classes of earlier cells, which no redefinition would change for the objects that are there. Gradient
-history that the state has lost when the context is left is not given back.
+In a module, the state is detached before it is fed back. Its class is given the changed method, so that the objects
+that are there follow.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -38,12 +35,12 @@ from oomdoctor.program.undifferentiated import undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
     from oomdoctor.model.site import Site
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "apply", "detect", "patch", "propose"]
+__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NOTHING: Final = "no recurrent state is carried over steps with its graph"
 _MAKES: Final = frozenset({"zeros", "ones", "randn", "rand", "empty", "zeros_like", "new_zeros", "tensor", "full"})
@@ -340,46 +337,13 @@ def _kind_of(value: ast.expr, functions: dict[str, ast.FunctionDef], depth: int 
     return ""
 
 
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Detach the state of modules that keep it themselves at the start of each of their forwards; undone on exit.
-
-    Raises:
-        OomDoctorError: no module keeps the state in an attribute of that name.
-    """
-    names = [name.removeprefix("self.") for name in str(dose["state"]).split(", ") if name.startswith("self.")]
-    parts = {id(part): part for _, root in session.modules for part in root.modules()}
-    keepers = [part for part in parts.values() if names and all(name in vars(part) for name in names)]
-    if not keepers:
-        raise OomDoctorError(f"no module keeps {dose['state']}: the state is cut in the source alone")
-
-    def cut(module: Any, _args: Any) -> None:
-        for name in names:
-            vars(module)[name] = _without_graph(vars(module)[name])
-
-    with ExitStack() as stack:
-        for part in keepers:
-            stack.callback(part.register_forward_pre_hook(cut).remove)
-        yield
-
-
-def _without_graph(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach() if value.grad_fn is not None else value
-    if type(value) is tuple:
-        return tuple(map(_without_graph, value))
-    return value
-
-
 FIX: Final = Fix(
     id="detach_state",
     title="Cut a recurrent state from the graphs of earlier steps",
     effect=Effect.EXACT,
     cost="nothing",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
     detect=detect,
 )

@@ -17,16 +17,14 @@ import ast
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-import libcst as cst
-
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting, words
-from oomdoctor.program.arguments import called_on
+from oomdoctor.program import words
+from oomdoctor.program.arguments import kept_otherwise
 from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import site
 from oomdoctor.program.gradients import ModelCalls
@@ -57,8 +55,6 @@ _SAME_BITS: Final = (
 """Calls whose result is the same on every device."""
 _OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
 """Calls whose result is another one on another device, and not by rounding alone."""
-
-_SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.ListComp, cst.GeneratorExp)
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -289,38 +285,14 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
                 f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device"
             )
 
-    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
-        changes: dict[cst.CSTNode, rewriting.New] = {}
-        for one in here:
-            line = rewriting.statement_at(parsed, one.line)
-            value = _collected(line) if isinstance(line, cst.SimpleStatementLine) else None
-            if value is None or isinstance(value, _SEVERAL):
-                where = f"line {one.line} of {cells.get(one.cell)}"
-                return Refused(f"{where} collects more than one tensor: move each of them there")
-            if not parsed.code(value).endswith((".cpu()", ".item()", ".tolist()", ".numpy()")):
-                changes[value] = called_on(value, ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()")
-        return changes
+    def call(one: Site) -> str:
+        return ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
 
-    return rewriting.at_sites(cells, found, change)
+    return kept_otherwise(cells, found, call, "collects more than one tensor: move each of them")
 
 
 def _has_graph(evidence: Evidence, name: str) -> bool:
     return any(_is_of(one, name) and one.path.endswith("→ graph") for one in evidence.census.holdings)
-
-
-def _collected(line: cst.SimpleStatementLine) -> cst.BaseExpression | None:
-    """Return what the statement puts into the collection, None where that is not one value."""
-    if len(line.body) != 1:
-        return None
-    (node,) = line.body
-    match node:
-        case cst.Expr(value=cst.Call(args=[cst.Arg(value=value)])):
-            return value
-        case cst.AugAssign(value=cst.List(elements=[cst.Element(value=value)])):
-            return value
-        case cst.Assign(value=cst.ListComp(elt=value)):
-            return value
-    return None
 
 
 FIX: Final = Fix(

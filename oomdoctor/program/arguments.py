@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Final
+
 import libcst as cst
 
-__all__ = ["called_on", "with_keyword", "without_keyword"]
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Patch
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
+from oomdoctor.program import rewriting
+
+__all__ = ["called_on", "kept_otherwise", "kept_value", "with_keyword", "without_keyword"]
+
+_SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.GeneratorExp, cst.Set)
+_ON_HOST: Final = (".cpu()", ".item()", ".tolist()", ".numpy()")
 
 
 def called_on(value: cst.CSTNode, call: str) -> cst.BaseExpression:
@@ -91,3 +103,41 @@ def _without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParent
     if not isinstance(space, cst.ParenthesizedWhitespace):
         return space
     return space.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
+
+
+def kept_value(line: cst.CSTNode) -> cst.BaseExpression | None:
+    """Return what a statement puts into a container or adds to a sum, None where that is not one value."""
+    match line:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=[cst.Arg(value=value)]))]):
+            return value
+        case cst.SimpleStatementLine(body=[cst.AugAssign(value=cst.List(elements=[cst.Element(value=value)]))]):
+            return value
+        case cst.SimpleStatementLine(body=[cst.AugAssign(operator=cst.AddAssign(), value=value)]):
+            return value
+        case cst.SimpleStatementLine(body=[cst.Assign(value=cst.ListComp(elt=value))]):
+            return value
+        case cst.SimpleStatementLine(body=[cst.Assign(value=cst.BinaryOperation(operator=cst.Add(), right=value))]):
+            return value
+    return None
+
+
+def kept_otherwise(cells: Cells, sites: Sequence[Site], call: Callable[[Site], str], several: str) -> Patch | Refused:
+    """Return the patch that has each site keep what a method gives of its value.
+
+    Args:
+        call: the method called, as text; empty where that was done already.
+        several: what is said where more than one value is kept.
+    """
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            line = rewriting.statement_at(parsed, one.line)
+            value = None if line is None else kept_value(line)
+            if value is None or isinstance(value, _SEVERAL):
+                return Refused(f"line {one.line} of {cells.get(one.cell)} {several} there")
+            if not parsed.code(value).endswith(_ON_HOST):
+                changes[value] = called_on(value, call(one))
+        return changes
+
+    return rewriting.at_sites(cells, sites, change)

@@ -31,17 +31,17 @@ _OWNING: Final = frozenset({"generate", "forward", "predict"})
 """Methods of a model that give its outputs."""
 
 
-def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Scope, ast.stmt]]:
+def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Scope, ast.stmt, str]]:
     """Return the statements that keep a graph in a history of which no gradient is taken, in the order of their lines.
 
-    They are those of loops that the failing cell runs.
+    They are those of loops that the failing cell runs, each with the name of the history.
     """
     graphs = Graphs(program, kinds)
-    found = [(scope, node) for scope in program.running for node in _appends(graphs, scope)]
+    found = [(scope, *pair) for scope in program.running for pair in _appends(graphs, scope)]
     return sorted(found, key=lambda pair: (pair[0].cell, pair[1].lineno))
 
 
-def _appends(graphs: Graphs, scope: Scope) -> Iterator[ast.stmt]:
+def _appends(graphs: Graphs, scope: Scope) -> Iterator[tuple[ast.stmt, str]]:
     if scope.disables_grad:
         return
     way, backed = graphs.way(scope, scope.body, errs_to_yes=False), _backed(scope)
@@ -51,7 +51,7 @@ def _appends(graphs: Graphs, scope: Scope) -> Iterator[ast.stmt]:
             continue
         is_freed = not isinstance(node, ast.Expr) and names_in(kept[1]) & backed
         if kept[0].isidentifier() and not is_freed and not graphs.is_trained_through(scope, kept[0], node):
-            yield node
+            yield node, kept[0]
 
 
 def _kept(node: ast.stmt) -> tuple[str, ast.expr] | None:

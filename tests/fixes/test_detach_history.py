@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import textwrap
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from observed import facts, site
 from torch import nn
 
-from oomdoctor.fixes.detach_history import FIX, apply, patch, propose
+from oomdoctor.fixes.detach_history import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
@@ -269,29 +267,3 @@ def test_graphs_that_other_names_keep_are_no_reason() -> None:
     refused = propose(live.INCIDENT, evidence(cells_of(EVALUATE), holding("other[0] → graph", 7 << 20)))
     assert isinstance(refused, Refused)
     assert "the census found no graph" in refused.reason
-
-
-def test_live_form_frees_what_containers_hold() -> None:
-    namespace = program()
-    exec(textwrap.dedent(EVALUATE), namespace)
-    x = torch.randn(3, requires_grad=True)
-    shared = [x.exp()]
-    nested: deque[Any] = deque([(x * 2, 1), shared])
-    namespace |= {"nested": nested, "leaf": [x], "other": [x * 2], "out": None, "loss": None}
-    before = {name: list(namespace[name]) for name in ("losses", "outputs")}
-    values = {name: [tensor.detach() for tensor in kept] for name, kept in before.items()}
-    containers = {name: namespace[name] for name in before}
-    before.clear()
-    with apply(live.session(namespace=namespace), Dose.of(names="losses, outputs, total, nested, leaf, gone")):
-        for name, kept in values.items():
-            assert namespace[name] is containers[name]
-            assert all(torch.equal(left, right) for left, right in zip(namespace[name], kept, strict=True))
-            assert all(tensor.grad_fn is None for tensor in namespace[name])
-        assert namespace["total"].grad_fn is None
-        assert nested[0][0].grad_fn is None
-        assert nested[1] is shared
-        assert shared[0].grad_fn is not None
-        assert namespace["leaf"][0] is x
-        assert namespace["other"][0].grad_fn is not None
-    gc.collect()
-    assert namespace["losses"][0].grad_fn is None
