@@ -12,7 +12,7 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._optimizer_source import last_name
+from oomdoctor.fixes._class_calls import last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting

@@ -7,8 +7,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_source
-from oomdoctor.fixes._optimizer_source import with_keyword
+from oomdoctor.fixes import _class_calls
+from oomdoctor.fixes._class_calls import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cells
@@ -19,9 +19,9 @@ _OTHERWISE: Final = ("sampler", "batch_sampler")
 """What says already which samples come."""
 
 
-def loaders(cells: Cells, loops: tuple[TrainingLoop, ...]) -> tuple[_ddp_source.Call, ...] | Refused:
+def loaders(cells: Cells, loops: tuple[TrainingLoop, ...]) -> tuple[_class_calls.Call, ...] | Refused:
     """Return the calls that make the loaders of these loops."""
-    found = _ddp_source.find(cells, "DataLoader")
+    found = _class_calls.find(cells, "DataLoader")
     if isinstance(found, Refused):
         return found
     wanted = {dict(loop.stands_for).get(loop.loader, loop.loader) for loop in loops}
@@ -32,13 +32,13 @@ def loaders(cells: Cells, loops: tuple[TrainingLoop, ...]) -> tuple[_ddp_source.
     return tuple(made.values())
 
 
-def is_shuffled(one: _ddp_source.Call) -> bool:
+def is_shuffled(one: _class_calls.Call) -> bool:
     """Whether the samples may come in another order in each epoch."""
-    given = _ddp_source.keyword(one.node, "shuffle")
-    return given is not None and _ddp_source.code_of(given) != "False"
+    given = _class_calls.keyword(one.node, "shuffle")
+    return given is not None and _class_calls.code_of(given) != "False"
 
 
-def shared_out(one: _ddp_source.Call, cells: Cells, dist: str, sampler: str) -> cst.Call | Refused:
+def shared_out(one: _class_calls.Call, cells: Cells, dist: str, sampler: str) -> cst.Call | Refused:
     """Return the call of a loader that takes its process' part of each batch.
 
     Args:
@@ -56,16 +56,16 @@ def shared_out(one: _ddp_source.Call, cells: Cells, dist: str, sampler: str) -> 
         return Refused(f"{one.where} makes batches of one sample, which cannot be shared out")
     if not isinstance(data.value, cst.Name | cst.Attribute):
         return Refused(f"{one.where} makes the data set within the call: give it a name first")
-    text = _ddp_source.code_of(size.value)
+    text = _class_calls.code_of(size.value)
     if not isinstance(size.value, cst.Name | cst.Attribute | cst.Integer):
         return Refused(f"`{text}` of {one.where} is no plain number of samples")
     if (where := _also_used(text, cells)) is not None:
         return Refused(f"`{text}` is the size of a batch elsewhere as well, in `{where}`")
     part = size.with_changes(value=cst.parse_expression(f"{text} // {dist}.get_world_size()"))
     call = call.with_changes(args=[part if arg is size else arg for arg in call.args])
-    order = _ddp_source.keyword(call, "shuffle")
-    told = "False" if order is None else _ddp_source.code_of(order)
-    source = _ddp_source.code_of(data.value)
+    order = _class_calls.keyword(call, "shuffle")
+    told = "False" if order is None else _class_calls.code_of(order)
+    source = _class_calls.code_of(data.value)
     made = f"{sampler}({source})" if told == "True" else f"{sampler}({source}, shuffle={told})"
     if order is None:
         return with_keyword(call, "sampler", made)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _data_places, _host_room, _optimizer_source
+from oomdoctor.fixes import _class_calls, _data_places, _host_room
 from oomdoctor.fixes._data_places import Page, Uses
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -156,7 +156,7 @@ def _candidates(page: Page, statement: cst.CSTNode) -> list[tuple[str | None, li
     """Return the names that a statement puts on a device; None stands for the parts of a ``TensorDataset``."""
     named: list[tuple[str | None, list[cst.Call]]] = [(name, [call]) for name, call in _data_places.placed(statement)]
     for call in within(statement, cst.Call):
-        if _optimizer_source.last_name(call) == "TensorDataset":
+        if _class_calls.last_name(call) == "TensorDataset":
             parts = [a.value for a in call.args if isinstance(a.value, cst.Call) and _data_places.take_off(a.value)]
             named += [(None, parts)] if parts else []
     return named
@@ -217,7 +217,7 @@ def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, devic
     text = f"lambda rows: [part.to({text_of(device)}) for part in {collate}(rows)]"
 
     def collating(call: cst.CSTNode) -> cst.CSTNode:
-        new = _optimizer_source.with_keyword(cst.ensure_type(call, cst.Call), "collate_fn", text)
+        new = _class_calls.with_keyword(cst.ensure_type(call, cst.Call), "collate_fn", text)
         assert not isinstance(new, Refused)  # no argument is unpacked, as was seen before
         return new
 

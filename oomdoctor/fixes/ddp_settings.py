@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_ranks, _ddp_source
-from oomdoctor.fixes._optimizer_source import with_keyword
+from oomdoctor.fixes import _class_calls, _ddp_ranks
+from oomdoctor.fixes._class_calls import with_keyword
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting, words
+from oomdoctor.program import words
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.words import Result
 
@@ -92,44 +92,34 @@ def _searches_in_vain(found: tuple[ReplicaFacts, ...]) -> bool:
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the settings where DDP is made."""
-    found = _ddp_source.find(cells, _ddp_ranks.DDP)
+    found = _class_calls.find(cells, _ddp_ranks.DDP)
     if isinstance(found, Refused):
         return found
     if not found:
         return Refused(f"no cell makes a {_ddp_ranks.DDP}: it is made by a library")
     if (text := _held(cells)) is not None:
         return Refused(f"`{text}` may hold on to a gradient, which as a view would change with the next step")
-    live = {one.path for one in evidence.code.replicas}
-    return rewriting.join(cells, [_told(cells, group, dose, live) for group in _ddp_source.by_cell(found)])
-
-
-def _told(cells: Cells, found: list[_ddp_source.Call], dose: Dose, live: set[str]) -> Edit | Refused:
-    """Return the change of one cell."""
-    nodes: dict[cst.CSTNode, cst.CSTNode] = {}
-    replays: list[str] = []
+    known = {one.path for one in evidence.code.replicas}
+    told, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, list[str]]()
     for one in found:
         new = _with_settings(one, dose)
         if isinstance(new, Refused):
             return new
-        nodes[one.node] = new
-        if one.around is None and one.cell.number != cells.failing.number:
-            if one.target is None or one.target not in live:
+        told[one] = new
+        if one.around is None and one.is_live(cells):
+            if one.target is None or one.target not in known:
                 return Refused(f"{one.where} makes it before the failing cell, under no name that leads to it")
-            replays.append(f"{one.target} = {_ddp_source.code_of(_anew(new, one.target))}")
-    parsed = found[0].parsed
-    if replays and len(replays) < len(found):
-        return Refused(f"{found[0].cell} wraps models in a function and outside of it")
-    replay = "\n".join(replays) if replays else None
-    return _ddp_source.edited(cells, found[0].cell, parsed, nodes, replay=replay)
+            live[one] = [f"{one.target} = {_class_calls.code_of(_anew(new, one.target))}"]
+    return _class_calls.exchanged(cells, told, live=live)
 
 
-def _with_settings(one: _ddp_source.Call, dose: Dose) -> cst.Call | Refused:
+def _with_settings(one: _class_calls.Call, dose: Dose) -> cst.Call | Refused:
     call = one.node
     if any(arg.star for arg in call.args):
         return Refused(f"{one.where} unpacks the settings from something that may hold these already")
     for name, value in ((_VIEW, "True"), (_SEARCH, "False")):
-        given = _ddp_source.keyword(call, name)
-        text = None if given is None else _ddp_source.code_of(given)
+        given = _class_calls.keyword(call, name)
+        text = None if given is None else _class_calls.code_of(given)
         if text not in (None, "True", "False"):
             return Refused(f"{one.where} takes `{name}` from `{text}`: set it there")
         if name == _SEARCH and (text != "True" or name not in dict(dose.values)):

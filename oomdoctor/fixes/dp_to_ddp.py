@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_loader, _ddp_ranks, _ddp_source
+from oomdoctor.fixes import _class_calls, _ddp_loader, _ddp_ranks
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -82,7 +82,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return Refused(f"the cells start processes already: `{used[0]}`")
     if (used := next((m for cell in cells.history if (m := _NUMBERED.search(cell.source))), None)) is not None:
         return Refused(f"`{used[0]}` names one device, where each process has to have its own")
-    found = _ddp_source.find(cells, "DataParallel")
+    found = _class_calls.find(cells, "DataParallel")
     if isinstance(found, Refused):
         return found
     if len(found) != 1 or found[0].target is None:
@@ -100,8 +100,8 @@ class _Program:
     def __init__(
         self,
         cells: Cells,
-        wrapper: _ddp_source.Call,
-        loaders: tuple[_ddp_source.Call, ...],
+        wrapper: _class_calls.Call,
+        loaders: tuple[_class_calls.Call, ...],
         loops: tuple[TrainingLoop, ...],
     ) -> None:
         self._cells, self._wrapper, self._loaders, self._loops = cells, wrapper, loaders, loops
@@ -152,9 +152,9 @@ class _Program:
         moves = value is not one.node
         if moves and not _moves(value, one.node):
             return f"{one.where} does more than to wrap the model"
-        model = _ddp_source.code_of(given.value)
+        model = _class_calls.code_of(given.value)
         if moves:
-            model += "." + _ddp_source.code_of(value).removeprefix(_ddp_source.code_of(one.node)).lstrip(".")
+            model += "." + _class_calls.code_of(value).removeprefix(_class_calls.code_of(one.node)).lstrip(".")
         elif not _is_move(given.value) and (move := self._moved_later(model)) is not None:
             model += move
         elif not _is_move(given.value) and not self._is_moved_before(model):
@@ -264,7 +264,7 @@ def _processes(others: Sequence[cst.Arg]) -> str | None:
         return "gpu"
     if len(others) > 1 or (others[0].keyword is not None and others[0].keyword.value != "device_ids"):
         return None
-    text = _ddp_source.code_of(others[0].value)
+    text = _class_calls.code_of(others[0].value)
     if _ALL.fullmatch(text) or text == "None":
         return "gpu"
     numbers = re.findall(r"\d+", text)

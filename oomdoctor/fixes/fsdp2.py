@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_ranks, _ddp_source
+from oomdoctor.fixes import _class_calls, _ddp_ranks
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -103,7 +103,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     model = _model(evidence)
     if isinstance(model, Refused):
         return model
-    found = _ddp_source.find(cells, _ddp_ranks.DDP)
+    found = _class_calls.find(cells, _ddp_ranks.DDP)
     if isinstance(found, Refused):
         return found
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
@@ -113,7 +113,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     return _sharded(cells, found[0], model)
 
 
-def _why_not(cells: Cells, evidence: Evidence, one: _ddp_source.Call) -> str | None:
+def _why_not(cells: Cells, evidence: Evidence, one: _class_calls.Call) -> str | None:
     for cell in cells.history:
         if (match := _OF_DDP.search(cell.source)) is not None:
             name = match[0].lstrip(".")
@@ -128,13 +128,13 @@ def _why_not(cells: Cells, evidence: Evidence, one: _ddp_source.Call) -> str | N
     return None
 
 
-def _sharded(cells: Cells, one: _ddp_source.Call, model: ModelFacts) -> Patch | Refused:
+def _sharded(cells: Cells, one: _class_calls.Call, model: ModelFacts) -> Patch | Refused:
     given = next((arg.value for arg in one.node.args if arg.keyword is None or arg.keyword.value == "module"), None)
     if given is None or not _is_whole_value(one):
         return Refused(f"{one.where} does more than to wrap the model")
     shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
     block = rewriting.fresh_name("block", cells)
-    text = _ddp_source.code_of(given)
+    text = _class_calls.code_of(given)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
     for path in _outermost(model):
         lines += [f"for {block} in {path}:", f"    {shard}({block})"]
@@ -154,7 +154,7 @@ def _sharded(cells: Cells, one: _ddp_source.Call, model: ModelFacts) -> Patch | 
     return Patch(edits=(Edit(cell=one.cell.number, before=one.cell.source, after=after, replay=after),))
 
 
-def _is_whole_value(one: _ddp_source.Call) -> bool:
+def _is_whole_value(one: _class_calls.Call) -> bool:
     """Whether the statement assigns the wrapper and nothing else of it."""
     statement = one.statement
     return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is one.node

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_room, _optimizer_source
+from oomdoctor.fixes import _class_calls, _host_room
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -114,7 +114,7 @@ def _narrowed(call: cst.Call) -> cst.Call | None:
     # torch makes float32 where nothing is said, and NumPy's random functions take no dtype.
     if root == "torch" or name in _RANDOM or not call.args:
         return None
-    named = _optimizer_source.with_keyword(call, "dtype", f"{root}.float32")
+    named = _class_calls.with_keyword(call, "dtype", f"{root}.float32")
     return None if isinstance(named, Refused) else named
 
 

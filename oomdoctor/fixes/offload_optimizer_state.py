@@ -20,7 +20,7 @@ from weakref import ref
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _host_room, _optimizer_source
+from oomdoctor.fixes import _class_calls, _host_room
 from oomdoctor.fixes.optimizer_foreach_off import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -195,35 +195,36 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     del dose
     if not evidence.code.steppers:
         return Refused("no optimizer was found among the notebook's objects")
-    found = _optimizer_source.made(cells, evidence.code.steppers)
+    found = _class_calls.made(cells, evidence.code.steppers)
     if isinstance(found, Refused):
         return found
-    for one in found:
+    for one in found.values():
         if one.is_live(cells):
-            return Refused(f"`{one.path}` was made by an earlier cell and may have state: that is moved on the object")
+            return Refused(
+                f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object"
+            )
     if "register_step_pre_hook" in cells.failing.source:
         return Refused("the cell sets hooks around its steps already")
-    return rewriting.join(cells, [_hooked(cells, found)])
+    return rewriting.join(cells, [_hooked(cells, list(found.values()))])
 
 
-def _hooked(cells: Cells, found: tuple[_optimizer_source.Made, ...]) -> Edit | Refused:
+def _hooked(cells: Cells, found: Sequence[_class_calls.Call]) -> Edit | Refused:
     parsed = rewriting.read(cells.failing.source)
     if isinstance(parsed, Refused):
         return parsed
     move = rewriting.fresh_name("move_state", cells)
+    at = {id(node): index for index, node in enumerate(parsed.module.body)}
     changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
-    for at, one in enumerate(sorted(found, key=lambda one: one.parsed.lines_of(one.statement)[0])):
-        here = next((own for own in parsed.module.body if own.deep_equals(one.statement)), None)
-        if here is None:
-            return Refused(f"`{one.path}` is made in a block: whether that is run is not known")
-        define = _set_off(rewriting.statements(_HOOKS.format(move=move), parsed)) if at == 0 else []
-        hooks = list(rewriting.statements(_REGISTER.format(name=one.path, move=move), parsed))
-        changes[here] = [here, *define, *(_set_off(hooks) if at == 0 else hooks)]
+    for one in sorted(found, key=lambda one: at.get(id(one.bound_by), -1)):
+        if one.bound_by is None or id(one.bound_by) not in at:
+            return Refused(f"`{one.target}` is made in a block: whether that is run is not known")
+        hooks = list(rewriting.statements(_REGISTER.format(name=one.target, move=move), parsed))
+        if not changes:
+            hooks = [*_set_off(rewriting.statements(_HOOKS.format(move=move), parsed)), *_set_off(hooks)]
+        changes[one.bound_by] = [one.bound_by, *hooks]
     module = rewriting.exchange(parsed.module, changes)
-    has_torch = import_lines.knows_torch(cells)
-    return rewriting.edit(
-        cells, cells.failing, parsed, import_lines.insert_at_top(parsed, module, [] if has_torch else ["import torch"])
-    )
+    imports = [] if import_lines.knows_torch(cells) else ["import torch"]
+    return rewriting.edit(cells, cells.failing, parsed, import_lines.insert_at_top(parsed, module, imports))
 
 
 def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:

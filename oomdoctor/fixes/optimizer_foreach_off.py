@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _optimizer_source
+from oomdoctor.fixes import _class_calls
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -126,26 +125,17 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     listed = _listed(evidence)
     if not listed:
         return Refused("no optimizer was found whose step goes through lists of all parameters at once")
-    found = _optimizer_source.made(cells, listed)
+    found = _class_calls.made(cells, listed)
     if isinstance(found, Refused):
         return found
-    numbers = dict.fromkeys(one.cell.number for one in found)
-    return rewriting.join(
-        cells, [_told(cells, [one for one in found if one.cell.number == number]) for number in numbers]
-    )
-
-
-def _told(cells: Cells, found: list[_optimizer_source.Made]) -> Edit | Refused:
-    """Return the change of one cell; optimizers that are there already are told as well."""
-    nodes: dict[cst.CSTNode, cst.CSTNode] = {}
-    for one in found:
-        new = _optimizer_source.with_keyword(one.call, "foreach", "False")
+    told, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, tuple[str, ...]]()
+    for facts, one in found.items():
+        new = _class_calls.with_keyword(one.node, "foreach", "False")
         if isinstance(new, Refused):
             return new
-        nodes[one.call] = new
-    live = [line for one in found if one.is_live(cells) for line in _told_now(one.path)]
-    module = rewriting.exchange(found[0].parsed.module, nodes)
-    return _optimizer_source.edited(cells, found, module, live)
+        told[one] = new
+        live |= {one: _told_now(facts.path)} if one.is_live(cells) else {}
+    return _class_calls.exchanged(cells, told, live=live)
 
 
 def _told_now(path: str) -> tuple[str, str]:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _ddp_ranks, _ddp_source
+from oomdoctor.fixes import _class_calls, _ddp_ranks
 from oomdoctor.fixes.optimizer_foreach_off import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, import_lines, rewriting
@@ -103,12 +103,23 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if (use := _uses_whole_state(cells, [one.target for one in found if one.target])) is not None:
         return Refused(f"`{use}` needs the whole state of the optimizer, which no process has then")
     name = import_lines.name_for(_HOME, _SHARDED, cells, "SharedOptimizer")
-    return rewriting.join(cells, [_shared(cells, group, name) for group in _ddp_source.by_cell(found)])
+    shared, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, list[str]]()
+    for one in found:
+        new = _within(one, name)
+        if isinstance(new, Refused):
+            return new
+        shared[one] = new
+        if one.around is None and one.is_live(cells):
+            again = _with_its_state(cells, one, new)
+            if isinstance(again, Refused):
+                return again
+            live[one] = [again]
+    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_HOME, _SHARDED, name)], live)
 
 
-def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
+def _stepped(cells: Cells, code: CodeFacts) -> list[_class_calls.Call] | Refused:
     """Return the calls that make the optimizers which the failing run steps."""
-    found = _ddp_source.find(cells, *_STEPWISE)
+    found = _class_calls.find(cells, *_STEPWISE)
     if isinstance(found, Refused):
         return found
     names = {one.path for one in code.steppers}
@@ -118,9 +129,9 @@ def _stepped(cells: Cells, code: CodeFacts) -> list[_ddp_source.Call] | Refused:
     return made or Refused("no cell makes the optimizer from a class of torch under the name that it is stepped by")
 
 
-def _is_of_torch(one: _ddp_source.Call, cells: Cells) -> bool:
+def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
     # A cell may take ``optim`` from a cell that is not known.
-    name = import_lines.qualified_name(cells, _ddp_source.code_of(one.node.func))
+    name = import_lines.qualified_name(cells, _class_calls.code_of(one.node.func))
     return name.removeprefix("torch.") == f"optim.{one.name}"
 
 
@@ -132,29 +143,7 @@ def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:
     return None
 
 
-def _shared(cells: Cells, found: list[_ddp_source.Call], name: str) -> Edit | Refused:
-    """Return the change of one cell."""
-    imported = import_lines.source_of(_HOME, _SHARDED, name)
-    first = found[0]
-    nodes: dict[cst.CSTNode, cst.CSTNode] = {}
-    replays: list[str] = []
-    for one in found:
-        new = _within(one, name)
-        if isinstance(new, Refused):
-            return new
-        nodes[one.node] = new
-        if one.around is None and one.cell.number != cells.failing.number:
-            again = _with_its_state(cells, one, new)
-            if isinstance(again, Refused):
-                return again
-            replays.append(again)
-    if replays and len(replays) < len(found):
-        return Refused(f"{first.cell} makes optimizers in a function and outside of it")
-    replay = "\n".join(replays) if replays else None
-    return _ddp_source.edited(cells, first.cell, first.parsed, nodes, [imported], replay)
-
-
-def _with_its_state(cells: Cells, one: _ddp_source.Call, new: cst.Call) -> str | Refused:
+def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str | Refused:
     """Return what makes the optimizer of an earlier cell anew from the state that it has by now."""
     if one.target is None:
         return Refused(f"{one.where} makes the optimizer under no name that leads to it")
@@ -164,12 +153,12 @@ def _with_its_state(cells: Cells, one: _ddp_source.Call, new: cst.Call) -> str |
             return Refused(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
     state = rewriting.fresh_name("state", cells)
     return (
-        f"{state} = {one.target}.state_dict()\n{one.target} = {_ddp_source.code_of(new)}\n"
+        f"{state} = {one.target}.state_dict()\n{one.target} = {_class_calls.code_of(new)}\n"
         f"{one.target}.load_state_dict({state})\ndel {state}"
     )
 
 
-def _within(one: _ddp_source.Call, name: str) -> cst.Call | Refused:
+def _within(one: _class_calls.Call, name: str) -> cst.Call | Refused:
     """Return the call that makes the same optimizer for a share of the parameters."""
     call = one.node
     if any(arg.star for arg in call.args):
@@ -183,11 +172,11 @@ def _within(one: _ddp_source.Call, name: str) -> cst.Call | Refused:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
     first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
-    added = arguments.with_keyword(call, "optimizer_class", _ddp_source.code_of(call.func), first)
+    added = arguments.with_keyword(call, "optimizer_class", _class_calls.code_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 
-def _is_read_again(one: _ddp_source.Call, given: cst.BaseExpression, depth: int = 2) -> bool:
+def _is_read_again(one: _class_calls.Call, given: cst.BaseExpression, depth: int = 2) -> bool:
     """Whether ``given`` is no group of parameters, or one of lists: the class reads groups twice, and loses generators.
 
     Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
@@ -204,7 +193,7 @@ def _is_read_again(one: _ddp_source.Call, given: cst.BaseExpression, depth: int 
         case cst.List(elements=elements):
             return all(_is_group_of_lists(element.value) for element in elements)
         case cst.Name(value=name) if depth:
-            values = _ddp_source.assigned(one, name)
+            values = _class_calls.assigned(one, name)
             return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
     return False
 
@@ -213,9 +202,9 @@ def _is_group_of_lists(group: cst.BaseExpression) -> bool:
     if not isinstance(group, cst.Dict):
         return False
     for element in group.elements:
-        if isinstance(element, cst.DictElement) and _ddp_source.code_of(element.key).strip("'\"") == "params":
+        if isinstance(element, cst.DictElement) and _class_calls.code_of(element.key).strip("'\"") == "params":
             value = element.value
-            is_made = isinstance(value, cst.Call) and _ddp_source.code_of(value.func) == "list"
+            is_made = isinstance(value, cst.Call) and _class_calls.code_of(value.func) == "list"
             return is_made or isinstance(value, cst.List | cst.ListComp)
     return False
 

@@ -1,0 +1,206 @@
+"""Calls of classes in the cells: where an optimizer, a loader or a wrapper is made, and the calls changed.
+
+Programs for several processes live in functions more often than others do (``def main(rank)``), where no object of the
+namespace leads to them. So calls are found by the name of the class, under the name that it was imported by; of calls
+that bind the same name in the same function, the last one is meant. An optimizer that the namespace holds is followed
+from its name: to the last statement outside of functions that binds it, and from there into a function of the notebook
+where one made it. Limits: classes that a helper returns, and names that are attributes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import libcst as cst
+
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import OptimizerFacts
+from oomdoctor.model.fix import Patch
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program import arguments, import_lines, rewriting
+from oomdoctor.program.bindings import last_binding
+from oomdoctor.program.rewriting import exchange, text_of, within
+
+__all__ = ["Call", "assigned", "code_of", "exchanged", "find", "keyword", "last_name", "made", "with_keyword"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call.
+
+    Attributes:
+        node: the call, a node of ``parsed``; ``statement``: the innermost statement around it.
+        target: the one name that the statement binds, None where it binds none or several.
+        around: the function or class at the top level of the cell that it stands in.
+        name: the class's own name.
+        bound_in: the cell that binds the object's name, where it is not the one with the call.
+        bound_by: the statement there.
+    """
+
+    cell: Cell
+    parsed: rewriting.ParsedCell
+    node: cst.Call
+    statement: rewriting.Statement
+    target: str | None
+    around: rewriting.Definition | None
+    name: str
+    bound_in: Cell | None = None
+    bound_by: rewriting.Statement | None = None
+
+    @property
+    def line(self) -> int:
+        """Line of the cell, one-based."""
+        return self.parsed.lines_of(self.node)[0]
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        return f"line {self.line} of {self.cell}"
+
+    def is_live(self, cells: Cells) -> bool:
+        """Whether what it makes is there before the failing cell begins, and not only in a function."""
+        home = self.cell if self.around is None else self.bound_in
+        return home is not None and (self.bound_in or home).number != cells.failing.number
+
+
+def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
+    """Return the calls of the classes ``names``, in the order of the cells."""
+    text = "\n".join(cell.source for cell in cells.history)
+    own = {alias: name for name in names for alias in (name, *re.findall(rf"\b{name} as (\w+)", text))}
+    mentions = re.compile(rf"\b({'|'.join(own)})\b")
+    found: dict[tuple[str, str], Call] = {}
+    for cell in cells.history:
+        if not mentions.search(cell.source):
+            continue
+        parsed = rewriting.read(cell.source)
+        if isinstance(parsed, Refused):
+            return parsed
+        for node in within(parsed.module, cst.Call):
+            if last_name(node) not in own:
+                continue
+            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
+            if not path:
+                return Refused(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
+            one = _call(cell, parsed, node, path, own[last_name(node)])
+            key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
+            found.pop(key, None)
+            found[key] = one
+    return tuple(found.values())
+
+
+def _call(
+    cell: Cell, parsed: rewriting.ParsedCell, node: cst.Call, path: Sequence[rewriting.Statement], name: str
+) -> Call:
+    target = None
+    match path[-1]:
+        case cst.SimpleStatementLine(
+            body=[
+                cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=bound))])
+                | cst.AnnAssign(target=cst.Name(value=bound))
+            ]
+        ):
+            target = bound
+    around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
+    return Call(cell=cell, parsed=parsed, node=node, statement=path[-1], target=target, around=around, name=name)
+
+
+def made(cells: Cells, optimizers: Iterable[OptimizerFacts]) -> dict[OptimizerFacts, Call] | Refused:
+    """Return where each of ``optimizers`` is made, or why that is not known of one."""
+    found = {}
+    for facts in optimizers:
+        one = _made(cells, facts)
+        if isinstance(one, Refused):
+            return one
+        found[facts] = one
+    return found
+
+
+def _made(cells: Cells, facts: OptimizerFacts) -> Call | Refused:
+    path = facts.path
+    if not facts.home.startswith("torch.optim."):
+        return Refused(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
+    if not path.isidentifier():
+        return Refused(f"`{path}` is not a name of its own, so where it is made is not followed")
+    for cell in (one for one in reversed(cells.history) if path in one.source):
+        parsed = rewriting.read(cell.source)
+        if isinstance(parsed, Refused):
+            return parsed
+        bound = last_binding(parsed, path)
+        if bound is None:
+            continue
+        if bound.whole is not bound.statement:
+            return Refused(f"which of several branches of {cell} makes `{path}` is not followed")
+        value, statement = bound.value, bound.statement
+        if isinstance(value, cst.Call) and isinstance(statement, cst.SimpleStatementLine):
+            if last_name(value) == facts.type_name:
+                one = _call(cell, parsed, value, [statement], facts.type_name)
+                return replace(one, target=path, bound_by=statement)
+            found = find(cells, facts.type_name) if isinstance(value.func, cst.Name) else ()
+            own = [one for one in found if one.around is not None and one.around.name.value == last_name(value)]  # type: ignore[union-attr]
+            if len(own) == 1:
+                return replace(own[0], target=path, bound_in=cell, bound_by=statement)
+        line = parsed.lines_of(statement)[0]
+        return Refused(f"line {line} of {cell} makes `{path}` in a way that is not followed")
+    return Refused(f"no cell makes `{path}`")
+
+
+def exchanged(
+    cells: Cells,
+    new: Mapping[Call, cst.Call],
+    imports: Sequence[str] = (),
+    live: Mapping[Call, Sequence[str]] = MappingProxyType({}),
+) -> Patch | Refused:
+    """Return the cells with other calls in the places of these.
+
+    Args:
+        imports: what each of the cells has to import.
+        live: lines that do the same to what an earlier cell has made already.
+    """
+    edits = []
+    for number in dict.fromkeys(one.cell.number for one in new):
+        here = [one for one in new if one.cell.number == number]
+        parsed = here[0].parsed
+        module = import_lines.insert_at_top(
+            parsed, exchange(parsed.module, {one.node: new[one] for one in here}), imports
+        )
+        lines = [line for one in here for line in live.get(one, ())]
+        edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
+    return rewriting.join(cells, edits)
+
+
+def assigned(one: Call, name: str) -> list[cst.BaseExpression]:
+    """Return what is assigned to ``name`` in the function of ``one``, or at the top level of its cell."""
+    return [
+        node.value
+        for node in within(one.around or one.parsed.module, cst.Assign)
+        for target in node.targets
+        if isinstance(target.target, cst.Name) and target.target.value == name
+    ]
+
+
+def last_name(node: cst.BaseExpression) -> str:
+    """Return the last part of the name that is called, ``Adam`` of ``torch.optim.Adam(...)``; empty if it has none."""
+    func = node.func if isinstance(node, cst.Call) else node
+    if isinstance(func, cst.Attribute):
+        return func.attr.value
+    return func.value if isinstance(func, cst.Name) else ""
+
+
+def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
+    """Return what is passed by the keyword ``name``, None where nothing is."""
+    return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
+
+
+def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:
+    """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
+    if any(arg.star for arg in call.args):
+        return Refused("the optimizer's options are unpacked from something that may hold this one already")
+    return arguments.with_keyword(call, name, value)
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """Return ``node`` as source text."""
+    return text_of(node).strip()
