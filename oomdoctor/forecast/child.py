@@ -85,11 +85,10 @@ class Start:
     """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers and threads.
 
     ``layout`` says where it lies, in an allocator that is known. Where a device is in use, ``held`` is what lies there,
-    and ``prepare`` is still to be done, on fakes. In a fresh process ``arrive`` makes the namespace, on the fakes of a
-    shadow.
+    and ``prepare`` is still to be done, on fakes.
     """
 
-    __slots__ = ("arrive", "deques", "held", "layout", "ledger", "modules", "optimizers", "prepare", "threads")
+    __slots__ = ("deques", "held", "layout", "ledger", "modules", "optimizers", "prepare", "threads")
 
     def __init__(self, ledger: Ledger, found: Alive, threads: int) -> None:
         self.ledger, self.threads, self.optimizers = ledger, threads, len(found.optimizers)
@@ -98,7 +97,6 @@ class Start:
         self.held: Held | None = None
         self.layout: Layout | None = None
         self.prepare: Callable[[], None] | None = None
-        self.arrive: Callable[[Tracker, Pace], None] | None = None
 
 
 def bring_back(
@@ -258,8 +256,6 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
         if start.held is not None:
             assert start.prepare is not None
             start.layout = relabel(tracker, start.held, is_emptied=is_retry(start.prepare))
-    if start.arrive is not None:
-        start.arrive(tracker, pace)
     forbid()
 
 

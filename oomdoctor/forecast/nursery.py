@@ -5,11 +5,10 @@ which brings back the start of the cell (see ``child``), forks a shadow for each
 what to try next and says what came of it. The nursery and its shadows are one process group, which is killed whole if
 anything goes wrong here, and when nobody listens any more.
 
-Where there is no fork, or none that is safe, the nursery is a process that is started anew (see ``fresh``). So it is
-where a forked copy crashes before it has said anything.
-
-Limits: tensors lie in host memory, which is also where those of the virtual accelerator live, or on a device
-that is emulated (see ``devices``).
+Limits: where there is no ``fork`` (Windows), or none that is safe (macOS where PyTorch has Metal, whose threads and
+connections do not survive one), there are no shadow runs. Tensors lie in host memory, which is also where those of the
+virtual accelerator live, or on a device that is emulated (see ``devices``).
+Source: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods, on macOS.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from oomdoctor.errors import ForecastError
-from oomdoctor.forecast import fresh
 from oomdoctor.forecast.reading import one_sentence
-from oomdoctor.forecast.shadow import Crashed, Shadows, written
+from oomdoctor.forecast.shadow import Shadows, written
 from oomdoctor.sandbox import reserve, walls
 from oomdoctor.sandbox.fork import forked
 
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Session
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Nursery", "fail", "live", "processors", "say", "unsupported"]
+__all__ = ["Nursery", "processors", "unsupported"]
 
 _GRACE_S: Final = 1.0
 """Time beyond the limit in which the nursery may still report before it is killed."""
@@ -61,8 +57,11 @@ def processors() -> int:
 
 def unsupported() -> str | None:
     """Return why there can be no shadow run in this process, None if there can."""
-    if fresh.is_needed() and (why := fresh.unsupported()) is not None:
-        return why
+    if not hasattr(os, "fork"):
+        return "forecasts need fork(), which this system has not"
+    torch: Any = sys.modules.get("torch")
+    if sys.platform == "darwin" and torch is not None and torch.backends.mps.is_available():
+        return "forecasts need fork(), which is not safe on macOS beside Metal"
     try:
         _card_in_use()
     except Exception as error:  # noqa: BLE001  whatever the device answers with, it is not forecast then
@@ -91,7 +90,6 @@ class Nursery:
         workers: how many shadows run at once; None for one per processor, at most four.
         card: the device to run on as if it were here; None for the memory of this machine, and for one that a cell
             asks for in vain.
-        texts: what is going to be run, as far as it is known; the failing cell by default.
         waits: whether the caller waits for the end. Then what shadows need is loaded here once, and not in each
             nursery anew; a caller that goes on is not kept waiting for that.
 
@@ -112,75 +110,40 @@ class Nursery:
         workers: int | None = None,
         waits: bool = True,
         card: Card | None = None,
-        texts: Sequence[str] = (),
     ) -> None:
         self.over, self.finished, self._received = False, False, b""
         self.failed: str | None = None
-        self._is_crash = False
         self._stop_listening: Callable[[], None] | None = None
-        cached, card = session.accelerator.read().simulated, card or _card_in_use()
-        terms: dict[str, Any] = {
-            "budget": budget,
-            "cached": cached,
-            "timeout_s": timeout_s,
-            "workers": workers or min(processors(), _MOST_WORKERS),
-            "card": card,
-        }
-        sources = tuple(texts) or (session.cells.failing.source,)
-        # Not bound to this object: a cycle would keep it, and its process, for the garbage collector.
-        self._again: Callable[[Nursery], None] | None = lambda nursery: nursery._begin_fresh(
-            session, prepare, work, texts=sources, **terms
-        )
-        if fresh.is_needed(prepare):
-            self._again(self)
-        else:
-            self._begin_forked(session, prepare, work, waits=waits, **terms)
-
-    def _begin_fresh(self, session: Session, prepare: Callable[[], None], work: Work, **terms: Any) -> None:
-        self._again, self._is_crash = None, False
-        self._end: float = time.monotonic() + terms["timeout_s"] + _GRACE_S + _LOADING_S
-        try:
-            begun = fresh.begin(session, prepare, work, **terms)
-        except ForecastError as error:
-            self.over, self.failed = True, "; ".join(filter(None, [self.failed, str(error)]))
-            self._bury: Callable[[], int | None] = _nobody
-            return
-        self.failed, self._reader, self._receive = None, begun.reader.fileno(), begun.receive
-        self._bury = weakref.finalize(self, begun.end)
-
-    def _begin_forked(
-        self,
-        session: Session,
-        prepare: Callable[[], None],
-        work: Work,
-        *,
-        waits: bool,
-        **terms: Any,
-    ) -> None:
+        self._bury: Callable[[], int | None] = _nobody
         loads = "oomdoctor.forecast.child" not in sys.modules
         if loads and waits and not reserve.is_limited():  # what is loaded here stays
             from oomdoctor.forecast import child
 
             child.warm_up()
             loads = False
-        self._end = time.monotonic() + terms["timeout_s"] + _GRACE_S + (_LOADING_S if loads else 0.0)
+        shadows = Shadows(
+            *(session, prepare),
+            budget=budget,
+            cached=session.accelerator.read().simulated,
+            timeout_s=timeout_s,
+            workers=workers or min(processors(), _MOST_WORKERS),
+            card=card or _card_in_use(),
+        )
+        self._end = time.monotonic() + timeout_s + _GRACE_S + (_LOADING_S if loads else 0.0)
         self._reader, writer = os.pipe()
         try:
             pid = forked(keep={writer}, prepare=walls.raise_limits)
         except OSError as error:  # the system promises no copy of a process of this size
             os.close(self._reader)
             os.close(writer)
-            self.failed = f"this process cannot be forked: {error.strerror}"
-            assert self._again is not None
-            self._again(self)
+            self.over, self.failed = True, f"this process cannot be forked: {error.strerror}"
             return
         if pid == 0:
-            live(work, Shadows(session, prepare, is_doubted=True, **terms), writer)
+            _live(work, shadows, writer)
         os.close(writer)
         os.set_blocking(self._reader, False)
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
-        self._receive = partial(os.read, self._reader, _CHUNK)
         self._bury = weakref.finalize(self, _bury, self._reader, pid, os.getpid())
 
     def fileno(self) -> int:
@@ -197,7 +160,7 @@ class Nursery:
         ended = self.over
         while not ended:
             try:
-                chunk = self._receive()
+                chunk = os.read(self._reader, _CHUNK)
             except BlockingIOError:
                 break
             ended = not chunk
@@ -206,27 +169,17 @@ class Nursery:
         for message in self._whole():
             if isinstance(message, _End):
                 self.finished, self.failed = message.why is None, message.why
-                self._is_crash = message.is_crash
             else:
                 messages.append(message)
-        if messages:
-            self._again = None
         if ended or not self.left_s:
             self._close()
         return messages
 
     def _close(self) -> None:
-        """End this nursery; where it was forked and has crashed, begin a fresh one in its place."""
-        again = self._again
-        is_over = self.over or self.finished or not self.left_s
+        """End this nursery, and say so where it has crashed."""
         status = self.cancel()
         if status is not None and self.failed is None and _is_crash(status):
             self.failed = f"the shadow process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-            self._is_crash = True
-            fresh.distrust_fork()
-        if self._is_crash and again is not None and not is_over and fresh.unsupported() is None:
-            self.over, self._received = False, b""
-            again(self)
 
     def wait(self) -> Iterator[Any]:
         """Yield what comes as it comes, until it is over; the nursery is ended when nobody listens any more."""
@@ -262,9 +215,9 @@ class Nursery:
         """End the nursery with its shadows; what has not been taken by ``poll`` is lost.
 
         Returns:
-            The status that a forked one ended with, where it was this call that took it.
+            The status that it ended with, where it was this call that took it.
         """
-        self.over, self._again = True, None
+        self.over = True
         if self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = None
@@ -281,10 +234,10 @@ class Nursery:
 
 
 class _End:
-    """Said last: that the work is done, or why it is not; and whether that is because the first shadow crashed."""
+    """Said last: that the work is done, or why it is not."""
 
-    def __init__(self, why: str | None, *, is_crash: bool = False) -> None:
-        self.why, self.is_crash = why, is_crash
+    def __init__(self, why: str | None) -> None:
+        self.why = why
 
 
 def _nobody() -> None:
@@ -307,29 +260,21 @@ def _bury(reader: int, pid: int, owner: int) -> int | None:
     return None
 
 
-def live(work: Callable[[Any], Iterator[Any]], shadows: Any, writer: int) -> None:
+def _live(work: Work, shadows: Shadows, writer: int) -> None:
     """Do the work and say what comes of it; never returns."""
     try:
-        if hasattr(os, "setpgid"):
-            os.setpgid(0, 0)
+        os.setpgid(0, 0)
         walls.wall_off()
         for message in work(shadows):
-            say(writer, message)
-        say(writer, _End(None))
-    except Crashed as crash:
-        say(writer, _End(str(crash), is_crash=True))
+            _say(writer, message)
+        _say(writer, _End(None))
     except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
-        fail(writer, f"the shadow process failed with {one_sentence(error)}")
+        _say(writer, _End(f"the shadow process failed with {one_sentence(error)}"))
     finally:
         os._exit(0)
 
 
-def fail(writer: int, why: str) -> None:
-    """Say why there is nothing to come."""
-    say(writer, _End(why))
-
-
-def say(writer: int, message: Any) -> None:
+def _say(writer: int, message: Any) -> None:
     """Send a message to whoever polls."""
     body = pickle.dumps(message)
     written(writer, _LENGTH.pack(len(body)) + body)

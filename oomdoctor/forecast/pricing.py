@@ -97,7 +97,6 @@ class Pricer:
             timeout_s=timeout_s,
             workers=self._workers,
             card=self._card,
-            texts=[text for one in attempts for text in (*one.replays, one.source)],
         )
         found: dict[int, Reading] = dict(nursery.wait())
         otherwise = Reading(why=nursery.failed or late(timeout_s))
@@ -127,8 +126,6 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     if reading.reserved:
         error = max(error, round(reading.reserved_slack / max(reading.peak, reading.reserved), 4))
     bases = [BASIS]
-    if reading.is_fresh:
-        bases.append("in a fresh process")
     if reading.card is not None:
         bases.append(f"{_ON_CARD}{reading.card}")
     if reading.over:

@@ -45,8 +45,6 @@ class Reading:
         is_unfit: whether that is because the change found itself unfit for the cell.
         lacks: type of the device that the cell asked for in vain, where that is why.
         card: type of the device that was emulated.
-        is_fresh: whether it comes from a process that was started anew.
-        is_half: whether it went one way at a bool that nobody knows, and the other is still to be gone (see ``ways``).
     """
 
     peak: int = 0
@@ -68,8 +66,6 @@ class Reading:
     is_unfit: bool = False
     lacks: str | None = None
     card: str | None = None
-    is_fresh: bool = False
-    is_half: bool = False
 
     def to_json(self) -> str:
         """Return the reading on one line."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, UsageError
-from oomdoctor.forecast.fresh_told import Told
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Accelerator
@@ -24,8 +23,6 @@ def allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
     from oomdoctor.allocator import virtual
     from oomdoctor.allocator.device import VirtualAccelerator
 
-    if isinstance(accelerator, Told) and accelerator.settings is not None:
-        return accelerator.settings
     device = accelerator if isinstance(accelerator, VirtualAccelerator) else virtual.active()
     try:
         settings = AllocatorSettings.from_environment() if device is None else device.allocator.settings

@@ -14,28 +14,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.reading import Reading, one_sentence
-from oomdoctor.sandbox.card import Card
 from oomdoctor.sandbox.fork import forked
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
+    from oomdoctor.sandbox.card import Card
 
-__all__ = ["Crashed", "Shadows", "written"]
+__all__ = ["Shadows", "written"]
 
 _REPORT_S: Final = 0.3
 _REPORT_SHARE: Final = 0.1
 """Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
 
 
-class Crashed(Exception):
-    """The first shadow of a forked process was ended by a signal: perhaps this process cannot be forked."""
-
-
 class Shadows:
     """The shadows of a nursery: so many at once, each with a pipe of its own.
 
-    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer. Where
-    it is doubted that this process can be forked, the crash of a shadow before any has answered ends all (``Crashed``).
+    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
     """
 
     def __init__(
@@ -48,13 +43,12 @@ class Shadows:
         timeout_s: float,
         workers: int,
         card: Card | None = None,
-        is_doubted: bool = False,
     ) -> None:
         self._session, self._prepare, self._workers = session, prepare, workers
         self._budget, self._cached, self._timeout_s = budget, cached, timeout_s
         self._end: float | None = None
         self._start: Any = None
-        self._card, self._is_doubted = card, is_doubted
+        self._card = card
         self._running: dict[int, tuple[int, Hashable, Attempt, bytearray]] = {}
         self._answered: list[tuple[Hashable, Reading]] = []
 
@@ -145,10 +139,6 @@ class Shadows:
         del self._running[reader]
         os.close(reader)
         status = os.waitpid(pid, 0)[1]
-        if not received and self._is_doubted and os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
-            self._end_all()
-            raise Crashed(_end_of(status))
-        self._is_doubted = False
         reading = Reading.from_json(received.decode()) if received else Reading(why=_end_of(status))
         if reading.lacks is None:
             self._answered.append((key, reading))

@@ -4,9 +4,6 @@ Which way needs more memory cannot be told beforehand: a generation that ends wi
 loss that is the best so far. So the shadow is forked at the first such question: it goes on as if the answer were yes,
 its copy as if it were no, and the higher of both peaks is the answer. What comes before the question is run once. Of
 later questions each of the two gives the answer of its own; what differs between them is not tried.
-
-Where there is no fork, the reading says that it is but half of the answer, and whoever began the shadow begins another,
-which gives the other answer from the beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 from oomdoctor.sandbox import walls
 from oomdoctor.sandbox.fork import forked
 
-__all__ = ["Ways", "answer_otherwise", "higher"]
+__all__ = ["Ways"]
 
 _REPORT_S: Final = 0.1
 """Time beyond its limit in which the copy may still report."""
@@ -31,16 +28,8 @@ _LEAST_S: Final = 5.0
 """The copy may take so many times as long as this process did, and so long at the least: a loop may never end there."""
 _TOO_LONG: Final = "what comes if values decide otherwise takes too long to be followed"
 
-_first_answer = True
 
-
-def answer_otherwise() -> None:
-    """Have this process, which nobody forks, go the second of both ways."""
-    global _first_answer
-    _first_answer = False
-
-
-def higher(first: Reading, second: Reading | None) -> Reading:
+def _higher(first: Reading, second: Reading | None) -> Reading:
     """Return the reading of the way that needs more.
 
     A way that ends in an error is not the one that the cell goes, unless both do. One that took too long may need more
@@ -64,14 +53,13 @@ class Ways:
     """
 
     def __init__(self) -> None:
-        self.answer, self._is_asked = _first_answer, False
+        self.answer = True
         self._pid = self._reader = self._writer = -1
         self._begun = self._end = 0.0
 
     def choose(self) -> bool:
         """Return the answer of this process; the first call forks the other one."""
-        self._is_asked = True
-        if self._pid < 0 and hasattr(os, "fork"):
+        if self._pid < 0:
             self._split()
         return self.answer
 
@@ -95,13 +83,13 @@ class Ways:
     def joined(self, reading: Reading) -> Reading:
         """Return the reading of the way that needs more; in the copy, say what it read and end."""
         if self._pid < 0:
-            return replace(reading, is_half=self._is_asked)
+            return reading
         if self._pid == 0:
             try:
                 os.write(self._writer, reading.to_json().encode())
             finally:
                 os._exit(0)
-        return higher(reading, self._received())
+        return _higher(reading, self._received())
 
     def _received(self) -> Reading | None:
         received, took = b"", time.monotonic() - self._begun

@@ -27,10 +27,8 @@ class Blocked(PermissionError):
 
 def raise_limits() -> None:
     """Lift the soft limits of memory, which the program to be judged may be running up against."""
-    try:
-        import resource
-    except ImportError:  # Windows: a process has no such limits
-        return
+    import resource
+
     for limit in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         _soft, hard = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard, hard))

@@ -1,6 +1,7 @@
 """Whatever the shadowed cell does, the process that asked stays as it was."""
 
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -21,6 +22,7 @@ from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, open_descript
 
 from oomdoctor.forecast import child, ledger, price, survey
 from oomdoctor.model.session import Attempt
+from oomdoctor.sandbox import walls
 
 
 def _digest(ns):
@@ -349,6 +351,31 @@ def test_a_parent_that_ignores_its_children_gets_its_answer():
         assert forecast({}, "pass").refused is None
     finally:
         signal.signal(signal.SIGCHLD, previous)
+
+
+def test_without_a_fork_that_is_safe_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert forecast({}, "pass").refused is None
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert forecast({}, "pass").refused == "forecasts need fork(), which is not safe on macOS beside Metal"
+    monkeypatch.delattr(os, "fork")
+    assert forecast({}, "pass").refused == "forecasts need fork(), which this system has not"
+
+
+def test_a_process_that_the_system_does_not_fork_says_so(monkeypatch):
+    def refused() -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", refused)
+    assert forecast({}, "pass").refused == "this process cannot be forked: Cannot allocate memory"
+
+
+def test_a_forked_copy_that_crashes_at_once_is_an_answer(monkeypatch):
+    def crash() -> None:
+        os.kill(os.getpid(), signal.SIGTRAP)  # of which faulthandler says nothing
+
+    monkeypatch.setattr(walls, "raise_limits", crash)
+    assert forecast({}, "pass").refused == "the shadow process was ended by SIGTRAP"
 
 
 def test_cuda_in_use_is_refused(monkeypatch):

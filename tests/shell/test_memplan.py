@@ -249,6 +249,16 @@ def test_without_a_forecast_the_least_is_told(ready: Kernel) -> None:
     ready.run("del adam", ok=True)
 
 
+def test_without_fork_the_least_is_told_and_why(ready: Kernel) -> None:
+    ready.run("import os\nfork = os.fork\ndel os.fork", ok=True)
+    try:
+        planned = _plan(ready, "-")
+    finally:
+        ready.run("os.fork = fork", ok=True)
+    assert planned["forecast"]["refused"] == "forecasts need fork(), which this system has not"
+    assert planned["least"]["peak"] >= 2 * PARAMETERS
+
+
 def test_without_a_simulated_device_the_host_is_planned_for(ready: Kernel) -> None:
     ready.run("%oomdoctor simulate off", ok=True)
     found = _plan(ready, "", "x = torch.ones(1 << 20)")
