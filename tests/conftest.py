@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +12,6 @@ from types import ModuleType
 import kernel_forks
 import pytest
 from kernels import Kernel
-
-# No test writes to the user's cache, nor tells by what another has left there: where its folder would be is a file.
-_no_cache = tempfile.TemporaryDirectory(prefix="oomdoctor-tests-")
-(Path(_no_cache.name) / "oomdoctor").touch()
-os.environ["XDG_CACHE_HOME"] = _no_cache.name
 
 # A shell starts what is to run in the background with interrupts ignored, and tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

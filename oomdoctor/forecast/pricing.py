@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.forecast.calibration import widened
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 from oomdoctor.model.plan import Forecast
@@ -122,7 +121,7 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     """
     if reading.why is not None:
         return Forecast(basis=BASIS, budget=budget, refused=reading.why)
-    error = widened(reading.error_ratio)
+    error = reading.error_ratio
     if reading.reserved:
         error = max(error, round(reading.reserved_slack / max(reading.peak, reading.reserved), 4))
     bases = [BASIS]

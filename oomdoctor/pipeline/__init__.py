@@ -11,7 +11,7 @@ from oomdoctor.pipeline.failure import accelerator_of, by_message, diagnose, obs
 from oomdoctor.pipeline.foresight import foresee
 from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
 from oomdoctor.pipeline.history import cases, last_case, record
-from oomdoctor.pipeline.pricing import calibration_of, forecasts_kept, plan, planning, recall
+from oomdoctor.pipeline.pricing import plan, planning, recall
 from oomdoctor.pipeline.telling import check_snapshot, explain, report, rulebook, snapshot
 
 __all__ = [
@@ -19,12 +19,10 @@ __all__ = [
     "admitted",
     "beyond_cure",
     "by_message",
-    "calibration_of",
     "cases",
     "check_snapshot",
     "diagnose",
     "explain",
-    "forecasts_kept",
     "foresee",
     "heal",
     "last_case",

@@ -12,7 +12,7 @@ from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.pipeline.failure import open_session, uncounted
-from oomdoctor.pipeline.pricing import budget_of, calibration_of
+from oomdoctor.pipeline.pricing import budget_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
@@ -30,7 +30,6 @@ def foresee(
     memory: int | None = None,
     shell: Any = None,
     time_s: float = 10.0,
-    keep_forecasts: bool = False,
 ) -> MemPlan:
     """Find out what the last of ``cells`` needs, without running it.
 
@@ -38,14 +37,12 @@ def foresee(
         device: the name, or the beginning of it, of the device to plan for: the one in use by default.
         memory: bytes of another card to plan for.
         time_s: for each part of the work: the forecast, the cards, the fixes, the batch.
-        keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
 
     Raises:
         UsageError: no device in use is called so.
     """
     from oomdoctor.allocator import virtual
     from oomdoctor.evidence import devices
-    from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.foresee import another_card
 
     simulated = virtual.active()
@@ -57,13 +54,9 @@ def foresee(
         raise UsageError(f"no device {device!r} is in use: there is {names}; --device-memory SIZE plans for another")
     with uncounted():
         if memory is None:
-            session = open_session(spelled(namespace), cells, chosen, shell)
-            with applied(calibration_of(session, keep_forecasts=keep_forecasts)):
-                return _foreseen(session, None, time_s)
+            return _foreseen(open_session(spelled(namespace), cells, chosen, shell), None, time_s)
         with another_card() as card:
-            session = open_session(spelled(namespace), cells, card, shell)
-            with applied(calibration_of(session, keep_forecasts=keep_forecasts)):
-                return _foreseen(session, memory, time_s)
+            return _foreseen(open_session(spelled(namespace), cells, card, shell), memory, time_s)
 
 
 def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:

@@ -14,7 +14,6 @@ from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Session
 from oomdoctor.pipeline.checks import Checks
-from oomdoctor.pipeline.pricing import terms_of
 
 if TYPE_CHECKING:
     from oomdoctor.retry import Choice, Transaction
@@ -35,14 +34,12 @@ async def heal(
     time_budget_s: float,
     anyway: bool = False,
     failed: set[str] | None = None,
-    keep_forecasts: bool = False,
     by_itself: bool = False,
 ) -> tuple[Case, BaseException | None]:
     """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``.
 
     Args:
         by_itself: whether nobody asked for these changes by name: what could not be tried out is left alone then.
-        keep_forecasts: whether the forecast and the measured peak of a healed cell are kept for the next ones.
     """
     from oomdoctor.incident import find_oom
     from oomdoctor.retry import heal as retry
@@ -80,8 +77,6 @@ async def heal(
     made = next((candidate for candidate, _ in choices if candidate.label in outcome.fixes), None)
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
-    if keep_forecasts and made is not None and outcome.kind is OutcomeKind.HEALED:
-        _keep_forecast(made.forecast, outcome, session)
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
 
 
@@ -125,19 +120,6 @@ def _with(plan: Plan, made: Candidate | None) -> Plan:
     if made is None:
         return plan
     return replace(plan, candidates=tuple(made if one.fix == made.fix else one for one in plan.candidates))
-
-
-def _keep_forecast(forecast: Forecast, outcome: Outcome, session: Session) -> None:
-    """Keep a forecast beside what was measured. What was not forecast, or is measured otherwise, says nothing.
-
-    The host's memory is measured as the growth of the process, not as what its tensors take.
-    """
-    from oomdoctor.forecast import calibration
-
-    terms = terms_of(session)
-    is_forecast = forecast.refused is None and forecast.basis.partition(",")[0] == terms["basis"]
-    if is_forecast and forecast.peak and outcome.peak and terms["device"] != "cpu":
-        calibration.keep(calibration.Row(forecast=forecast.peak, measured=outcome.peak, **terms))
 
 
 def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:

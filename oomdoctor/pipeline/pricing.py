@@ -19,14 +19,13 @@ from oomdoctor.pipeline.failure import uncounted
 from oomdoctor.pipeline.history import record
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.calibration import Calibration
     from oomdoctor.forecast.planning import Planning
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.fix import Fix
     from oomdoctor.retry.remedies import Remedy
 
 
-__all__ = ["budget_of", "calibration_of", "forecasts_kept", "plan", "planning", "recall", "terms_of"]
+__all__ = ["budget_of", "plan", "planning", "recall"]
 
 
 _INTERRUPTED: Final = "the forecasts were interrupted"
@@ -40,7 +39,6 @@ def plan(
     *,
     time_budget_s: float,
     reserve: int,
-    keep_forecasts: bool = False,
     unforecast: str | None = None,
 ) -> Case:
     """Price the fixes. The frames of the failure should be released by now.
@@ -48,14 +46,13 @@ def plan(
     Args:
         prepare: restores the start of the cell, in the process of a shadow run.
         reserve: bytes of the budget that something else will take.
-        keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
         unforecast: why there is no shadow run, where there is no time for any.
 
     Raises:
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
     begun = None
-    terms: dict[str, Any] = {"reserve": reserve, "keep_forecasts": keep_forecasts, "waits": True}
+    terms: dict[str, Any] = {"reserve": reserve, "waits": True}
     try:
         begun = planning(case, session, prepare, time_budget_s=time_budget_s, unforecast=unforecast, **terms)
         with uncounted():
@@ -77,7 +74,6 @@ def planning(
     *,
     time_budget_s: float,
     reserve: int,
-    keep_forecasts: bool = False,
     waits: bool = False,
     unforecast: str | None = None,
 ) -> Planning:
@@ -86,12 +82,11 @@ def planning(
     Args:
         waits: whether the caller waits for the end of it.
     """
-    from oomdoctor.forecast.calibration import applied
     from oomdoctor.forecast.planning import Planning
 
     if "torch" not in sys.modules:  # it is not loaded where memory has run out
         time_budget_s, unforecast = 0.0, _NO_TENSORS
-    with uncounted(), applied(calibration_of(session, keep_forecasts=keep_forecasts)):
+    with uncounted():
         return Planning(
             *(session, case.incident, case.evidence, _fixes_in_order(case)),
             budget=budget_of(case.evidence, reserve),
@@ -162,33 +157,3 @@ def budget_of(evidence: Evidence, reserve: int) -> int | None:
         return None
     room = held + free if isinstance(cap, Unavailable) else min(held + free, cap)
     return max(room - reserve, 0)
-
-
-def calibration_of(session: Session, *, keep_forecasts: bool = True) -> Calibration:
-    """Return what the forecasts kept say of the error of those for this program on this device."""
-    from oomdoctor.forecast import calibration
-
-    kept = calibration.rows() if keep_forecasts and "torch" in sys.modules else ()
-    if isinstance(kept, Unavailable) or not kept:
-        return calibration.Calibration()
-    return calibration.calibration(kept, **terms_of(session))
-
-
-def forecasts_kept() -> str:
-    """Say how many forecasts are kept beside what was measured, and how far off they were."""
-    from oomdoctor.forecast import calibration
-
-    return calibration.summary(calibration.rows())
-
-
-def terms_of(session: Session) -> dict[str, str]:
-    """Return what tells which forecasts are alike."""
-    import torch
-
-    from oomdoctor.forecast.calibration import hash_of
-    from oomdoctor.forecast.pricing import BASIS
-
-    device = session.accelerator
-    kind = "virtual" if device.read().simulated else device.name.partition(":")[0]
-    models = hash_of(type(module).__qualname__ for _, module in session.modules)
-    return {"basis": BASIS, "models": models, "torch": str(torch.__version__), "device": kind}

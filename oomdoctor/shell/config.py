@@ -32,9 +32,6 @@ class OomDoctor(Configurable):
     keep_frames = Bool(False, help="Keep the frames of a failure for %debug, and the memory that they pin.").tag(
         config=True
     )
-    keep_forecasts = Bool(
-        True, help="Keep the forecast and the measured peak of healed cells, as numbers, for the error that is told."
-    ).tag(config=True)
     forecasts = Enum(
         ("auto", "first", "later"),
         default_value="auto",

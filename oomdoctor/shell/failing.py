@@ -294,7 +294,6 @@ def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
     terms: dict[str, Any] = {
         "time_budget_s": extension.config.forecast_time_s,
         "reserve": reserve,
-        "keep_forecasts": extension.config.keep_forecasts,
     }
     priced = _recalled(extension, case, session, reserve)
     if priced is None and later:

@@ -30,9 +30,8 @@ def register(extension: Extension) -> None:
         _answered(lambda: extension.memreport.answer(_split(line)))
 
     def memplan(line: str, cell: str) -> None:
-        number, config = extension.memreport.number, extension.config
-        time_s, keeps = config.forecast_time_s, config.keep_forecasts
-        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s, keep_forecasts=keeps))
+        number, time_s = extension.memreport.number, extension.config.forecast_time_s
+        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s))
 
     def memplan_line(line: str) -> None:
         _answered(lambda: planning.line_answer(_split(line)))

@@ -91,13 +91,12 @@ class MemPlanner:
         source, self.to_run = self.to_run, None
         return source
 
-    def answer(self, words: list[str], cell: str, number: int, *, time_s: float, keep_forecasts: bool = False) -> None:
+    def answer(self, words: list[str], cell: str, number: int, *, time_s: float) -> None:
         """Plan ``cell`` as ``words`` ask for.
 
         Args:
             number: of the magic's own cell.
             time_s: for each part of the plan.
-            keep_forecasts: whether the error that is told comes from the forecasts kept, where there are enough.
 
         Raises:
             UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
@@ -110,7 +109,7 @@ class MemPlanner:
             raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
         cell = _not_indented(cell)
         check_source(cell, "the cell below %%memplan")
-        planned = self._planned(cells_until(self._shell, number, cell), options, time_s, keep_forecasts)
+        planned = self._planned(cells_until(self._shell, number, cell), options, time_s)
         if options.json is not None:
             put(json.dumps(planned.to_dict(), indent=1), options.json)
             print(f"{one_line(options.json)}: the plan as JSON")
@@ -121,7 +120,7 @@ class MemPlanner:
         if options.run:
             self._run(cell, planned)
 
-    def _planned(self, cells: Cells, options: Options, time_s: float, keep_forecasts: bool) -> Planned:
+    def _planned(self, cells: Cells, options: Options, time_s: float) -> Planned:
         from oomdoctor import pipeline
         from oomdoctor.objects.storages import unobserved
         from oomdoctor.views.planned import Planned
@@ -134,7 +133,6 @@ class MemPlanner:
                 memory=options.memory,
                 shell=shell,
                 time_s=time_s,
-                keep_forecasts=keep_forecasts,
             )
         return Planned(found)
 

@@ -177,7 +177,6 @@ async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> 
             time_budget_s=config.retry_time_s,
             anyway=request.anyway,
             failed=set() if request.anew else opened.failed,
-            keep_forecasts=config.keep_forecasts,
             by_itself=request.by_itself,
         )
         extension.remedies.note(case, opened.session.cells.failing.source, request.chosen[0].label)

@@ -62,14 +62,12 @@ def plan(
     else:
         raise UsageError(f"plan takes a callable or source (str), and was given {type(given).__name__}")
     from oomdoctor import pipeline
-    from oomdoctor.shell.config import OomDoctor
     from oomdoctor.views.planned import Planned
 
     cells = Cells(history=(Cell(number=0, source=_script_of(given, found)), Cell(number=1, source=source)))
     file = PurePath(str(found.get("__file__") or "the module")).name
-    keeps = OomDoctor().keep_forecasts
     names = {0: file, 1: "the source" if isinstance(given, str) else _named(given)}
-    return Planned(pipeline.foresee(found, cells, memory=memory, time_s=time_s, keep_forecasts=keeps), names)
+    return Planned(pipeline.foresee(found, cells, memory=memory, time_s=time_s), names)
 
 
 def _size(given: Any) -> int | None:

@@ -220,7 +220,6 @@ class Watch:
             transaction.restore if transaction is not None else lambda: None,
             time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
             reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
-            keep_forecasts=_config().keep_forecasts,
             unforecast=None if transaction is not None else "what cannot be run again has no shadow run",
         )
 
@@ -256,7 +255,6 @@ class Watch:
             self._run,
             most_attempts=self._settings.attempts,
             time_budget_s=self._settings.time_s,
-            keep_forecasts=_config().keep_forecasts,
             by_itself=True,
         )
         if case.outcome.kind is OutcomeKind.HEALED:

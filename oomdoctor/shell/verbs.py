@@ -41,7 +41,6 @@ def status(extension: Extension, words: list[str]) -> None:
     print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
     print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
     print(f"copies of weights kept: {kept}")
-    print(f"forecasts kept: {pipeline.forecasts_kept() if extension.config.keep_forecasts else 'off'}")
     for remedy in extension.remedies:
         print(f"remembered, tried first when that cell fails so again: {remedy}")
     for fault in extension.faults:

@@ -143,9 +143,7 @@ def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
     few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward")}
     monkeypatch.setattr(fixes, "catalogue", lambda: few)
-    monkeypatch.setattr(
-        script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25, keep_forecasts=False)
-    )
+    monkeypatch.setattr(script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25))
 
 
 @pytest.fixture
