@@ -3,8 +3,9 @@
 A hook on each parameter runs the optimizer's own step on that parameter alone, with the state and the options that it
 has, so its state, its schedulers and its checkpoints stay what they were. The results are the same bits where an
 optimizer treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up
-or reads them is refused, before the cell runs where it can be seen, and in the loop where it shows itself. A backward
-pass still needs no parameter that was stepped already: those that it does need are not stepped before.
+or reads them is refused, before the cell runs where it can be seen, and in the loop where it shows itself. What looks
+at parameters between the backward pass and the step is for the trial to find. A backward pass still needs no parameter
+that was stepped already: those that it does need are not stepped before.
 
 There is no patch: the hooks belong to the live parameters, and a cell that set them would set them anew each time that
 it is run.
@@ -22,7 +23,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._optimizer_between import looks_at_parameters
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -249,8 +249,6 @@ def _check(session: Session) -> None:
     for cell in session.cells.history:
         if _USES_GRADIENTS.search(cell.source):
             raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
-        if (text := looks_at_parameters(cell.source, session.namespace)) is not None:
-            raise OomDoctorError(f"`{text}` stands between the backward pass and the step, and may look at parameters")
 
 
 def _refuse_uses(undo: ExitStack, session: Session) -> None:

@@ -11,12 +11,15 @@ from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader
 
-from oomdoctor.fixes.lighter_optimizer import FIX, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+
+FIX = fixes.get("lighter_optimizer")
+patch, propose = FIX.patch, FIX.propose
 
 SGD, ADAFACTOR = Dose.of(optimizer="SGD"), Dose.of(optimizer="Adafactor")
 
