@@ -14,7 +14,8 @@ from typing import Final
 
 from oomdoctor.fixes._samples import CannotSplit, LossForm, Samples, Shape, Value, called
 from oomdoctor.fixes._step_results import Parts, gathered, numbers_used, to_hoist, unmoved, used_after
-from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, own, reads
+from oomdoctor.program.dataflow import Loop, ancestors, bound, own, reads
+from oomdoctor.program.names import read_first
 
 __all__ = ["Split", "Step", "plan"]
 
@@ -294,6 +295,6 @@ def _keys(block: Sequence[ast.stmt], name: str) -> tuple[str, ...]:
 
 def _check_carried(body: list[ast.stmt], inner: Sequence[int], names: Sequence[str]) -> None:
     written = {name for place in inner for name in bound(body[place])} - set(names)
-    carried = exposed([body[place] for place in inner]) & written
+    carried = read_first([body[place] for place in inner]) & written
     if carried:
         raise CannotSplit(f"`{', '.join(sorted(carried))}` is carried from one batch to the next")

@@ -8,7 +8,8 @@ from typing import Final, TypeAlias
 
 from oomdoctor.fixes._samples import CannotSplit, Samples, Shape
 from oomdoctor.program import words
-from oomdoctor.program.dataflow import Loop, ancestors, bound, exposed, reads
+from oomdoctor.program.dataflow import Loop, ancestors, bound, reads
+from oomdoctor.program.names import read_first
 from oomdoctor.program.words import Result
 
 __all__ = ["Parts", "gathered", "numbers_used", "to_hoist", "unmoved", "used_after"]
@@ -71,8 +72,8 @@ def _moves_only(node: ast.stmt, moves: frozenset[str]) -> bool:
 def used_after(tree: ast.Module, loop: Loop, at: int, parts: tuple[Sequence[int], Sequence[int]]) -> set[str]:
     """Return the names that are read outside of the inner statements and not bound anew before."""
     before, after = parts
-    used = exposed([loop.body[place] for place in before])
-    used |= exposed([loop.body[place] for place in after] + loop.body[at + 1 :])
+    used = read_first([loop.body[place] for place in before])
+    used |= read_first([loop.body[place] for place in after] + loop.body[at + 1 :])
     path = ancestors(tree, loop)
     start = max(
         (i for i, node in enumerate(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)), default=0
@@ -82,9 +83,9 @@ def used_after(tree: ast.Module, loop: Loop, at: int, parts: tuple[Sequence[int]
             block = getattr(outer, field, [])
             if isinstance(block, list) and inner in block:
                 place = block.index(inner)
-                used |= exposed(block[place + 1 :])
+                used |= read_first(block[place + 1 :])
                 if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
-                    used |= exposed(block[:place])
+                    used |= read_first(block[:place])
     return used
 
 

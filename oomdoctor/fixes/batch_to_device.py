@@ -11,13 +11,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _class_calls, _data_places, _host_room
-from oomdoctor.fixes._data_places import Page, Uses
+from oomdoctor.fixes import _host_room
+from oomdoctor.fixes._data_set_uses import Page, Uses, pages_of
+from oomdoctor.fixes._class_calls import last_name
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -25,10 +25,10 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.definitions import Program, Scope, site, statements
-from oomdoctor.program.ground import Ground, ground
-from oomdoctor.program.names import call_name, own_nodes
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import assigned, call_name, names_in, own_nodes
 from oomdoctor.program.rewriting import place_at, text_of, within
 
 if TYPE_CHECKING:
@@ -42,13 +42,10 @@ _ROOT: Final = re.compile(r"[^\W\d]\w*")
 _HOME: Final = "torch.utils.data"
 _COPIES: Final = 1.05
 """Time of a step with the copy of its batch, as a ratio. A round figure, not measured."""
-
-_BEFORE_COLLATE: Final = 6
-"""Arguments of ``DataLoader`` before ``collate_fn``. Source: torch/utils/data/dataloader.py."""
-
-
 _WHOLE: Final = re.compile(r"(^|_)(dataset|data|graph)(_|$)", re.IGNORECASE)
 _FACTORIES: Final = re.compile(r"^torch\.(tensor|as_tensor|randn|rand|randint|zeros|ones|empty|load|arange|full)$")
+_SAME: Final = frozenset({"tensor", "as_tensor", "zeros", "ones", "arange"})
+"""What makes the same values on every device; random numbers are others."""
 _DATASETS: Final = frozenset({"TensorDataset", "DataLoader", "Subset", "random_split", "StackDataset"})
 
 
@@ -81,18 +78,65 @@ def _is_data(holding: Holding, evidence: Evidence) -> bool:
     return named and holding.role in {Role.USER_TENSOR, Role.BATCH}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Changes:
-    """What becomes of one cell.
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the statement that puts a whole data set on the device, outside of any loop.
 
-    Attributes:
-        live: what does the same to objects that are there already.
+    What is put there counts as a data set if batches are cut from it, if it is handed to a ``Dataset``, or if it is
+    called one.
     """
+    del objects
+    under = ground(program)
+    data = {name for scope in under.basis for name in _data_sets(scope)}
+    for scope in under.basis:
+        for node in (one.node for one in statements(scope.body) if not one.loops):
+            for target, value in assigned(node):
+                if isinstance(target, ast.Name | ast.Attribute) and _puts_on_device(value):
+                    name = ast.unparse(target)
+                    if _WHOLE.search(name) or name in data:
+                        return (site("placed", scope, value, (name,)),)
+            made = (one for one in ast.walk(node) if isinstance(one, ast.Call) and _tail(one) == "TensorDataset")
+            if any(any(map(_puts_on_device, one.args)) for one in made):
+                return (site("handed over", scope, node),)
+    return ()
 
-    page: Page
-    nodes: dict[cst.CSTNode, rewriting.New] = field(default_factory=dict)
-    live: list[str] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
+
+def _data_sets(scope: Scope) -> Iterator[str]:
+    """Yield what batches are cut from by an index that varies, and what is handed to a ``Dataset``."""
+    nodes = list(own_nodes(scope.body))
+    loops = (node for node in nodes if isinstance(node, ast.For | ast.While))
+    repeated = {id(inner) for loop in loops for inner in ast.walk(loop)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and _tail(node) in _DATASETS:
+            yield from map(ast.unparse, node.args)
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Load)
+            and (scope.function is not None or id(node) in repeated)
+            and names_in(node.slice)
+        ):
+            yield ast.unparse(node.value)
+
+
+def _tail(call: ast.Call) -> str:
+    return call_name(call).rpartition(".")[2]
+
+
+def _puts_on_device(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    given = [keyword.value for keyword in value.keywords if keyword.arg == "device"]
+    if _FACTORIES.match(call_name(value)):
+        return any(map(_is_device, given))
+    if value.func.attr == "to":
+        return any(map(_is_device, [*value.args[:1], *given]))
+    return value.func.attr == "cuda" or _puts_on_device(value.func.value)  # moved, and then cast or shaped
+
+
+def _is_device(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, str | int) and value.value not in {"cpu", "meta"}
+    text = ast.unparse(value)
+    return re.search(r"device|cuda|^dev$|^gpu", text, re.IGNORECASE) is not None and "'cpu'" not in text
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
@@ -104,135 +148,113 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         return told
     if told.around is not None:
         return Refused("the data is put on the device in a function: which of its callers use it is not known")
-    pages = _data_places.read(cells)
+    pages = pages_of(cells)
     page = next((one for one in pages if one.cell.source == told.cell.source), None)
     statement = None if page is None else rewriting.statement_at(page.parsed, told.line)
     if page is None or statement is None:
         return Refused(_NOWHERE)
     if statement not in page.parsed.module.body:
         return Refused("the data is put on the device in a block: whether that is run is not known")
-    moved = _placing(pages, page, statement)
-    if isinstance(moved, Refused):
-        return moved
-    changes, used, device = moved
-    if (why := _unfit(used)) is not None:
-        return Refused(why)
-    _move_batches(cells, changes, used, device)
-    return rewriting.join(cells, [_edit(cells, change) for change in changes.values()])
-
-
-def _placing(
-    pages: tuple[Page, ...], page: Page, statement: cst.CSTNode
-) -> tuple[dict[int, _Changes], Uses, cst.BaseExpression] | Refused:
-    """Take all data off the device that the cell puts there; what ``statement`` puts there has to be data."""
-    change, found = _Changes(page=page), Uses()
-    device: cst.BaseExpression | None = None
+    uses, device, off = Uses(pages), None, list[tuple[str | None, list[cst.Call]]]()
     for one in (statement, *(other for other in page.parsed.module.body if other is not statement)):
-        for name, calls in _candidates(page, one):
-            mine, where = Uses(), (page, page.line(calls[0]))
-            why = (
-                _data_places.handed_over(pages, page, _parent_call(page, calls[0]), where, mine)
-                if name is None
-                else _data_places.uses(pages, name, where, mine)
-            )
+        for name, calls in _placed(one):
+            mine, wanted = Uses(pages), [taken[1] for call in calls if (taken := _taken_off(call)) is not None]
+            device, since = device or wanted[0], (page, page.line(calls[0]))
+            whole = page.call_around(calls[0])
+            why = mine.hand_over(page, whole, since) if name is None and whole else mine.follow(str(name), since)
             if why is None and not (mine.cut or mine.loaders):
                 why = "nothing was found that takes batches from the data"
-            wanted = [taken[1] for call in calls if (taken := _data_places.take_off(call)) is not None]
-            device = device or wanted[0]
             if why is None and not all(device.deep_equals(other) for other in wanted):
                 why = "the data is put on several devices"
-            if why is not None and one is statement:
-                return Refused(why)
             if why is None:
-                change.nodes |= dict.fromkeys(calls, _without_device)
-                change.live += [f"{name}.data = {name}.data.cpu()"] if name is not None else []
-                found.add(mine)
+                uses.add(mine)
+                off.append((name, calls))
+            elif one is statement:
+                return Refused(why)
     if device is None:
         return Refused("the statement that puts the data on the device is not one that is followed")
-    return {page.cell.number: change}, found, device
+    why = uses.unfit()
+    return Refused(why) if why is not None else _moved(cells, page, off, uses, device)
 
 
-def _candidates(page: Page, statement: cst.CSTNode) -> list[tuple[str | None, list[cst.Call]]]:
-    """Return the names that a statement puts on a device; None stands for the parts of a ``TensorDataset``."""
-    named: list[tuple[str | None, list[cst.Call]]] = [(name, [call]) for name, call in _data_places.placed(statement)]
+def _placed(statement: cst.CSTNode) -> Iterator[tuple[str | None, list[cst.Call]]]:
+    """Yield the names that a statement puts on a device, with the call; None for the parts of a ``TensorDataset``."""
+    simple = within(statement, cst.Assign) if isinstance(statement, cst.SimpleStatementLine) else ()
+    for assign in (one for one in simple if len(one.targets) == 1):
+        target, value = assign.targets[0].target, assign.value
+        pairs: list[tuple[cst.BaseExpression, cst.BaseExpression]] = [(target, value)]
+        if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+            pairs = [(a.value, b.value) for a, b in zip(target.elements, value.elements, strict=False)]
+        for name, made in pairs:
+            if (
+                isinstance(name, cst.Name)
+                and isinstance(made, cst.Call)
+                and _taken_off(made)
+                and not assign.targets[1:]
+            ):
+                yield name.value, [made]
     for call in within(statement, cst.Call):
-        if _class_calls.last_name(call) == "TensorDataset":
-            parts = [a.value for a in call.args if isinstance(a.value, cst.Call) and _data_places.take_off(a.value)]
-            named += [(None, parts)] if parts else []
-    return named
+        if last_name(call) == "TensorDataset":
+            parts = [arg.value for arg in call.args if isinstance(arg.value, cst.Call) and _taken_off(arg.value)]
+            yield from [(None, parts)] if parts else []
 
 
-def _parent_call(page: Page, node: cst.CSTNode) -> cst.Call:
-    return next(one for one in page.above(node) if isinstance(one, cst.Call))
-
-
-def _without_device(call: cst.CSTNode) -> cst.CSTNode:
-    taken = _data_places.take_off(cst.ensure_type(call, cst.Call))
-    return call if taken is None else taken[0]
-
-
-def _unfit(found: Uses) -> str | None:
-    """Return why a batch would not be what it was, None if it would."""
-    for page, part in found.cut:
-        where = f"line {page.line(part)} of {page.cell}"
-        index = page.parsed.module.code_for_node(part.slice[0].slice)
-        if re.search(r"\bdevice\b|\.cuda\(", index + _bound_to(page, index)):
-            return f"{where} takes batches by an index that is on the device"
-        name = _data_places.bound(page, part)
-        writes = name is not None and re.search(
-            rf"\b{name}(\[.*\])?\s*[-+*/@%&|^]+=|\b{name}\.\w+_\(", page.cell.source
-        )
-        parent = page.parents[part]
-        if writes or (isinstance(parent, cst.Attribute) and parent.attr.value.endswith("_")):
-            return f"{where} takes a batch that is written to, and the data with it"
-    for page, call in found.loaders:
-        options = {arg.keyword.value for arg in call.args if arg.keyword is not None}
-        unnamed = [arg for arg in call.args if arg.keyword is None]
-        if "collate_fn" in options or any(arg.star for arg in call.args) or len(unnamed) > _BEFORE_COLLATE:
-            return f"line {page.line(call)} of {page.cell} puts batches together in a way of its own"
+def _taken_off(call: cst.Call) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+    """Return ``call`` without the device that it puts its result on, and the device; None where it names none."""
+    if not isinstance(call.func, cst.Attribute):
+        return None
+    name = call.func.attr.value
+    if name == "cuda" and not call.args:
+        return call.func.value, cst.SimpleString('"cuda"')
+    if name == "to" and len(call.args) == 1 and call.args[0].keyword is None:
+        return (call.func.value, call.args[0].value) if _names_device(call.args[0].value) else None
+    given = [arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "device"]
+    if name in _SAME and len(given) == 1 and _names_device(given[0]):
+        return arguments.without_keyword(call, "device"), given[0]
     return None
 
 
-def _bound_to(page: Page, name: str) -> str:
-    """Return the lines of the cell that bind ``name``."""
-    if not name.isidentifier():
-        return ""
-    binds = rf"^[ \t]*(?:for\s+)?{re.escape(name)}\b(?:\s+in\s|\s*=(?!=)).*$"
-    return "\n".join(re.findall(binds, page.cell.source, re.MULTILINE))
+def _names_device(node: cst.BaseExpression) -> bool:
+    """Whether it is the text of a device, or a name that custom gives to one."""
+    if isinstance(node, cst.SimpleString):
+        return str(node.evaluated_value).startswith(("cuda", "mps", "xpu"))
+    return isinstance(node, cst.Name) and "dev" in node.value.lower()
 
 
-def _move_batches(cells: Cells, changes: dict[int, _Changes], found: Uses, device: cst.BaseExpression) -> None:
-    """Move the batches that are cut from the data, and those that loaders put together."""
-
-    def moved(part: cst.CSTNode) -> cst.CSTNode:
-        return cst.Call(func=cst.Attribute(value=part, attr=cst.Name("to")), args=[cst.Arg(device)])  # type: ignore[arg-type]
-
-    for page, part in found.cut:
-        changes.setdefault(page.cell.number, _Changes(page=page)).nodes[part] = moved
-    for page, _, path in found.sets:
-        change = changes.setdefault(page.cell.number, _Changes(page=page))
-        # The objects stay, so that whatever else holds them follows.
-        change.live.append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
+def _moved(
+    cells: Cells, home: Page, off: list[tuple[str | None, list[cst.Call]]], uses: Uses, device: cst.BaseExpression
+) -> Patch | Refused:
+    """Return the cells with the data where it was made, and the batches moved that are cut or put together."""
+    to = text_of(device)
     collate = import_lines.name_for(_HOME, "default_collate", cells, "collate")
-    text = f"lambda rows: [part.to({text_of(device)}) for part in {collate}(rows)]"
+    text = f"lambda rows: [part.to({to}) for part in {collate}(rows)]"
+    nodes: dict[Page, dict[cst.CSTNode, rewriting.New]] = {home: {}}
+    live: dict[Page, list[str]] = {home: []}
+    for name, calls in off:
+        nodes[home] |= dict.fromkeys(calls, _without_device)
+        live[home] += [f"{name}.data = {name}.data.cpu()"] if name is not None else []
+    for page, part in uses.cut:
+        nodes.setdefault(page, {})[part] = lambda node: arguments.called_on(node, f".to({to})")
+    for page, path in uses.sets:  # the objects stay, so that whatever else holds them follows
+        live.setdefault(page, []).append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
+    for page, call in uses.loaders:
+        nodes.setdefault(page, {})[call] = lambda node: arguments.with_keyword(
+            cst.ensure_type(node, cst.Call), "collate_fn", text
+        )
+        live.setdefault(page, []).extend(f"{name}.collate_fn = {text}" for name in [page.name_of(call)] if name)
+    loading, edits = {page for page, _ in uses.loaders}, list[Edit | Refused]()
+    for page in {**nodes, **live}:
+        parsed = page.parsed
+        module = _without_idle(parsed.module, rewriting.exchange(parsed.module, nodes.get(page, {})))
+        imports = [import_lines.source_of(_HOME, "default_collate", collate)] if page in loading else []
+        module = import_lines.insert_at_top(parsed, module, imports)
+        edits.append(rewriting.edit(cells, page.cell, parsed, module, live.get(page, [])))
+    return rewriting.join(cells, edits)
 
-    def collating(call: cst.CSTNode) -> cst.CSTNode:
-        new = _class_calls.with_keyword(cst.ensure_type(call, cst.Call), "collate_fn", text)
-        assert not isinstance(new, Refused)  # no argument is unpacked, as was seen before
-        return new
 
-    for page, call in found.loaders:
-        change = changes.setdefault(page.cell.number, _Changes(page=page))
-        change.nodes[call] = collating
-        change.imports = [import_lines.source_of(_HOME, "default_collate", collate)]
-        if (name := _data_places.bound(page, call)) is not None:
-            change.live.append(f"{name}.collate_fn = {text}")
-
-
-def _edit(cells: Cells, change: _Changes) -> Edit | Refused:
-    cell, parsed = change.page.cell, change.page.parsed
-    module = _without_idle(parsed.module, rewriting.exchange(parsed.module, change.nodes))
-    return rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, module, change.imports), change.live)
+def _without_device(call: cst.CSTNode) -> cst.CSTNode:
+    taken = _taken_off(cst.ensure_type(call, cst.Call))
+    return call if taken is None else taken[0]
 
 
 def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:
@@ -254,94 +276,6 @@ def _is_idle(statement: cst.CSTNode) -> bool:
         return False
 
     return text_of(small.targets[0].target).strip() == text_of(small.value).strip()
-
-
-def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find the statement that puts a whole data set on the device, outside of any loop.
-
-    What is put there counts as a data set if batches are cut from it, if it is handed to a ``Dataset``, or if it is
-    called one.
-    """
-    del objects
-    under = ground(program)
-    for scope in under.basis:
-        for statement in statements(scope.body):
-            if statement.loops:
-                continue
-            for name, value in _placed(statement.node):
-                if _WHOLE.search(name) or _is_data_set(under, name):
-                    return (site("placed", scope, value, (name,)),)
-            if _hands_over(statement.node):
-                return (site("handed over", scope, statement.node),)
-    return ()
-
-
-def _placed(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that is bound to something that is put on a device as a whole."""
-    if not isinstance(node, ast.Assign):
-        return
-    pairs = [(target, node.value) for target in node.targets]
-    if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-        pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
-    for target, value in pairs:
-        if isinstance(target, ast.Name | ast.Attribute) and _puts_on_device(value):
-            yield ast.unparse(target), value
-
-
-def _puts_on_device(value: ast.expr) -> bool:
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
-        return False
-    if _FACTORIES.match(call_name(value)):
-        return any(keyword.arg == "device" and _is_device(keyword.value) for keyword in value.keywords)
-    if value.func.attr == "cuda":
-        return True
-    if value.func.attr == "to":
-        return any(
-            _is_device(part) for part in [*value.args[:1], *(k.value for k in value.keywords if k.arg == "device")]
-        )
-    return _puts_on_device(value.func.value)  # moved, and then cast or shaped
-
-
-def _is_device(value: ast.expr) -> bool:
-    if isinstance(value, ast.Constant):
-        return isinstance(value.value, str | int) and value.value not in {"cpu", "meta"}
-    text = ast.unparse(value)
-    return re.search(r"device|cuda|^dev$|^gpu", text, re.IGNORECASE) is not None and "'cpu'" not in text
-
-
-def _is_data_set(ground: Ground, name: str) -> bool:
-    """Whether batches are cut from ``name`` by an index that varies, or it is handed to a ``Dataset``."""
-    for scope in ground.basis:
-        for node in own_nodes(scope.body):
-            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == name and isinstance(node.ctx, ast.Load):
-                inside = list(ast.walk(node.slice))
-                if any(isinstance(part, ast.Name) for part in inside) and _in_loop_or_function(scope, node):
-                    return True
-            if _is_handed_over(node, name):
-                return True
-    return False
-
-
-def _is_handed_over(node: ast.AST, name: str) -> bool:
-    makes = isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _DATASETS
-    return makes and isinstance(node, ast.Call) and name in map(ast.unparse, node.args)
-
-
-def _in_loop_or_function(scope: Scope, node: ast.AST) -> bool:
-    if scope.function is not None:
-        return True
-    loops = (n for n in own_nodes(scope.body) if isinstance(n, ast.For | ast.While))
-    return any(node is inner for loop in loops for inner in ast.walk(loop))
-
-
-def _hands_over(node: ast.stmt) -> bool:
-    """Whether a data set is made of what is moved on the way."""
-    return any(
-        isinstance(call, ast.Call)
-        and call_name(call).rpartition(".")[2] == "TensorDataset"
-        and any(map(_puts_on_device, call.args))
-        for call in ast.walk(node)
-    )
 
 
 FIX: Final = Fix(

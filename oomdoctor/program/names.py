@@ -46,6 +46,7 @@ __all__ = [
     "stored",
     "stored_in",
     "target_names",
+    "uses",
 ]
 
 _SHOWS: Final = frozenset({"print", "set_postfix", "set_description", "set_postfix_str", "log", "write", "add_scalar"})
@@ -314,9 +315,29 @@ def _branches(node: ast.stmt) -> Iterator[tuple[str, FirstUse | None]]:
 
 
 def _reads(node: ast.AST) -> Iterator[tuple[str, FirstUse | None]]:
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Store):
+    for child in uses(node):
+        if not isinstance(child.ctx, ast.Store):
             yield child.id, FirstUse.DELETES if isinstance(child.ctx, ast.Del) else FirstUse.READS
+
+
+def uses(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[ast.Name]:
+    """Yield the names within a node, without those that live within a comprehension alone."""
+    if isinstance(node, ast.Name):
+        if node.id not in hidden:
+            yield node
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        first = node.generators[0].iter
+        yield from uses(first, hidden)
+        own = hidden.union(*(target_names(part.target) for part in node.generators))
+        parts = [part for child in ast.iter_child_nodes(node) for part in _parts_of_comprehension(child)]
+        yield from (name for part in parts if part is not first for name in uses(part, own))
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from uses(child, hidden)
+
+
+def _parts_of_comprehension(node: ast.AST) -> Iterable[ast.AST]:
+    return ast.iter_child_nodes(node) if isinstance(node, ast.comprehension) else (node,)
 
 
 def target_names(target: ast.AST) -> tuple[str, ...]:
