@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._data_set_uses import Page, Uses, pages_of
 from oomdoctor.fixes._class_calls import last_name
+from oomdoctor.fixes._data_set_uses import Page, Uses, pages_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
