@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.absence import Unavailable
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case, Outcome
-    from oomdoctor.model.fix import Dose
-    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
     from oomdoctor.shell.retrying import OpenCase
     from oomdoctor.views.live import Live
@@ -138,7 +137,7 @@ class _Doctor:
             return ""
         return why_not_retried(self._extension, case.outcome)
 
-    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
+    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
         """Do what a button asks for, as if the user had typed it."""
         from oomdoctor import pipeline
         from oomdoctor.shell.anywhere import run_cell_anywhere
@@ -147,13 +146,7 @@ class _Doctor:
         if case is None or case.number != self._number:
             print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
             return None
-        line = f"%oomdoctor {verb}"
-        if candidate is not None:
-            from oomdoctor.shell.choosing import with_candidate
-
-            plan, number = with_candidate(case.plan, candidate)
-            pipeline.record(replace(case, plan=plan))
-            line = f"%oomdoctor fix {number}"
+        line = f"%oomdoctor {verb}" if number is None else f"%oomdoctor {verb} {number}"
         watch = None if extension.open is None or verb == "undo" else _Watch(extension, extension.open, tell)
         try:
             run_cell_anywhere(extension.shell, line)
@@ -170,44 +163,11 @@ class _Doctor:
         if case is not None:
             self._shown.tell_end(case)
 
-    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
-        from oomdoctor.shell import choosing
-
-        case = self._case()
-        return () if case is None else choosing.doses(case, candidate)
-
-    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
-        from oomdoctor.shell import choosing
-
-        case, opened = self._case(), self._extension.open
-        # The one that the cell was healed with is in the plan, also when it can be run no more.
-        known = (candidate, *(case.plan.candidates if case is not None else ()))
-        priced = next((one for one in known if (one.fix, one.dose) == (candidate.fix, dose)), None)
-        if priced is not None:
-            return priced
-        if case is None or opened is None:
-            return Refused(_PASSED)
-        return choosing.at_dose(case, opened.session, candidate, dose)
-
-    def joins(self, candidate: Candidate) -> bool:
-        from oomdoctor.shell import choosing
-
-        return choosing.joins(candidate)
-
-    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
-        from oomdoctor.shell import choosing
-
-        case, opened = self._case(), self._extension.open
-        return Refused(_PASSED) if case is None or opened is None else choosing.together(case, opened.session, chosen)
-
     def _case(self) -> Case | None:
         from oomdoctor import pipeline
 
         case = pipeline.last_case()
         return case if case is not None and case.number == self._number else None
-
-
-_PASSED: Final = "the failed cell can no longer be retried: run it again"
 
 
 class _Watch:

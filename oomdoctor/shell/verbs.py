@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -10,6 +12,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.memory import Role
+from oomdoctor.model.plan import Forecast
 from oomdoctor.model.sizes import format_size
 from oomdoctor.shell import keeping
 
@@ -25,6 +28,7 @@ Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
+_DOSE: Final = re.compile(r"\w+=[^(),\s]+")
 
 
 def status(extension: Extension, words: list[str]) -> None:
@@ -56,8 +60,9 @@ def auto(extension: Extension, words: list[str]) -> None:
 
 
 def fix(extension: Extension, words: list[str]) -> None:
-    """`%oomdoctor fix [N|ID] [--anyway]`: run the failed cell again with this fix; the first where none is named.
+    """`%oomdoctor fix [N|ID] [DOSE] [--anyway]`: run the failed cell again with this fix, or with the first.
 
+    `%oomdoctor fix micro_batch parts=8` takes another dose than the plan's.
     `%oomdoctor fix [N|ID] --insert` runs nothing: it puts the changed cell into the next one, for you to keep.
     `release_traceback` and `clear_output_cache` free what they can at once where no failed cell waits for them.
     """
@@ -68,12 +73,12 @@ def fix(extension: Extension, words: list[str]) -> None:
     if "--insert" in words:
         if anyway:
             raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
-        keeping.insert(extension, *_written(named))
+        keeping.insert(extension, *_written(extension, named))
         return
     if len(named) == 1 and named[0] in _RELEASES and not _waits_for(extension, named[0]):
         _release(extension, named[0])
         return
-    case, candidate = _choose(named)
+    case, candidate = _choose(extension, named)
     if candidate.effect is Effect.ADVICE:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
@@ -97,9 +102,8 @@ def retry(extension: Extension, words: list[str]) -> None:
 
 
 def diff(extension: Extension, words: list[str]) -> None:
-    """`%oomdoctor diff [N|ID]`: the fix as a unified diff of your cells; the one in place where none is named."""
-    del extension
-    print(_written(words)[2].diff(), end="")
+    """`%oomdoctor diff [N|ID] [DOSE]`: the fix as a unified diff of your cells, or the one in place."""
+    print(_written(extension, words)[2].diff(), end="")
 
 
 def undo(extension: Extension, words: list[str]) -> None:
@@ -218,30 +222,63 @@ def _case() -> Case:
     return case
 
 
-def _written(words: list[str]) -> tuple[Case, Candidate, Patch]:
+def _written(extension: Extension, words: list[str]) -> tuple[Case, Candidate, Patch]:
     """Return the candidate that is named, the one in place where none is, and its change of the source."""
     case = _case()
     if not words and case.outcome.fixes:
         words = [next((str(at) for at, c in enumerate(case.plan.candidates, 1) if c.label in case.outcome.fixes), "1")]
-    _, candidate = _choose(words)
+    _, candidate = _choose(extension, words)
     if isinstance(candidate.patch, Refused):
         raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
     return case, candidate, candidate.patch
 
 
-def _choose(words: list[str]) -> tuple[Case, Candidate]:
-    """Return the candidate that a number or an id names, the first where nothing is named."""
-    case, named = _case(), " ".join(words) or "1"  # two fixes together have an id of several words
+def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
+    """Return the candidate that a number or an id names, else the first, in the dose that is named."""
+    case, asked = _case(), [word for word in words if _DOSE.fullmatch(word)]
+    words = [word for word in words if word not in asked]
+    named = " ".join(words) or "1"  # two fixes together have an id of several words
     candidates = case.plan.candidates
     accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
     for number, candidate in enumerate(candidates, 1):
         if named in (str(number), candidate.fix, candidate.label):
             if candidate.refuted is not None:
                 raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
-            return case, candidate
+            return case, _at_dose(extension, case, candidate, asked) if asked else candidate
     if len(words) > 1:
         raise UsageError(f"one fix at a time, not {shown(named)}: {accepted}")
     raise UsageError(f"there is no fix {shown(named)}: {accepted}")
+
+
+def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
+    """Return the fix in another of its doses, which has no forecast."""
+    from oomdoctor import fixes
+    from oomdoctor.forecast.planning import attempt_with
+
+    opened, chosen = extension.open, " ".join(asked)
+    if str(candidate.dose).replace(", ", " ") == chosen:
+        return candidate
+    if candidate.parts:
+        raise UsageError(f"{candidate.fix} are two changes, which come in the doses of the plan")
+    _retryable(extension)
+    assert opened is not None
+    fix = fixes.get(candidate.fix)
+    proposed = fix.propose(case.incident, case.evidence)
+    doses = {} if isinstance(proposed, Refused) else {str(one.dose).replace(", ", " "): one for one in proposed}
+    if chosen not in doses:
+        raise UsageError(f"{candidate.fix} does not come with {shown(*asked)}: {', '.join(filter(None, doses))}")
+    proposal = doses[chosen]
+    patch, attempt = attempt_with(fix, proposal.dose, opened.session, case.evidence)
+    if isinstance(attempt, Refused):
+        raise UsageError(f"{candidate.fix} cannot be had with {chosen}: {attempt.reason}")
+    return replace(
+        candidate,
+        dose=proposal.dose,
+        patch=patch,
+        effect=max(proposal.effect, candidate.effect, key=tuple(Effect).index),
+        caveat=proposal.caveat or candidate.caveat,
+        forecast=Forecast(basis="not priced: a dose that was asked for", budget=candidate.forecast.budget),
+    )
 
 
 def _retryable(extension: Extension) -> Any:

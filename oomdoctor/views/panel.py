@@ -1,4 +1,4 @@
-"""The controls under a diagnosis: retry with a fix, in another dose, or with two; look at its diff; undo.
+"""The controls under a diagnosis: retry with a fix, look at its diff, undo.
 
 Only core ipywidgets are used, 7.7 or 8, as other frontends than JupyterLab show no others; they are imported when a
 panel is built. The panel holds no facts of its own, so nothing is lost where widgets are not shown. What a button
@@ -9,20 +9,17 @@ captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.views.html import prose
 from oomdoctor.views.panel_parts import Buttons, Progress, code, wrapping
-from oomdoctor.views.panel_row import Row, label
-from oomdoctor.views.prices import fix_row, fix_rows
+from oomdoctor.views.panel_row import Row
+from oomdoctor.views.prices import fix_rows
 from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
-    from oomdoctor.model.fix import Dose
-    from oomdoctor.model.plan import Candidate, Forecast, Plan
+    from oomdoctor.model.plan import Candidate, Plan
     from oomdoctor.views.live import Live
 
 __all__ = ["Doctor", "Panel", "build"]
@@ -34,7 +31,6 @@ _AUTO: Final = (
 )
 _UNDO: Final = "Take back what the last retry changed"
 _SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
-_COMBINE: Final = "Choose two changes to combine them."
 
 
 class Doctor(Protocol):
@@ -54,24 +50,12 @@ class Doctor(Protocol):
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
 
-    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
-        """Do ``fix`` with a candidate, ``retry`` with the best, ``undo``; return how a retry ended.
+    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
+        """Do ``fix`` with the fix of a number, ``retry`` with the best, ``undo``; return how a retry ended.
 
         Args:
             tell: takes a retry as it goes, on any thread.
         """
-
-    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
-        """Return the doses that a fix may be had in, each with its price."""
-
-    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
-        """Return a fix in one of its doses."""
-
-    def joins(self, candidate: Candidate) -> bool:
-        """Return whether a fix can be combined with another."""
-
-    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
-        """Return two fixes as one, or why they cannot be."""
 
 
 def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool = False) -> Panel | None:
@@ -103,7 +87,6 @@ class Panel:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
         self._buttons, self._progress = Buttons(widgets), Progress(widgets)
         self._rows: list[Row] = []
-        self._both: Candidate | None = None
         self._has_best = False
         self._waits = ""
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
@@ -112,10 +95,6 @@ class Panel:
         self._note = widgets.HTML()
         head = [first if typed else self._best, self._undo, self._auto(), self._note]
         self._head = widgets.HBox(head, layout=wrapping(widgets))
-        self._combine = self._buttons.add(
-            "Retry combined", "Run the cell again with both changes", self._press_both, enabled=False
-        )
-        self._combined = widgets.HTML(_COMBINE)
         self.box = widgets.VBox(self._above())
 
     def display(self) -> None:
@@ -149,7 +128,6 @@ class Panel:
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, bool(in_place))
         self._buttons.enable(self._best, self._has_best and can_retry)
-        self._buttons.enable(self._combine, self._both is not None and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
@@ -158,23 +136,17 @@ class Panel:
         rows = zip(fix_rows(plan), enumerate(plan.candidates, 1), strict=True)
         self._rows = [
             Row(
-                *(self._widgets, number, candidate, plan.unchanged, self._doctor, self._buttons),
+                *(self._widgets, number, candidate, plan.unchanged, self._buttons),
                 retry=None if self._typed else self._retry,
-                changed=self._choose,
             )
             for row, (number, candidate) in rows
             if row.apply or row.diff
         ]
-        self._unchanged = plan.unchanged
-        both = [] if self._typed or sum(row.combines for row in self._rows) < 2 else [self._both_box()]
-        self.box.children = (*self._above(), *(row.box for row in self._rows), *both)
+        self.box.children = (*self._above(), *(row.box for row in self._rows))
 
     def _above(self) -> list[Any]:
         """Return what stands above the fixes: what is put out by a retry stands where that is watched."""
         return [self._head, self._progress.box, self._buttons.output]
-
-    def _both_box(self) -> Any:
-        return self._widgets.HBox([self._combine, self._combined], layout=wrapping(self._widgets))
 
     def _auto(self) -> Any:
         """Return the choice of what is done by itself from now on."""
@@ -189,30 +161,11 @@ class Panel:
         chosen.observe(choose, "value")
         return chosen
 
-    def _choose(self) -> None:
-        """Show what the two changes that are chosen would need together."""
-        asked = [row.chosen() for row in self._rows if row.combined]
-        why = next((one.reason for one in asked if isinstance(one, Refused)), None)
-        both: Candidate | Refused = Refused(why or _COMBINE)
-        if len(asked) == 2 and why is None:
-            both = self._doctor.together(tuple(one for one in asked if not isinstance(one, Refused)))
-        if isinstance(both, Refused):
-            self._both, self._combined.value = None, escape(both.reason)
-        else:
-            row = fix_row(len(self._rows) + 1, both, self._unchanged)
-            self._both, self._combined.value = both, label(row)
-        can_retry = not self._doctor.in_place and not self._doctor.gone
-        self._buttons.enable(self._combine, self._both is not None and can_retry)
+    def _retry(self, number: int) -> None:
+        self._press("fix", number)
 
-    def _press_both(self) -> None:
-        if self._both is not None:
-            self._retry(self._both)
-
-    def _retry(self, candidate: Candidate) -> None:
-        self._press("fix", candidate)
-
-    def _press(self, verb: str, candidate: Candidate | None) -> None:
-        ended = self._doctor.press(verb, candidate, self._progress.show)
+    def _press(self, verb: str, number: int | None) -> None:
+        ended = self._doctor.press(verb, number, self._progress.show)
         if ended is not None:
             self._progress.end(ended)
         elif verb == "undo" and not self._doctor.in_place:

@@ -18,13 +18,12 @@ from state_programs import Planted, cells_of
 from state_shell import besides, cleared, differing, known, run, said, seed, started
 
 from oomdoctor import fixes, pipeline
+from oomdoctor.forecast.planning import attempt_with_all
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
-from oomdoctor.model.fix import Effect, Patch, Proposal
-from oomdoctor.model.plan import Candidate, Forecast, Verdict
+from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.objects.digest import state_digests
 from oomdoctor.sandbox import primitives
-from oomdoctor.shell import choosing
 
 CELLS: Final = cells_of("mlp", "AdamW")
 SMALL: Final = (
@@ -114,6 +113,19 @@ def test_the_inserted_cell_of_a_fresh_shell_leaves_what_the_healed_one_left(shel
         assert run(shell, cell)[0].success
     names = [name for name in differing(healed, state_digests(shell.user_ns)) if not name.startswith("_")]
     assert names == []
+
+
+def test_a_fix_is_had_in_another_dose_than_the_plans(shell: InteractiveShell) -> None:
+    case = failed(shell)
+    planned = next(one for one in case.plan.candidates if one.fix == "chunked_forward")
+    proposed = fixes.get("chunked_forward").propose(case.incident, case.evidence)
+    assert not isinstance(proposed, Refused)
+    other = next(one.dose for one in proposed if one.dose != planned.dose)
+    told = said(shell, "%oomdoctor fix chunked_forward chunks=3000")
+    assert told.startswith("oomdoctor: chunked_forward does not come with 'chunks=3000': chunks=")
+    assert said(shell, f"%oomdoctor diff chunked_forward {other}") != said(shell, "%oomdoctor diff chunked_forward")
+    said(shell, f"%oomdoctor fix chunked_forward {other}")
+    assert known().outcome.fixes == (f"chunked_forward({other})",)
 
 
 def test_earlier_cells_are_shown_as_a_diff_and_the_failing_one_is_inserted(shell: InteractiveShell) -> None:
@@ -443,12 +455,12 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
         assert not run(shell, TRAIN)[0].success
         case, opened = known(), _extension(shell).open
         by_id = {one.fix: one for one in case.plan.candidates}
-        both = choosing.together(case, opened.session, (by_id[two[0]], by_id[two[1]]))
-        assert isinstance(both, Candidate)
-        assert (both.forecast.peak, both.forecast.verdict) == (None, Verdict.UNKNOWN)
-        plan, number = choosing.with_candidate(case.plan, both)
-        pipeline.record(replace(case, plan=plan))
-        for named in (both.fix, both.label, str(number)):
+        parts = tuple((one, by_id[one].dose) for one in two)
+        patch, _ = attempt_with_all([(few[one], dose) for one, dose in parts], opened.session, case.evidence)
+        dose = Dose(tuple(value for _, own in parts for value in own.values))
+        both = replace(by_id[two[1]], fix=" + ".join(two), dose=dose, patch=patch, parts=parts)
+        pipeline.record(replace(case, plan=replace(case.plan, candidates=(*case.plan.candidates, both))))
+        for named in (both.fix, both.label, str(len(case.plan.candidates) + 1)):
             assert said(shell, f"%oomdoctor diff {named}").count("--- In[") == 2
         assert "one fix at a time" in said(shell, f"%oomdoctor diff {' '.join(two)}")
         said(shell, f"%oomdoctor fix {both.fix}")
@@ -457,25 +469,6 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
         assert "remembered" not in said(shell, "%oomdoctor status")
         assert run(shell, "%oomdoctor undo")[0].success
         assert differing(state_digests(shell.user_ns), before) == []
-
-
-def test_two_changes_together_are_said_to_need_no_more_than_one_of_them(shell: InteractiveShell) -> None:
-    two = ("checkpoint_blocks", "micro_batch")
-    few = {one: fixes.get(one) for one in two}
-    with mock.patch.object(fixes, "catalogue", return_value=few):
-        for cell in (*SMALL, f"%oomdoctor simulate {besides(BUDGET)}", TRAIN):
-            run(shell, cell)
-        case, opened = known(), _extension(shell).open
-        by_id = {one.fix: one for one in case.plan.candidates}
-        for peaks, lowest, fits in (((90, 70), 70, True), ((90, 110), 90, True), ((130, 150), 130, None)):
-            priced = [
-                replace(by_id[one], forecast=Forecast(basis=f"run of {one}", budget=100, peak=peak))
-                for one, peak in zip(two, peaks, strict=True)
-            ]
-            both = choosing.together(case, opened.session, tuple(priced))
-            assert isinstance(both, Candidate)
-            assert (both.forecast.peak, both.forecast.fits) == (lowest, fits)
-            assert both.forecast.basis.endswith(f"run of {two[peaks.index(lowest)]}")
 
 
 # What no retry cures ------------------------------------------------------------------------------------------------

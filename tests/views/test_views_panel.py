@@ -13,17 +13,11 @@ import pytest
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose
-from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import panel
 from oomdoctor.views.live import Live
 from oomdoctor.views.story import Retry
-
-DOSES = (
-    (Dose.of(micro_batch=32), cases.forecast(7.9, basis="analytic estimate", error_ratio=0.3)),
-    (cases.MICRO_BATCH.dose, cases.MICRO_BATCH.forecast),
-    (Dose.of(micro_batch=8), cases.forecast(3.3, basis="analytic estimate", error_ratio=0.3)),
-)
 
 
 class Recorder:
@@ -37,7 +31,7 @@ class Recorder:
     def __init__(self, error: BaseException | None = None, heals: Candidate | None = None) -> None:
         self.heals = heals
         self.in_place: tuple[Candidate, ...] = ()
-        self.calls: list[tuple[str, Candidate | None]] = []
+        self.calls: list[tuple[str, int | None]] = []
         self.enabled_during: list[list[str]] = []
         self.box: Any = None
         self.error = error
@@ -46,8 +40,8 @@ class Recorder:
         self.outcome: OutcomeKind | None = OutcomeKind.ROLLED_BACK
         self.seen: list[str] = []
 
-    def press(self, verb: str, candidate: Candidate | None, tell: Callable[[Live], None]) -> Live | None:
-        self.calls.append((verb, candidate))
+    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
+        self.calls.append((verb, number))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
         if verb != "undo":
             tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
@@ -59,29 +53,6 @@ class Recorder:
             return None
         kind = OutcomeKind.HEALED if self.in_place else self.outcome
         return Live(attempt=2, most=3, elapsed_s=7.25, outcome=kind)
-
-    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
-        return DOSES if candidate.fix == "micro_batch" else ()
-
-    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
-        if dose == Dose.of(micro_batch=32):
-            return Refused("<img> cannot be had")
-        return replace(candidate, dose=dose)
-
-    def joins(self, candidate: Candidate) -> bool:
-        return not candidate.parts and candidate.fix != "lone"
-
-    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
-        if any(one.fix == "checkpoint_blocks" for one in chosen):
-            return Refused("both change <img>")
-        first, second = chosen
-        return replace(
-            first,
-            fix=f"{first.fix} + {second.fix}",
-            title=f"{first.title}; {second.title}",
-            forecast=cases.forecast(4.5, basis="analytic estimate"),
-            parts=((first.fix, first.dose), (second.fix, second.dose)),
-        )
 
 
 def _all(widget: Any) -> list[Any]:
@@ -131,11 +102,6 @@ def _row_box(box: Any, number: int) -> Any:
     )
 
 
-def _slider(box: Any) -> Any:
-    (slider,) = _of(box, ipywidgets.SelectionSlider)
-    return slider
-
-
 def _built(doctor: Recorder, case: Case | None = None, **kwargs: Any) -> Any:
     made = panel.build(case or cases.offered(), doctor, **kwargs)
     assert made is not None
@@ -151,9 +117,7 @@ def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
         *("Retry with 1", "Show diff 1", "Show as a cell 1"),
         "Retry with 2",
         *("Retry with 3", "Show diff 3", "Show as a cell 3"),
-        "Retry combined",
     ]
-    assert [choice.description for choice in _of(box, ipywidgets.Checkbox)] == ["Combine 1", "Combine 2", "Combine 3"]
 
 
 def test_each_button_says_what_is_to_be_done() -> None:
@@ -161,7 +125,7 @@ def test_each_button_says_what_is_to_be_done() -> None:
     buttons = _buttons(_built(doctor))
     for name in ("Retry with 1", "Retry best", "Retry with 3"):
         buttons[name].click()
-    assert doctor.calls == [("fix", cases.MICRO_BATCH), ("retry", None), ("fix", cases.AUTOCAST)]
+    assert doctor.calls == [("fix", 1), ("retry", None), ("fix", 3)]
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
@@ -169,7 +133,7 @@ def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
     box = _built(doctor)
     _buttons(box)["Retry best"].click()
     assert doctor.enabled_during == [[]]
-    assert _off(box) == ["Undo", "Retry combined"]
+    assert _off(box) == ["Undo"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
@@ -179,7 +143,7 @@ def test_buttons_are_on_again_after_a_failure(error: BaseException) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # ipywidgets logs an error of a callback, and lets an interrupt pass
         _buttons(box)["Retry best"].click()
     assert doctor.calls == [("retry", None)]
-    assert _off(box) == ["Undo", "Retry combined"]
+    assert _off(box) == ["Undo"]
 
 
 def test_a_press_during_a_run_does_nothing() -> None:
@@ -217,73 +181,6 @@ def test_the_changed_cell_is_shown_to_be_copied_with_the_command_that_inserts_it
     assert "%oomdoctor fix 1 --insert" in _text(box)
 
 
-def test_the_slider_shows_the_forecast_of_each_dose_as_it_moves() -> None:
-    box = _built(Recorder())
-    slider, (choice,) = _slider(box), _of(_row_box(box, 1), ipywidgets.Dropdown)
-    assert [text for text, _ in slider.options] == ["32", "16", "8"]
-    assert (slider.value, choice.label) == (1, "16")
-    assert "(micro_batch=16)" in _text(box)
-    assert "GiB" not in _row(box, 1), "the diagnosis above has its price"
-    assert "✓ fits" in _row(box, 1)
-    slider.value = 2
-    assert choice.label == "8"
-    assert "(micro_batch=8)" in _text(box)
-    assert "✓ fits: ≈ 9.41 GiB → ≈ 3.30 GiB allocated; analytic estimate, ± 30 %" in _text(box)
-    choice.value = 0
-    assert slider.value == 0
-    assert "~ borderline: ≈ 9.41 GiB → ≈ 7.90 GiB" in _text(box)
-    slider.value = 1
-    assert "GiB" not in _row(box, 1)
-
-
-def test_a_retry_takes_the_dose_that_is_chosen() -> None:
-    doctor = Recorder()
-    box = _built(doctor)
-    _slider(box).value = 2
-    _buttons(box)["Retry with 1"].click()
-    assert doctor.calls == [("fix", replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8)))]
-
-
-def test_a_dose_that_cannot_be_had_is_not_run_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor = Recorder()
-    box = _built(doctor)
-    _buttons(box)["Show diff 1"].click()
-    _slider(box).value = 0
-    assert "&lt;img&gt; cannot be had" in _text(box), "an open diff is that of the dose"
-    _buttons(box)["Retry with 1"].click()
-    assert doctor.calls == []
-    assert "cannot be had" in capsys.readouterr().out
-
-
-def test_two_changes_are_combined_and_priced_together() -> None:
-    doctor = Recorder()
-    box = _built(doctor)
-    first, _, third = _of(box, ipywidgets.Checkbox)
-    combined = _buttons(box)["Retry combined"]
-    first.value = True
-    assert combined.disabled
-    assert "Choose two changes" in _text(box)
-    third.value = True
-    assert not combined.disabled
-    assert "≈ 9.41 GiB → ≈ 4.50 GiB allocated; analytic estimate" in _text(box)
-    combined.click()
-    ((verb, candidate),) = doctor.calls
-    assert (verb, candidate.fix) == ("fix", "micro_batch + autocast")
-
-
-def test_two_changes_that_cannot_be_combined_say_why() -> None:
-    doctor = Recorder()
-    box = _built(doctor)
-    first, second, third = _of(box, ipywidgets.Checkbox)
-    first.value = second.value = True
-    assert _buttons(box)["Retry combined"].disabled
-    assert "both change &lt;img&gt;" in _text(box)
-    third.value = True
-    assert "Choose two changes" in _text(box), "three are too many"
-    _buttons(box)["Retry combined"].click()
-    assert doctor.calls == []
-
-
 def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
     doctor = Recorder()
     box = _built(doctor)
@@ -313,7 +210,7 @@ def test_what_a_retry_puts_out_stands_where_it_is_watched() -> None:
     assert "Retry best" in _buttons(head)
     assert _of(progress, ipywidgets.FloatProgress)
     assert isinstance(output, ipywidgets.Output)
-    assert len(fixes) == 4
+    assert len(fixes) == 3
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -329,7 +226,7 @@ def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
     box = _built(doctor)
     buttons = _buttons(box)
     buttons["Retry with 1"].click()
-    assert _off(box) == ["Retry best", "Retry with 1", "Retry with 2", "Retry with 3", "Retry combined"]
+    assert _off(box) == ["Retry best", "Retry with 1", "Retry with 2", "Retry with 3"]
     assert [name for name, one in buttons.items() if one.button_style == "primary"] == [
         "Show diff 1",
         "Show as a cell 1",
@@ -337,7 +234,7 @@ def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
     assert "✓ in place" in _row(box, 1)
     assert "in place" not in _row(box, 3)
     buttons["Undo"].click()
-    assert _off(box) == ["Undo", "Retry combined"]
+    assert _off(box) == ["Undo"]
     assert _primary(box) == ["Retry best"]
     assert "in place" not in _text(box)
     assert "Healed" not in _text(box), "it is healed no more"
@@ -354,35 +251,23 @@ def test_a_cell_that_was_healed_elsewhere_is_shown_so() -> None:
     assert "✓ in place" in _row(made.box, 3)
     doctor.in_place = ()
     made.refresh()
-    assert _off(made.box) == ["Undo", "Retry combined"]
+    assert _off(made.box) == ["Undo"]
 
 
 def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
     doctor = Recorder()
     made = panel.build(cases.offered(), doctor)
     assert made is not None
-    first, _, third = _of(made.box, ipywidgets.Checkbox)
-    first.value = third.value = True
     doctor.gone = "another <cell> has failed since: run it again by `Run`"
     made.refresh()
     assert _off(made.box) == [button.description for button in _running(made.box)]
     assert _primary(made.box) == []
     assert "Retries are off: another &lt;cell&gt; has failed since" in _text(made.box)
     assert "`" not in _text(made.box)
-    third.value = False
-    third.value = True
-    assert "Retry combined" in _off(made.box)
     doctor.gone = ""
     made.refresh()
     assert _off(made.box) == ["Undo"]
     assert "Retries are off" not in _text(made.box)
-
-
-def test_what_cannot_be_combined_is_not_offered_for_that() -> None:
-    case = cases.offered()
-    alone = replace(case.plan.candidates[0], fix="lone")
-    box = _built(Recorder(), replace(case, plan=replace(case.plan, candidates=(alone, *case.plan.candidates[1:]))))
-    assert [choice.description for choice in _of(box, ipywidgets.Checkbox)] == ["Combine 2", "Combine 3"]
 
 
 def test_the_bar_is_there_while_there_is_something_to_measure() -> None:
@@ -406,31 +291,15 @@ def test_the_bar_is_there_while_there_is_something_to_measure() -> None:
     assert "Ended without a result" in _text(box)
 
 
-def test_a_dose_and_its_slider_stay_together_where_the_row_breaks() -> None:
-    box = _built(Recorder())
-    slider = _slider(box)
-    (around,) = [one for one in _all(box) if slider in getattr(one, "children", ())]
-    assert [type(one).__name__ for one in around.children] == ["Dropdown", "SelectionSlider"]
-
-
 def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
-    doctor = Recorder(heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8)))
+    doctor = Recorder(
+        heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8), patch=Refused("no diff of this one"))
+    )
     box = _built(doctor)
+    _buttons(box)["Show diff 1"].click()
     _buttons(box)["Retry with 1"].click()
-    assert doctor.calls == [("fix", cases.MICRO_BATCH)], "a stronger one than was asked for"
-    assert _slider(box).value == 2
-    assert "(micro_batch=8)" in _row(box, 1)
-
-
-def test_two_changes_are_not_combined_in_a_cell_that_was_healed() -> None:
-    doctor = Recorder(heals=cases.MICRO_BATCH)
-    box = _built(doctor)
-    _buttons(box)["Retry best"].click()
-    first, _, third = _of(box, ipywidgets.Checkbox)
-    first.value = third.value = True
-    assert _buttons(box)["Retry combined"].disabled
-    _buttons(box)["Undo"].click()
-    assert not _buttons(box)["Retry combined"].disabled
+    assert "(micro_batch=8)" in _row(box, 1), "a stronger one than was asked for"
+    assert "no diff of this one" in _text(box), "an open diff is that of the dose"
 
 
 @pytest.mark.parametrize(
@@ -486,46 +355,25 @@ def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> Non
     box = _built(Recorder())
     for number in (1, 3):
         _buttons(box)[f"Show as a cell {number}"].click()
-    kinds = (ipywidgets.Button, ipywidgets.Checkbox, ipywidgets.Dropdown, ipywidgets.Textarea, ipywidgets.FloatProgress)
+    kinds = (ipywidgets.Button, ipywidgets.Dropdown, ipywidgets.Textarea, ipywidgets.FloatProgress)
     names = [widget.description for widget in _of(box, kinds)]
     assert all(names)
-    for kind in kinds[:2]:
-        named = [widget.description for widget in _of(box, kind)]
-        assert len(set(named)) == len(named)
+    named = list(_buttons(box))
+    assert len(named) == len(_of(box, ipywidgets.Button))
     assert all(button.tooltip for button in _of(box, ipywidgets.Button))
-
-
-class Hostile(Recorder):
-    """Answers with texts of the program's that try to break out."""
-
-    def doses(self, candidate: Candidate) -> tuple[tuple[Dose, Forecast], ...]:
-        other = Dose((*(("name", f"{cases.HOSTILE}!"),), (cases.HOSTILE, cases.CONTROL)))
-        return ((candidate.dose, candidate.forecast), (other, cases.forecast(None, refused=cases.HOSTILE)))
-
-    def at_dose(self, candidate: Candidate, dose: Dose) -> Candidate | Refused:
-        return candidate if dose == candidate.dose else Refused(cases.HOSTILE)
-
-    def together(self, chosen: tuple[Candidate, ...]) -> Candidate | Refused:
-        return Refused(cases.HOSTILE)
 
 
 def test_hostile_names_stay_text() -> None:
     case = cases.hostile()
     twice = replace(case, plan=replace(case.plan, candidates=case.plan.candidates * 2))
-    box = _built(Hostile(), twice, retry=Retry(why=cases.HOSTILE))
+    box = _built(Recorder(), twice, retry=Retry(why=cases.HOSTILE))
     for name in ("Show diff 1", "Show as a cell 1"):
         _buttons(box)[name].click()
-    shown = [_text(box)]
-    _of(box, ipywidgets.Dropdown)[1].value = 1
-    shown.append(_text(box))
-    for choice in _of(box, ipywidgets.Checkbox):
-        choice.value = True
-    shown.append(_text(box))
-    for text in shown:
-        assert "<img" not in text
-        assert "&lt;img" in text
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+    text = _text(box)
+    assert "<img" not in text
+    assert "&lt;img" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
     labels = [widget.description for widget in _of(box, ipywidgets.DOMWidget) if hasattr(widget, "description")]
     assert not any("<" in label for label in labels), "ipywidgets 7 takes descriptions for HTML"
 
