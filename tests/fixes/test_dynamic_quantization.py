@@ -10,12 +10,15 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes.dynamic_quantization import FIX, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.retry import Transaction
+
+FIX = fixes.get("dynamic_quantization")
+patch, propose = FIX.patch, FIX.propose
 
 INT8 = Dose.of(dtype="qint8")
 

@@ -13,14 +13,17 @@ from observed import facts
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from oomdoctor.fixes import _precision_guard
-from oomdoctor.fixes.half_weights import FIX, guard, patch, propose
+from oomdoctor import fixes
+from oomdoctor.fixes import _forward
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.retry import Transaction
+
+FIX = fixes.get("half_weights")
+guard, patch, propose = FIX.guard, FIX.patch, FIX.propose
 
 BF16, FP16 = Dose.of(dtype="bfloat16"), Dose.of(dtype="float16")
 
@@ -290,7 +293,7 @@ def test_a_forecast_counts_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = register_optimizer_step_pre_hook(lambda *args: steps.append(args))
     try:
         with monkeypatch.context() as forecast:
-            forecast.setattr(_precision_guard, "is_shadow_run", lambda: True)
+            forecast.setattr(_forward, "is_shadow_run", lambda: True)
             with guard(live.session(), BF16):
                 nn.Linear(2, 2).to(torch.bfloat16)
         assert not steps
