@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.fixes import _class_calls, _ddp_loader, _ddp_ranks
 from oomdoctor.model.absence import Refused
@@ -41,6 +42,7 @@ _CAVEAT: Final = (
 )
 _NUMBERED: Final = re.compile(r"cuda:[1-9]|\bcuda\(\s*\d|\.to\(\s*\d|\bset_device\b|CUDA_VISIBLE_DEVICES|f[\"']cuda:")
 _STARTS: Final = re.compile(r"\binit_process_group\b|\bDistributedDataParallel\b|\bnotebook_launcher\b|\bAccelerator\(")
+_MOVE: Final = m.Call(func=m.Attribute(attr=m.Name("to") | m.Name("cuda")))
 _ALL: Final = re.compile(r"(list\()?range\(torch\.cuda\.device_count\(\)\)\)?")
 
 
@@ -146,42 +148,30 @@ class _Program:
         self._processes = _processes(others)
         if self._processes is None:
             return f"{one.where} names the devices in a way that is not followed"
-        value = _assigned_by(one.statement)
-        if value is None:
-            return f"{one.where} does more than to wrap the model"
-        moves = value is not one.node
-        if moves and not _moves(value, one.node):
+        small = one.statement.body[0] if isinstance(one.statement, cst.SimpleStatementLine) else None
+        value = small.value if isinstance(small, cst.Assign | cst.AnnAssign) else None
+        moved = value.func.value if m.matches(value or one.node, _MOVE) else None  # type: ignore[union-attr]
+        if value is None or one.node not in (value, moved):
             return f"{one.where} does more than to wrap the model"
         model = _class_calls.code_of(given.value)
-        if moves:
+        if moved is one.node:
             model += "." + _class_calls.code_of(value).removeprefix(_class_calls.code_of(one.node)).lstrip(".")
-        elif not _is_move(given.value) and (move := self._moved_later(model)) is not None:
-            model += move
-        elif not _is_move(given.value) and not self._is_moved_before(model):
-            return f"where `{model}` is put on its device was not found in the cells"
+        elif not m.matches(given.value, _MOVE):
+            model += self._move(model)
         wrapper = self._import(one.cell, "torch.nn.parallel", _ddp_ranks.DDP)
         self._exchange(one.cell, value, cst.parse_expression(f"{wrapper}({model})"))
         return None
 
-    def _is_moved_before(self, model: str) -> bool:
-        name = re.escape(model)
-        pattern = re.compile(rf"^\s*(?:{name}\s*=.*)?(?:{name})?\.(to|cuda)\(.*\)", re.MULTILINE)
-        return any(pattern.search(text) for text in self._texts(before=True))
-
-    def _moved_later(self, model: str) -> str | None:
+    def _move(self, model: str) -> str:
+        """Return the move to the device of the process that the model lacks where it is wrapped."""
         names = "|".join(map(re.escape, {model, str(self._wrapper.target)}))
-        pattern = re.compile(rf"^\s*(?:(?:{names})\s*=\s*)?(?:{names})(\.(?:to|cuda)\([^()\n]*\))", re.MULTILINE)
-        return next((match[1] for text in self._texts(before=False) if (match := pattern.search(text))), None)
-
-    def _texts(self, *, before: bool) -> Iterator[str]:
-        """Yield the text of the cells before the wrapper, or after it."""
-        one = self._wrapper
-        for cell in self._cells.history:
-            lines = cell.source.splitlines()
-            if cell.number == one.cell.number:
-                yield "\n".join(lines[: one.line - 1] if before else lines[one.line :])
-            elif (cell.number < one.cell.number) is before:
-                yield cell.source
+        moves = re.compile(rf"^\s*(?:(?:{names})\s*=.*)?(?:{names})?(\.(?:to|cuda)\([^()\n]*\))", re.MULTILINE)
+        here = self._wrapper.cell.number, self._wrapper.line
+        lines = {(c.number, n): text for c in self._cells.history for n, text in enumerate(c.source.splitlines(), 1)}
+        if moves.search("\n".join(text for at, text in lines.items() if at < here)):
+            return ""
+        later = moves.search("\n".join(text for at, text in lines.items() if at > here))
+        return ".cuda()" if later is None else later[1]
 
     def _share_out(self) -> str | None:
         """Have each process take its part of the batches."""
@@ -253,11 +243,6 @@ class _Program:
         return parsed
 
 
-def _assigned_by(statement: rewriting.Statement) -> cst.BaseExpression | None:
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return small.value if isinstance(small, cst.Assign | cst.AnnAssign) else None
-
-
 def _processes(others: Sequence[cst.Arg]) -> str | None:
     """Return how many processes to start, as torchrun takes it, None where that is not known."""
     if not others:
@@ -270,17 +255,6 @@ def _processes(others: Sequence[cst.Arg]) -> str | None:
     numbers = re.findall(r"\d+", text)
     is_first = re.fullmatch(r"[\[(][\d, ]+[\])]", text) and numbers == [str(n) for n in range(len(numbers))]
     return str(len(numbers)) if is_first else None
-
-
-def _moves(value: cst.BaseExpression, call: cst.Call) -> bool:
-    """Whether ``value`` puts what ``call`` makes on a device, and nothing else."""
-    return isinstance(value, cst.Call) and _is_move(value) and getattr(value.func, "value", None) is call
-
-
-def _is_move(node: cst.BaseExpression) -> bool:
-    return (
-        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in {"to", "cuda"}
-    )
 
 
 def _outer_loops(parsed: rewriting.ParsedCell, loop: TrainingLoop, cell: Cell) -> Iterator[cst.For | cst.While]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum, auto
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,7 +46,6 @@ _LAUNCHES: Final = 1.1
 _USES_GRADIENTS: Final = re.compile(r"\.grad\b(?!\s*=\s*None)")
 _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-_MISSING: Final = object()
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -63,6 +61,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused("gradients are accumulated over several batches before a step")
     if (kept := code.first("drop_retain_graph")) is not None:
         return Refused(f"{kept} uses the graph again, with parameters that would have been stepped")
+    if code.first("set_to_none") is not None:
+        return Refused("gradients are kept as zeros, with which parameters would be stepped")
     if (spread := code.distributed or code.data_parallel) is not None:
         return Refused(f"{spread} gathers gradients before the step")
     if not code.steppers:
@@ -104,74 +104,56 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     with ExitStack() as undo:
         _refuse_uses(undo, session)
         _watch_others(undo, early)
-        _watch_modules(undo, early)
         for one in early:
             one.begin(undo)
         yield
         for one in early:
-            if one.phase is _Phase.STEPPED:
+            if one.stepped:
                 raise OomDoctorError(f"a backward pass was not followed by a step of `{one.path}`")
 
 
-class _Phase(Enum):
-    """How far the step of one optimizer has come."""
-
-    ZEROED = auto()
-    STEPPED = auto()
-    """Parameters were stepped in ``backward``; the program's own call of ``step`` is still to come."""
-    DONE = auto()
-
-
 class _Early:
-    """One optimizer whose parameters are stepped as their gradients come."""
+    """One optimizer whose parameters are stepped as their gradients come.
+
+    Attributes:
+        stepped: the parameters that were, for which the program's own call of ``step`` is still to come.
+    """
 
     def __init__(self, path: str, optimizer: Any) -> None:
         self.path, self.optimizer = path, optimizer
-        self.phase = _Phase.ZEROED
-        self._stepped: set[int] = set()
+        self.stepped: set[int] = set()
         # The same state by another object, whose only parameter is the one at hand. Hooks and what a scheduler has put
         # around ``step`` stay with the optimizer, whose own ``step`` is called as often as ever.
         self.alone = object.__new__(type(optimizer))
-        held = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
-        vars(self.alone).update(held)
+        vars(self.alone).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         self._told = False
         self._options: list[dict[str, Any]] = []
 
     def begin(self, undo: ExitStack) -> None:
-        """Set the hooks and stand before ``step`` and ``zero_grad``."""
+        """Set the hooks and stand before ``step``."""
         for weight in _weights(self.optimizer):
             if weight.requires_grad:
                 handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
                 undo.callback(_take_off, weight, handle)
         undo.callback(_in_order, self.optimizer)
-        _replace(undo, self.optimizer, "step", self._step(self.optimizer.step))
-        _replace(undo, self.optimizer, "zero_grad", self._zero_grad(self.optimizer.zero_grad))
+        held, before = vars(self.optimizer), dict(vars(self.optimizer))
+        undo.callback(lambda: held.update(step=before["step"]) if "step" in before else held.pop("step"))
+        held["step"] = self._step(self.optimizer.step)
 
     def owns(self, weight: Any) -> bool:
         """Whether ``weight`` is one of its parameters."""
         return any(weight is one for one in _weights(self.optimizer))
 
-    def zeroed(self, set_to_none: bool) -> None:
-        """Note that gradients are zeroed."""
-        if self.phase is _Phase.STEPPED:
-            raise OomDoctorError("gradients are zeroed between the backward pass and the step")
-        if not set_to_none:
-            raise OomDoctorError("gradients are kept as zeros, with which parameters would be stepped")
-        self.phase = _Phase.ZEROED
-        self._stepped.clear()
-
     def _on_gradient(self, weight: Any) -> None:
         import torch
 
-        if id(weight) in self._stepped and self.phase is _Phase.STEPPED:
+        if id(weight) in self.stepped:
             raise OomDoctorError("a parameter gets its gradient in several parts before the step")
-        if self.phase is _Phase.DONE:
-            raise OomDoctorError(f"the gradients of `{self.path}` are not zeroed between two backward passes")
         if weight.grad.requires_grad:
             raise OomDoctorError("the backward pass makes a graph of the gradients")
         if not self._told:
             self._tell()
-        if self.phase is _Phase.ZEROED:
+        if not self.stepped:
             self._options = _options(self.optimizer)
         self.alone.state = self.optimizer.state  # another one where a checkpoint was loaded
         (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
@@ -179,8 +161,7 @@ class _Early:
         with torch.no_grad():
             _bare_step(type(self.optimizer))(self.alone)
         weight.grad = None
-        self._stepped.add(id(weight))
-        self.phase = _Phase.STEPPED
+        self.stepped.add(id(weight))
 
     def _tell(self) -> None:
         """Tell those who watch optimizers, a snapshot among them, before the first parameter changes."""
@@ -195,24 +176,12 @@ class _Early:
         def step(*args: Any, **kwargs: Any) -> Any:
             if any(value is not None for value in (*args, *kwargs.values())):
                 raise OomDoctorError("the optimizer calls a closure, or is told by arguments how to step")
-            if self.phase is _Phase.DONE:
-                raise OomDoctorError("the optimizer steps twice with the same gradients")
-            if self.phase is _Phase.STEPPED and not _same_options(self._options, _options(self.optimizer)):
+            if self.stepped and not _same_options(self._options, _options(self.optimizer)):
                 raise OomDoctorError(f"the settings of `{self.path}` change between the backward pass and the step")
-            result = original()  # without gradients it steps nothing, and schedulers and hooks see their step
-            if self.phase is _Phase.STEPPED:
-                self.phase = _Phase.DONE
-            return result
+            self.stepped.clear()
+            return original()  # without gradients it steps nothing, and schedulers and hooks see their step
 
         return step
-
-    def _zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.zeroed(set_to_none)
-            original(set_to_none=set_to_none)
-
-        return zero_grad
 
 
 def _bare_step(cls: Any) -> Callable[[Any], Any]:
@@ -304,27 +273,6 @@ def _watch_others(undo: ExitStack, early: list[_Early]) -> None:
     undo.callback(register_optimizer_step_pre_hook(before_step).remove)
 
 
-def _watch_modules(undo: ExitStack, early: list[_Early]) -> None:
-    """Tell the optimizers when a module zeroes gradients."""
-    from torch import nn
-
-    original = nn.Module.zero_grad
-
-    @wraps(original)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        zeroed = {id(weight) for weight in self.parameters()}
-        for one in early:
-            mine = {id(weight) for weight in _weights(one.optimizer)}
-            if mine & zeroed and not mine <= zeroed:
-                raise OomDoctorError(f"the gradients of some parameters of `{one.path}` are zeroed and of others not")
-            if mine & zeroed:
-                one.zeroed(set_to_none)
-        original(self, set_to_none=set_to_none)
-
-    undo.callback(setattr, nn.Module, "zero_grad", original)
-    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
 def _weights(optimizer: Any) -> list[Any]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
@@ -361,15 +309,6 @@ def _take_off(weight: Any, handle: Any) -> None:
     handle.remove()
     if not weight._post_accumulate_grad_hooks:
         weight._post_accumulate_grad_hooks = None  # as it was before the first one
-
-
-def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = vars(owner).get(name, _MISSING)
-    vars(owner)[name] = value
-    if before is _MISSING:
-        undo.callback(vars(owner).pop, name, None)
-    else:
-        undo.callback(vars(owner).__setitem__, name, before)
 
 
 FIX: Final = Fix(

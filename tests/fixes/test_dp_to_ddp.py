@@ -182,6 +182,7 @@ def test_golden_diff_and_second_time() -> None:
         ("model.to(device)\nmodel = nn.DataParallel(model)", "DistributedDataParallel(model)"),
         ("model = Net().to(device)\nmodel = nn.DataParallel(model)", "DistributedDataParallel(model)"),
         ("net = nn.DataParallel(model)\nmodel = net.to(device)", "DistributedDataParallel(model.to(device))"),
+        ("model = nn.DataParallel(model)", "DistributedDataParallel(model.cuda())"),
     ],
 )
 def test_the_model_is_on_its_device_before_it_is_wrapped(line, expected) -> None:
@@ -217,7 +218,6 @@ def test_what_is_proposed() -> None:
         ((DATA, MODEL.replace("(model)", "(model, device_ids=[1, 2])", 1), TRAIN), "names the devices"),
         ((DATA, MODEL.replace("(model)", "(model, dim=1)", 1), TRAIN), "names the devices"),
         ((DATA, MODEL.replace("nn.DataParallel(model)", "f(nn.DataParallel(model))"), TRAIN), "more than to wrap"),
-        ((DATA, MODEL.replace("model.to(device)", ""), TRAIN), "where `model` is put on its device"),
         ((DATA, MODEL.replace("(device)", "('cuda:1')"), TRAIN), "`cuda:1` names one device"),
         ((DATA, MODEL.replace("model.to(device)", "model.cuda(0)"), TRAIN), "`cuda(0` names one device"),
         ((DATA, "dist.init_process_group()\n" + MODEL, TRAIN), "start processes already"),
