@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -37,7 +38,10 @@ from oomdoctor.program.names import blocks_of
 __all__ = ["under_autocast"]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"})
+_CLIPPING: Final = m.Name(value=m.MatchIfTrue(lambda name: name in _CLIPS))
 _SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
+_DEVICE: Final = re.compile(r"(torch\.)?device\(|.*\.device$")
+_TYPE: Final = re.compile(r"'\w+'")
 _OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
 
 
@@ -243,15 +247,14 @@ class _Scale(cst.CSTTransformer):
 
     def __init__(self, parsed: rewriting.ParsedCell, facts: TrainingLoop, scaler: str, scale: str) -> None:
         super().__init__()
-        self._parsed, self._scaler = parsed, scaler
-        self._optimizer = facts.optimizers[0]
+        self._parsed, self._scaler, self._optimizer = parsed, scaler, facts.optimizers[0]
         self._scale = scale if "schedule" in facts.order else ""
 
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        lines = self._scaled(updated_node)
-        if lines is None:
+        lines = [new for line in rewriting.apart(updated_node) for new in self._with_scaler(line)]
+        if lines == [updated_node]:
             return updated_node
         lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         return cst.FlattenSentinel(lines)
@@ -259,56 +262,32 @@ class _Scale(cst.CSTTransformer):
     def leave_SimpleStatementSuite(  # noqa: N802
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.BaseSuite:
-        lines = self._scaled(updated_node)
-        return updated_node if lines is None else cst.IndentedBlock(body=lines)
+        old = rewriting.apart(updated_node)
+        lines = [new for line in old for new in self._with_scaler(line)]
+        return updated_node if lines == old else cst.IndentedBlock(body=lines)
 
-    def _scaled(self, node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.BaseStatement] | None:
-        """Return the statements of a line with the scaler in them, None where it has to do with none of them."""
-        old = rewriting.apart(node)
-        new = [list(self._with_scaler(line)) for line in old]
-        if new == [[line] for line in old]:
-            return None
-        return [line for lines in new for line in lines]
+    def _with_scaler(self, line: cst.SimpleStatementLine) -> list[cst.BaseStatement]:
+        (small,), bare = line.body, line.with_changes(leading_lines=())
+        match small:
+            case cst.Expr(value=cst.Call(func=cst.Attribute(value=of, attr=cst.Name(value="backward")))):
+                plain = of.with_changes(lpar=(), rpar=()) if hasattr(of, "lpar") else of
+                scaled = cst.parse_expression(f"{self._scaler}.scale({rewriting.text_of(plain)})")
+                return [cst.ensure_type(line.deep_replace(of, scaled), cst.SimpleStatementLine)]
+            case cst.Expr(value=cst.Call(func=cst.Attribute(attr=cst.Name(value="step")) as func)):
+                owner = rewriting.text_of(func.value)
+                if owner == self._optimizer:
+                    kept = f"{self._scale} = {self._scaler}.get_scale()\n" if self._scale else ""
+                    return self._parse(f"{self._scaler}.step({owner})\n{kept}{self._scaler}.update()")
+                if self._scale and _SCHEDULER.search(owner):
+                    condition = f"if {self._scaler}.get_scale() >= {self._scale}:"
+                    (block,) = self._parse(f"{condition}  # no step was taken if the gradients overflowed\n    pass")
+                    return [block.with_changes(body=cst.ensure_type(block, cst.If).body.with_changes(body=[bare]))]
+        if m.findall(small, m.Call(func=_CLIPPING | m.Attribute(attr=_CLIPPING))):
+            return [*self._parse(f"{self._scaler}.unscale_({self._optimizer})"), bare]
+        return [line]
 
-    def _with_scaler(self, line: cst.SimpleStatementLine) -> Iterator[cst.BaseStatement]:
-        try:
-            node = ast.parse(cst.Module([line.with_changes(leading_lines=())]).code.strip()).body[0]
-        except SyntaxError:
-            return iter([line])
-        return self._lines(node, line)
-
-    def _lines(self, node: ast.stmt, line: cst.SimpleStatementLine) -> Iterator[cst.BaseStatement]:
-        bare = line.with_changes(leading_lines=())
-        calls = [part for part in own(node) if isinstance(part, ast.Call)]
-        if any(_last(call) in _CLIPS for call in calls):
-            yield from self._parse(f"{self._scaler}.unscale_({self._optimizer})")
-            yield bare
-        elif any(_method(call) == "backward" for call in calls):
-            yield self._backward(line)
-        elif any(_is_step_of(call, self._optimizer) for call in calls):
-            yield from self._parse(f"{self._scaler}.step({self._optimizer})")
-            if self._scale:
-                yield from self._parse(f"{self._scale} = {self._scaler}.get_scale()")
-            yield from self._parse(f"{self._scaler}.update()")
-        elif self._scale and any(map(_is_schedule, calls)):
-            text = f"if {self._scaler}.get_scale() >= {self._scale}:  # no step was taken if the gradients overflowed"
-            (block,) = self._parse(f"{text}\n    pass")
-            block = cst.ensure_type(block, cst.If)
-            yield block.with_changes(body=block.body.with_changes(body=[bare]))
-        else:
-            yield line
-
-    def _backward(self, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
-        call = cst.ensure_type(cst.ensure_type(line.body[0], cst.Expr).value, cst.Call)
-        receiver = cst.ensure_type(call.func, cst.Attribute).value
-        bare = receiver.with_changes(lpar=(), rpar=()) if hasattr(receiver, "lpar") else receiver
-        scaled = cst.Call(
-            func=cst.Attribute(value=cst.Name(self._scaler), attr=cst.Name("scale")), args=[cst.Arg(bare)]
-        )
-        return cst.ensure_type(line.deep_replace(receiver, scaled), cst.SimpleStatementLine)
-
-    def _parse(self, text: str) -> tuple[cst.BaseStatement, ...]:
-        return rewriting.statements(text + "\n", self._parsed)
+    def _parse(self, text: str) -> list[cst.BaseStatement]:
+        return list(rewriting.statements(text + "\n", self._parsed))
 
 
 def _with_scaler(cells: Cells, edit: Edit, index: int, line: str) -> Edit | Refused:
@@ -340,50 +319,30 @@ def _device_text(loop: ast.AST, around: Iterable[ast.AST], trees: Iterable[ast.M
         trees: the cells, for what is said about the device at their top level.
         kind: ``cuda``, as it was found to be.
     """
-    literal, trees = f'"{kind}"', list(trees)
+    trees = list(trees)
     functions = [node for node in around if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    names = set(_moved_to(loop)) or {name for tree in trees for name in _moved_to(tree) if "." not in name}
-    if len(names) != 1:
-        return literal
-    (name,) = names
+    names = _moved_to(loop) or {name for tree in trees for name in _moved_to(tree) if "." not in name}
+    name = min(names, default="")
     root = name.partition(".")[0]
-    parameters = {part.arg for one in functions for part in ast.walk(one.args) if isinstance(part, ast.arg)}
-    top = {one for tree in trees for node in tree.body for one in bound(node)}
-    if root not in parameters | top | {one for function in functions for one in bound(function)}:
-        return literal
-    if name.endswith(".device"):
+    given = {part.arg for one in functions for part in ast.walk(one.args) if isinstance(part, ast.arg)}
+    known = {one for node in (*functions, *(node for tree in trees for node in tree.body)) for one in bound(node)}
+    if len(names) != 1 or root not in given | known:
+        return f'"{kind}"'
+    places = [] if root in given else [part for one in (*functions, *trees) for part in ast.walk(one)]
+    made = [one for one in places if isinstance(one, ast.Assign) and name in map(ast.unparse, one.targets)]
+    values = {ast.unparse(value) for one in made for value in _choices(one.value)}
+    if name.endswith(".device") or (values and all(map(_DEVICE.match, values))):
         return f"{name}.type"
-    values = list(_values([*functions, *trees], name)) if root not in parameters else []
-    if values and all(map(_is_device, values)):
-        return f"{name}.type"
-    return name if values and all(map(_is_type, values)) else f"torch.device({name}).type"
+    return name if values and all(map(_TYPE.fullmatch, values)) else f"torch.device({name}).type"
 
 
-def _moved_to(node: ast.AST) -> Iterator[str]:
-    """Yield what ``.to`` is told by a name: dtypes and other tensors are told apart by how they are called."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "to":
-            given = [*part.args[:1], *(one.value for one in part.keywords if one.arg == "device")]
-            for one in given:
-                if isinstance(one, ast.Name | ast.Attribute) and "dev" in ast.unparse(one).lower():
-                    yield ast.unparse(one)
+def _moved_to(node: ast.AST) -> set[str]:
+    """Return what ``.to`` is told by a name: dtypes and other tensors are told apart by how they are called."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and _method(part) == "to"]
+    given = [one for call in calls for one in (*call.args[:1], *(k.value for k in call.keywords if k.arg == "device"))]
+    texts = [ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute)]
+    return {text for text in texts if "dev" in text.lower()}
 
 
-def _values(nodes: Iterable[ast.AST], name: str) -> Iterator[ast.expr]:
-    for node in nodes:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Assign) and any(ast.unparse(target) == name for target in part.targets):
-                yield part.value
-
-
-def _is_device(value: ast.expr) -> bool:
-    if isinstance(value, ast.IfExp):
-        return _is_device(value.body) and _is_device(value.orelse)
-    text = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-    return text in ("torch.device", "device") or (isinstance(value, ast.Attribute) and value.attr == "device")
-
-
-def _is_type(value: ast.expr) -> bool:
-    if isinstance(value, ast.IfExp):
-        return _is_type(value.body) and _is_type(value.orelse)
-    return isinstance(value, ast.Constant) and isinstance(value.value, str) and ":" not in value.value
+def _choices(value: ast.expr) -> list[ast.expr]:
+    return [*_choices(value.body), *_choices(value.orelse)] if isinstance(value, ast.IfExp) else [value]

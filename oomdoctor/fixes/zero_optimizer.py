@@ -39,6 +39,9 @@ _TWO_VALUES: Final = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
 """Those that keep two values for each element."""
 _WHOLE_STATE: Final = re.compile(r"(?P<name>[\w.\[\]'\"]+)\.(?P<use>state_dict|load_state_dict|state|share_memory)\b")
 _OPTIMIZER: Final = re.compile(r"optim|opt\b", re.IGNORECASE)
+_READABLE: Final = re.compile(r"[\w.\[\]]+\.parameters\(\)|(filter|list)\(|\[(?!\s*\w+\()")
+_GROUPS: Final = re.compile(r"[\"']params[\"']:\s*(.*)")
+_LISTED: Final = re.compile(r"list\(|\[")
 _BROADCASTS: Final = 1.05
 """Time of a step that sends every parameter once more, as a ratio. A round figure, not measured."""
 
@@ -181,32 +184,12 @@ def _is_read_again(one: _class_calls.Call, given: cst.BaseExpression, depth: int
 
     Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
     """
-    match given:
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters"))):
-            return True
-        case cst.Call(func=cst.Name(value="filter")):
-            return True
-        case cst.Call(func=cst.Name(value="list"), args=[cst.Arg(value=inner)]):
-            return _is_read_again(one, inner, depth)
-        case cst.ListComp(elt=elt) | cst.GeneratorExp(elt=elt):
-            return not isinstance(elt, cst.Dict | cst.Call)
-        case cst.List(elements=elements):
-            return all(_is_group_of_lists(element.value) for element in elements)
-        case cst.Name(value=name) if depth:
-            values = _class_calls.assigned(one, name)
-            return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
-    return False
-
-
-def _is_group_of_lists(group: cst.BaseExpression) -> bool:
-    if not isinstance(group, cst.Dict):
-        return False
-    for element in group.elements:
-        if isinstance(element, cst.DictElement) and _class_calls.code_of(element.key).strip("'\"") == "params":
-            value = element.value
-            is_made = isinstance(value, cst.Call) and _class_calls.code_of(value.func) == "list"
-            return is_made or isinstance(value, cst.List | cst.ListComp)
-    return False
+    if isinstance(given, cst.Name):
+        values = _class_calls.assigned(one, given.value) if depth else []
+        return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
+    text = _class_calls.code_of(given)
+    groups = _GROUPS.findall(text)
+    return _READABLE.match(text) is not None and all(_LISTED.match(group) for group in groups)
 
 
 _EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import live
 import pytest
 
-from oomdoctor.fixes import expandable_segments
+from oomdoctor import fixes
 from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines
@@ -52,7 +52,9 @@ def test_torch_is_not_known(source: str) -> None:
     "source", ["import random, torch", "import torch as t", "from torch import nn, cuda", "import os, torch.nn as nn"]
 )
 def test_the_variable_of_the_allocator_is_set_before_any_import_of_torch(source: str) -> None:
-    made = expandable_segments.patch(cells(source), live.evidence(), Dose.of(variable="PYTORCH_ALLOC_CONF"))
+    made = fixes.get("expandable_segments").patch(
+        cells(source), live.evidence(), Dose.of(variable="PYTORCH_ALLOC_CONF")
+    )
     assert isinstance(made, Patch)
     assert made.edits[0].after.endswith(f'_segments:True"\n\n{source}')
 

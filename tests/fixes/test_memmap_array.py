@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from oomdoctor.fixes.memmap_array import FIX, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
+
+FIX = fixes.get("memmap_array")
+patch, propose = FIX.patch, FIX.propose
 
 MIB = 1 << 20
 

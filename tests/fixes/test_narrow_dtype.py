@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from oomdoctor.fixes.narrow_dtype import FIX, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
+
+FIX = fixes.get("narrow_dtype")
+patch, propose = FIX.patch, FIX.propose
 
 MESSAGE = "Unable to allocate 14.9 GiB for an array with shape (2000000, 1000) and data type float64"
 

@@ -12,12 +12,15 @@ import pytest
 import torch
 from loading import LOADERS, LOOP
 
+from oomdoctor import fixes
 from oomdoctor.evidence import host
-from oomdoctor.fixes.sharing_strategy import FIX, apply, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family, Incident
+
+FIX = fixes.get("sharing_strategy")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),

@@ -1,15 +1,20 @@
-"""Segments that grow instead of segments in pieces, where the pool of the CUDA allocator is fragmented.
+"""Settings of the process: how the CUDA allocator grows its segments, and how tensors pass between processes.
 
-The allocator cannot join free pieces of different segments, nor give back a segment that is partly in use. With
-``expandable_segments:True`` segments are mapped page by page and grow at their end. Values do not change.
+``expandable_segments``: the allocator cannot join free pieces of different segments, nor give back a segment that is
+partly in use. With ``expandable_segments:True`` segments are mapped page by page and grow at their end. Values do not
+change. Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
+has no function for that the change is advice. The allocator parses its settings as a whole and forgets those that are
+not said again, so the others in force are said again each time. In the source it is the environment variable, in the
+first cell that imports torch, before the import: there it holds for the whole notebook from its next start on.
 
-Live, the setting is made at run time, for segments allocated from then on, and put back on exit. torch has had a
-function for that under several names; where it has none the change is advice. The allocator parses its settings as a
-whole and forgets those that are not said again, so the other settings in force are said again each time.
+``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open for as long
+as it lives; a loop that keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors
+are found by their name, and no descriptor stays. It is no help where /dev/shm is too small: both strategies keep the
+tensors there. Limits: if a process is killed, files may stay there until torch's own manager removes them.
 
-In the source it is the environment variable, in the first cell that imports torch, before the import: there it holds
-for the whole notebook from its next start on. Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html; that
-``PYTORCH_ALLOC_CONF`` did not reach the CUDA allocator in torch 2.9: https://github.com/pytorch/pytorch/issues/183387
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html; that ``PYTORCH_ALLOC_CONF`` did not reach the CUDA
+allocator in torch 2.9: https://github.com/pytorch/pytorch/issues/183387;
+https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
 """
 
 from __future__ import annotations
@@ -26,18 +31,19 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _host_room
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cell, Cells, Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIXES"]
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HONOURED: Final = (2, 11)
@@ -48,8 +54,17 @@ _SETS: Final = re.compile(r"PYTORCH_\w*ALLOC_CONF|expandable_segments")
 _TORCH: Final = frozenset({"torch", "lightning", "transformers", "fastai", "accelerate", "timm"})
 _OPTION: Final = "expandable_segments"
 
+_BY_NAME: Final = "file_system"
+_NEAR: Final = 0.8
+"""Share of the descriptors from which on they count as used up, as in the rule ``descriptor_limit_near``."""
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+_TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|set_sharing_strategy", re.IGNORECASE)
+"""Source: torch/utils/data/dataloader.py; multiprocessing/reduction.py."""
+
+_CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
+
+
+def _propose_expandable(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the free pieces of partly used segments could have served the request, had they been one."""
     device = evidence.device
     if device.simulated or device.name.partition(":")[0] != "cuda":
@@ -118,7 +133,7 @@ def _is_on(settings: str) -> bool:
 
 
 @contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
+def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
     """Have segments expand from here on; the settings that were in force are put back on exit.
 
     Raises:
@@ -145,7 +160,7 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
         raise OomDoctorError(f"the allocator does not take {settings!r}: {str(error).splitlines()[0]}") from error
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         return Refused("a cell makes settings of the allocator already")
@@ -161,19 +176,16 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 def _with_variable(cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, setting: str) -> Patch | Refused:
     body = list(parsed.module.body)
-    at = next((i for i, node in enumerate(body) if _is_import(node) and _imports_torch(parsed.code(node))), None)
+    imports = [i for i, node in enumerate(body) if rewriting.is_import(node)]
+    at = next((i for i in imports if _imports_torch(parsed.code(body[i]))), None)
     if at is None:
         return Refused(f"torch is imported under a condition in {cell}")
-    has_os = any(("os", "os") in imports_in(parsed.code(node)) for node in body[:at] if _is_import(node))
-    first = 0 if has_os else next(i for i, node in enumerate(body) if _is_import(node))
-    start = at if has_os else first
+    has_os = any(("os", "os") in imports_in(parsed.code(body[i])) for i in imports if i < at)
+    start = at if has_os else imports[0]
     new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
-    lead = list(getattr(body[start], "leading_lines", ()))
-    if has_os:
-        new[0] = new[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *lead])
-    else:
-        new[0] = new[0].with_changes(leading_lines=lead)
-    body[start] = body[start].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    blank = [cst.EmptyLine(indent=False)]
+    new[0] = new[0].with_changes(leading_lines=[*(blank if has_os else []), *getattr(body[start], "leading_lines", ())])
+    body[start] = body[start].with_changes(leading_lines=blank)
     module = parsed.module.with_changes(body=[*body[:start], *new, *body[start:]])
     after = rewriting.write(parsed, module)
     if isinstance(after, Refused):
@@ -186,18 +198,92 @@ def _imports_torch(source: str) -> bool:
     return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
 
 
-def _is_import(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
+def _propose_by_name(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where descriptors are what ran out."""
+    if (refused := _host_room.refuse_device(incident)) is not None:
+        return refused
+    if evidence.code.sharing_strategy is None:
+        return Refused("no tensors are handed between processes here")
+    if evidence.code.sharing_strategy == _BY_NAME:
+        return Refused("tensors are handed between processes by file name already")
+    basis = _basis(incident, evidence)
+    if basis is None:
+        return Refused("descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy")
+    if any(loader.spawns and loader.num_workers for loader in evidence.code.loaders):
+        return Refused("workers that are spawned begin with the strategy of the platform, whatever is set here")
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT,
+            saves=0,
+            slowdown=1.0,
+            basis=basis,
+            caveat="it frees descriptors and no memory; a worker that is killed may leave files in /dev/shm",
+        ),
+    )
 
 
-FIX: Final = Fix(
-    id="expandable_segments",
-    title="Let the allocator's segments grow instead of leaving pieces",
-    effect=Effect.EXACT,
-    cost="a little more work to allocate",
-    propose=propose,
-    apply=apply,
-    patch=patch,
-    guard=apply,
-    is_tried=False,
+def _basis(incident: Incident, evidence: Evidence) -> str | None:
+    """Return how it is known that descriptors ran out, None where it is not."""
+    opened, limit = evidence.host.files_open, evidence.host.files_limit
+    if isinstance(opened, int) and isinstance(limit, int) and opened >= _NEAR * limit:
+        return f"{opened} of {limit} file descriptors are open in this process"
+    told = _TOLD.search(incident.message)
+    return None if told is None else f"the message says `{told[0]}`"
+
+
+def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the failing cell with the strategy set before all else."""
+    del evidence, dose
+    cell = cells.failing
+    sets = next((one for one in cells.history if _CHOOSES.search(one.source)), None)
+    if sets is not None:
+        return Refused(f"{sets} sets the sharing strategy itself")
+    parsed = rewriting.read(cell.source)
+    if isinstance(parsed, Refused):
+        return parsed
+    lines = [] if import_lines.knows_torch(cells) else ["import torch"]
+    lines.append(f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")')
+    return rewriting.join(
+        cells, [rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, parsed.module, lines))]
+    )
+
+
+@contextmanager
+def _apply_by_name(session: Session, dose: Dose) -> Iterator[None]:
+    """Hand tensors over by name while the context lasts."""
+    import torch
+
+    del session, dose
+    multiprocessing: Any = torch.multiprocessing
+    before = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy(_BY_NAME)
+    try:
+        yield
+    finally:
+        multiprocessing.set_sharing_strategy(before)
+
+
+FIXES: Final = (
+    Fix(
+        id="expandable_segments",
+        title="Let the allocator's segments grow instead of leaving pieces",
+        effect=Effect.EXACT,
+        cost="a little more work to allocate",
+        propose=_propose_expandable,
+        apply=_apply_expandable,
+        patch=_patch_expandable,
+        guard=_apply_expandable,
+        is_tried=False,
+    ),
+    Fix(
+        id="sharing_strategy",
+        title="Hand tensors between processes by file name",
+        effect=Effect.EXACT,
+        cost="nothing",
+        propose=_propose_by_name,
+        apply=_apply_by_name,
+        patch=_patch_by_name,
+        is_tried=False,
+    ),
 )
