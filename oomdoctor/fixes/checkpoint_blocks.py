@@ -3,7 +3,7 @@
 Live, each block's ``forward`` runs under non-reentrant ``torch.utils.checkpoint``, which keeps the block's inputs and
 the state of torch's random number generators, so that dropout draws the same masks again. Running statistics of
 BatchNorm count each batch once. A block whose forward changes anything else of its own is refused when the first
-recomputation shows it. A model that brings a switch for it (``gradient_checkpointing_enable``) is switched.
+recomputation shows it.
 
 In the source, the same is a loop over the blocks that stands where the model is made: it puts a ``partial`` of the
 block's own bound ``forward`` on each. That was chosen over an edit of the class's ``forward``, which the instance that
@@ -58,9 +58,6 @@ _KEPT_RATIO: Final = 2 / 34
 _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
 
-_MISSING: Final = object()
-
-
 _SWITCHES: Final = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """The model's own switch: the name of transformers since 5.23, where the older one warns and is gone in 6."""
 
@@ -114,8 +111,6 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     chosen: dict[int, tuple[str, Any]] = {}
     every = dose.number("every")
     with ExitStack() as stack:
-        with_switch = [part for _, model in session.modules for part in _with_switch(model)]
-        switched = [stack.enter_context(_switched(part, every)) for part in with_switch]
         for path, model in session.modules:
             blocks = list(_blocks(path, model))
             if blocks:
@@ -123,7 +118,7 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
             for name, block in blocks[::every]:
                 _forward.refuse_hooks(name, block, own=False)
                 chosen.setdefault(id(block), (name, block))
-        if not chosen and not switched:
+        if not chosen:
             raise OomDoctorError("no repeated blocks were found that are not recomputed already")
         names = {key: name for key, (name, _) in chosen.items()}
         stack.enter_context(_forward.replaced([block for _, block in chosen.values()], _recompute(names)))
@@ -147,7 +142,7 @@ def _blocks(path: str, module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the repeated blocks of ``module``: two children or more of one class in the outermost containers."""
     import torch
 
-    if _switch(module):
+    if _has_switch(module):
         return
     children = [(child_path(path, name), child) for name, child in module.named_children()]
     is_container = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
@@ -169,56 +164,10 @@ def _is_layer(module: Any) -> bool:
     return is_single and not isinstance(module, torch.nn.RNNBase)
 
 
-def _with_switch(module: Any) -> Iterator[Any]:
-    """Yield the outermost modules that recompute their own layers."""
-    if _switch(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _with_switch(child)
-
-
-def _switch(model: Any) -> tuple[str, str] | None:
-    """Return the method by which the model recomputes its own layers, as those of transformers do, and its argument."""
-    if inspect.getattr_static(type(model), "supports_gradient_checkpointing", None) is not True:
-        return None
-    for name in _SWITCHES:
-        switch, argument = inspect.getattr_static(type(model), name, None), name.replace("enable", "kwargs")
-        if inspect.isfunction(switch) and argument in inspect.signature(switch).parameters:
-            return name, argument
-    return None
-
-
-@contextmanager
-def _switched(model: Any, every: int) -> Iterator[None]:
-    """Turn the model's own switch on, and put back on exit just what that has changed."""
-    parts = [vars(part) for part in model.modules()]
-    before = [dict(held) for held in parts]
-    hooks = [(held["_forward_hooks"], set(held["_forward_hooks"])) for held in parts]
-    if (switch := _switch(model)) is not None:
-        name, argument = switch
-        given: dict[str, Any] = {argument: {"use_reentrant": False}}
-        if every > 1 and "every_n_layers" in inspect.signature(getattr(type(model), name)).parameters:
-            given["every_n_layers"] = every
-        getattr(model, name)(**given)
-    changed = [
-        (held, name, old.get(name, _MISSING), value)
-        for held, old in zip(parts, before, strict=True)
-        for name, value in held.items()
-        if old.get(name, _MISSING) is not value
-    ]
-    added = [(found, key) for found, known in hooks for key in found.keys() - known]
-    try:
-        yield
-    finally:
-        for held, name, old, value in reversed(changed):
-            if held.get(name, _MISSING) is value:
-                if old is _MISSING:
-                    del held[name]
-                else:
-                    held[name] = old
-        for found, key in added:
-            found.pop(key, None)
+def _has_switch(model: Any) -> bool:
+    """Whether the model recomputes its own layers when it is told to, as those of transformers do."""
+    names = (inspect.getattr_static(type(model), name, None) for name in _SWITCHES)
+    return inspect.getattr_static(type(model), "supports_gradient_checkpointing", None) is True and any(names)
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:

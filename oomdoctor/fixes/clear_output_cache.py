@@ -10,7 +10,6 @@ In the source, a semicolon behind the last line of the cell keeps its result out
 
 from __future__ import annotations
 
-import ast
 import gc
 import re
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.program import rewriting
 from oomdoctor.program.magics import mask, parsed
+from oomdoctor.program.names import read_names
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -101,13 +101,8 @@ def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
 
 def _names_read(source: str) -> set[str]:
     """Return the names that the source reads; those of IPython's own lines count as read wherever they are named."""
-    masked = mask(source)
-    hidden = {word for _, line in masked.hidden for word in re.findall(r"\w+", line)}
-    if (tree := parsed(source)) is None:
-        return hidden | set(re.findall(r"\w+", source))
-    return hidden | {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
+    hidden = {word for _, line in mask(source).hidden for word in re.findall(r"\w+", line)}
+    return hidden | (set(re.findall(r"\w+", source)) if parsed(source) is None else read_names(source))
 
 
 def _holds_tensor(value: Any) -> bool:

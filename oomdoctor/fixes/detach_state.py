@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -24,14 +23,14 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting, words
+from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Scope, Statement, site, statements
 from oomdoctor.program.ground import ground
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, own_nodes, target_names
 from oomdoctor.program.rewriting import within
-from oomdoctor.program.undifferentiated import undifferentiated
+from oomdoctor.program.undifferentiated import Place, undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -52,56 +51,25 @@ _ONE_STATE: Final = re.compile(r"\b(?:GRU|RNN)(?:Cell)?\(")
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the state that is carried over steps: ``idle`` where nothing differentiates it, else ``carried``."""
 
-    def idle() -> Collection[tuple[int, int]]:
-        return [(cell, line) for cell, line, _ in undifferentiated(program, objects.kinds, objects.line)]
+    def idle() -> tuple[Place, ...]:
+        return undifferentiated(program, objects.kinds, objects.line)
 
-    found = _carried_state(program, idle, trains=any(loop.in_failing_run for loop in objects.loops))
-    if found is None:
-        return ()
-    return (site("idle" if found.is_idle else "carried", found.scope, found.node, found.names),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Carried:
-    """A statement that feeds a state back, not detached.
-
-    Attributes:
-        names: of the state.
-        is_idle: it is certain that nothing differentiates it.
-    """
-
-    scope: Scope
-    node: ast.Assign
-    names: tuple[str, ...]
-    is_idle: bool
-
-
-def _carried_state(
-    program: Program, idle: Callable[[], Collection[tuple[int, int]]], *, trains: bool
-) -> _Carried | None:
-    """Return the first state that is carried over steps.
-
-    Args:
-        program: the cells.
-        idle: gives ``(cell, line)`` of what nothing is differentiated of.
-        trains: the failing cell runs a loop that trains.
-    """
     every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
     for scope, one in every:
         differentiating = [loop for loop in one.loops if _differentiates(loop)]
-        if differentiating and isinstance(one.node, ast.Assign) and _is_carried(one, differentiating[-1]):
-            return _Carried(scope=scope, node=one.node, names=_fed_back(one.node), is_idle=False)
+        if differentiating and _is_carried(one, differentiating[-1]):
+            return (site("carried", scope, one.node, _fed_back(one.node)),)
     for scope in ground(program).reach:
         if (kept := _kept_in_module(program, scope)) is not None:
-            return _Carried(scope=scope, node=kept, names=_fed_back(kept), is_idle=not trains and bool(idle()))
+            is_idle = not any(loop.in_failing_run for loop in objects.loops) and bool(idle())
+            return (site("idle" if is_idle else "carried", scope, kept, _fed_back(kept)),)
     for scope, one in every:
-        if not isinstance(one.node, ast.Assign) or not _is_carried(one, one.loops[-1]):
-            continue
-        lines = {line for number, line in idle() if number == scope.cell}
-        around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
-        if any(node.lineno <= one.node.lineno <= (node.end_lineno or 0) for node in around):
-            return _Carried(scope=scope, node=one.node, names=_fed_back(one.node), is_idle=True)
-    return None
+        if _is_carried(one, one.loops[-1]):
+            lines = {line for number, line, _ in idle() if number == scope.cell}
+            around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
+            if any(node.lineno <= one.node.lineno <= (node.end_lineno or 0) for node in around):
+                return (site("idle", scope, one.node, _fed_back(one.node)),)
+    return ()
 
 
 def _is_carried(statement: Statement, loop: Loop) -> bool:
@@ -162,32 +130,18 @@ def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
 
 def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: ast.Assign) -> bool:
     """Whether any method of the class but ``__init__``, or code outside of classes, binds the attribute anew."""
-    for other in program.scopes:
-        if other.function is not None and (
-            other.tail == "__init__" or bool(other.owner) != (other.owner == scope.owner)
-        ):
-            continue
-        for node in own_nodes(other.body):
-            if node is feeding or not isinstance(node, ast.Assign | ast.Call):
+    others = (one for one in program.scopes if one.owner in {"", scope.owner} and one.tail != "__init__")
+    for node in (node for one in others for node in own_nodes(one.body) if node is not feeding):
+        match node:
+            case ast.Assign():
+                cut = [part for target in node.targets for part in getattr(target, "elts", [target])]
+            case ast.Call(func=ast.Attribute(value=base, attr="detach_")):
+                cut = [base]
+            case _:
                 continue
-            cut = [part for target in getattr(node, "targets", ()) for part in _leaves(target)]
-            if (
-                isinstance(node, ast.Call)
-                and words.last_name(node) == "detach_"
-                and isinstance(node.func, ast.Attribute)
-            ):
-                cut = [node.func.value]
-            if any(isinstance(part, ast.Attribute) and part.attr in attributes for part in cut):
-                return True
+        if any(isinstance(part, ast.Attribute) and part.attr in attributes for part in cut):
+            return True
     return False
-
-
-def _leaves(target: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        for part in target.elts:
-            yield from _leaves(part)
-    else:
-        yield target
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Refused, Unavailable
@@ -18,7 +20,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import DeviceMemory
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
 
@@ -82,30 +84,14 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    torch = _torch_at_top(cells, parsed)
-    if isinstance(torch, Refused):
-        return torch
+    leading = "\n".join(parsed.code(node) for node in takewhile(rewriting.is_import, parsed.module.body))
+    torch = import_lines.torch_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
+    if isinstance(torch, Refused) or torch != import_lines.torch_name(cells):
+        return torch if isinstance(torch, Refused) else Refused("torch is imported in the middle of the cell")
     name, imports = torch
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
     module = import_lines.insert_at_top(parsed, parsed.module, [*imports, line])
     return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
-
-
-def _torch_at_top(cells: Cells, parsed: rewriting.ParsedCell) -> tuple[str, tuple[str, ...]] | Refused:
-    """Return the name of torch at the start of the failing cell, right behind the imports that it begins with."""
-    leading = []
-    for node in parsed.module.body:
-        if not rewriting.is_import(node):
-            break
-        leading.append(parsed.code(node))
-    here = Cell(number=cells.failing.number, source="\n".join(leading))
-    known, anywhere = (
-        import_lines.torch_name(Cells(history=(*cells.history[:-1], here))),
-        import_lines.torch_name(cells),
-    )
-    if isinstance(known, Refused) or known == anywhere:
-        return known
-    return Refused("torch is imported in the middle of the cell")
 
 
 FIX: Final = Fix(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeAlias
@@ -229,25 +228,6 @@ class Book:
         for copy, value, _ in copies:
             copy.value = value  # type: ignore[attr-defined]
         return [(copy, place) for copy, _, place in copies]
-
-    def constant(self, expr: ast.expr, at: Place, depth: int = _DEEPEST) -> ast.Constant | None:
-        """Return what ``expr`` stands for at ``at`` where the cells write it out, the same wherever they bind it."""
-        with suppress(ValueError):
-            return ast.Constant(ast.literal_eval(expr))
-        if depth == 0 or not isinstance(expr, ast.Name | ast.Attribute | ast.Subscript):
-            return None
-        given = self._bindings(expr.id, at) if isinstance(expr, ast.Name) else self._member(expr, at)
-        known = [None if value is None else self.constant(value, place, depth - 1) for value, place in given]
-        agree = None not in known and len({repr(one.value) for one in known if one is not None}) == 1
-        return known[0] if agree else None
-
-    def _bindings(self, name: str, at: Place) -> Sequence[tuple[ast.expr | None, Place]]:
-        """Return what each statement binds ``name`` to, None where that is no expression; unlike ``values``, of all."""
-        if at.function is not None and name in parameters_of(at.function) | bound(at.function):
-            return self._local(name, at, at.function)
-        pages = [page for page in self.pages if page is at.page or at.page.cell.file is page.cell.file is None]
-        found = [(page, node) for page in pages for node in page.tree.body if binds(node, name)]
-        return [(_assigned(node, name), Place(page=page, line=node.lineno)) for page, node in found]
 
     def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return what an attribute of a settings object or an item of a settings dictionary was given."""
