@@ -10,12 +10,15 @@ from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader
 
-from oomdoctor.fixes.truncate_sequence import FIX, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+
+FIX = fixes.get("truncate_sequence")
+propose, patch = FIX.propose, FIX.patch
 
 HALF = Dose.of(length=32)
 

@@ -1,0 +1,340 @@
+"""Smaller inputs: shorter sequences, and smaller images.
+
+Activations grow with the length of the sequences, those of plain attention with its square, and those of convolutions
+with the area of images. A size is changed where a tokenizer or a transform is told it, if everything that was made with
+it can be made anew; else the batch is made smaller in the loop, before the model is given it. What stands beyond a cut
+is not learnt from. Images only for models that pool images of whatever size before their last layers: others would not
+run on another size, or would give results of another size than their targets.
+
+There is no live form: whether a model may be given less than it asks for is in the code that calls it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes._activations import why_not_training
+from oomdoctor.fixes._chunks import layer, model_facts
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.sizes import format_size
+from oomdoctor.program import rewriting
+from oomdoctor.program.book import Book, Number, calls
+from oomdoctor.program.dataflow import bound, loop_at, own, reads
+from oomdoctor.program.import_lines import spelled
+from oomdoctor.program.names import call_name
+from oomdoctor.program.replay import LOADERS, exchange_numbers
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIXES"]
+
+Line: TypeAlias = "Callable[[TrainingLoop, set[str]], str | Refused]"
+"""Makes the line that makes the batch of a loop smaller, from the loop and the names that are bound by then."""
+
+_DIVISORS: Final = (2, 4, 8)
+_SHORTEST: Final = 16
+_WHOLE: Final = re.compile(r"^(torch\.)?(u?int(8|16|32|64)|long|bool)$")
+_TOKENIZER: Final = re.compile(r"(^|\.|_)(tokenizer|tok|processor)$|\.(batch_encode_plus|encode_plus)$", re.IGNORECASE)
+_MAKES: Final = re.compile(
+    LOADERS.pattern + r"|^(\w*tokenizer|tok)(\.(batch_encode_plus|encode_plus))?$|^torch\.(tensor|stack|cat)$"
+)
+_SHARES: Final = ((3, 4), (1, 2), (1, 4))
+_SMALLEST: Final = 32
+_MULTIPLE: Final = 8
+"""Sizes are kept to multiples of this, as strides of 2 halve them again and again."""
+_CHANNELS: Final = frozenset({1, 3, 4})
+_SIZES: Final = frozenset({"Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop"})
+
+
+def _loops(
+    evidence: Evidence, why_not: Callable[[Evidence, TrainingLoop, str], str | None]
+) -> list[TrainingLoop] | Refused:
+    """Return the training loops of the failing run, or why the models that they call cannot be given less."""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    whys = (why_not(evidence, loop, text) for loop in loops for text in loop.models)
+    why = next(filter(None, whys), None) if loops else "no training loop was found in what the failing cell runs"
+    return loops if why is None else Refused(why)
+
+
+def _scales(incident: Incident, evidence: Evidence) -> int:
+    return evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
+
+
+def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
+    if (why := why_not_training(evidence)) is not None:
+        return Refused(why)
+    loops, length, scales = _loops(evidence, _not_shorter), _length(evidence), _scales(incident, evidence)
+    if isinstance(loops, Refused):
+        return loops
+    if length is None:
+        return Refused("the census found no batch of token numbers, samples by length")
+    if not scales:
+        return Refused("no activations were found that shorter sequences could save")
+    return tuple(
+        Proposal(
+            dose=Dose.of(length=length // one),
+            effect=Effect.CHANGES_RESULT,
+            saves=scales - scales // one,
+            slowdown=1 / one,
+            basis=f"analytic estimate: {format_size(scales)} of activations and request grow with the length: "
+            f"1/{one} of it remains",
+            caveat=f"what stands beyond {length // one} of {length} tokens is cut off and not learnt from",
+        )
+        for one in _DIVISORS
+        if length // one >= _SHORTEST
+    ) or Refused(f"sequences of {length} tokens are short already")
+
+
+def _not_shorter(evidence: Evidence, loop: TrainingLoop, text: str) -> str | None:
+    model = model_facts(evidence.code, loop, text)
+    if model is None or not model.sequence_first:
+        return None
+    return f"{layer(model, model.sequence_first[0])} takes the batch in dimension 1, where the length would be"
+
+
+def _tokens(evidence: Evidence) -> list[Holding]:
+    """Return the tensors of the batch that hold whole numbers, samples by length."""
+    batch = [held for held in evidence.census.holdings if held.role is Role.BATCH]
+    return [held for held in batch if _WHOLE.match(held.dtype or "") and len(held.shape or ()) == 2]
+
+
+def _length(evidence: Evidence) -> int | None:
+    return max((held.shape[1] for held in _tokens(evidence) if held.shape), default=None)
+
+
+def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with sequences of ``dose["length"]`` tokens at most."""
+    loops, length = _loops(evidence, _not_shorter), dose.number("length")
+    if isinstance(loops, Refused):
+        return loops
+    if any(f"[:, :{length}]" in cell.source for cell in cells.history):
+        return Refused(f"the batch is cut to {length} already")
+    told = _told(Book.read(cells), _max_length)
+    if told and max(number.value for number in told) <= length:
+        return Refused(f"the tokenizer cuts to {length} or less already")
+    sizes = {number: length for number in told if number.value > length}
+    return _written(
+        cells, loops, exchange_numbers(cells, sizes, _MAKES) if sizes else None, partial(_cut, evidence, length)
+    )
+
+
+def _max_length(call: ast.Call) -> list[ast.expr]:
+    """Return what a tokenizer is given as ``max_length`` with truncation on."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    cuts = "truncation" in given and ast.unparse(given["truncation"]) not in {"False", "None"}
+    is_it = _TOKENIZER.search(ast.unparse(call.func)) and cuts and "max_length" in given
+    return [given["max_length"]] if is_it else []
+
+
+def _told(book: Book, sizes: Callable[[ast.Call], Iterable[ast.expr]]) -> list[Number]:
+    """Return the numbers that the cells tell tokenizers or transforms."""
+    every = ((page, call, part) for page in book.pages for call in calls(page.tree) for part in sizes(call))
+    found = (one for page, call, part in every for one in book.numbers(part, book.place(page, call)))
+    return list({id(one.node): one for one in found}.values())
+
+
+def _cut(evidence: Evidence, length: int, loop: TrainingLoop, names: set[str]) -> str | Refused:
+    """Return the line that cuts the batch of ``loop``, of which the model is given ``names``."""
+    longest = _length(evidence)
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for held in evidence.census.holdings:
+        if held.role is Role.BATCH and held.shape:
+            root = re.match(r"(?:local `)?(\w+)", held.path)
+            shapes.setdefault(root[1] if root else "", []).append(held.shape)
+    # A name that was moved to a device has the batch under the name that it was given then.
+    batch = [name for name in dict.fromkeys((*loop.batch, *sorted(names))) if name in shapes]
+    if len(loop.batch) == 1 and batch == [loop.batch[0]] and len(shapes[batch[0]]) > 1:
+        (name,) = batch
+        if all(len(shape) == 2 and shape[1] == longest for shape in shapes[name]):
+            return f"{name} = {{key: value[:, :{length}].contiguous() for key, value in {name}.items()}}"
+        if all(len(shape) == 1 or (len(shape) == 2 and shape[1] == longest) for shape in shapes[name]):
+            value = f"value[:, :{length}].contiguous() if value.dim() > 1 else value"
+            return f"{name} = {{key: {value} for key, value in {name}.items()}}"
+        return Refused(f"`{name}` holds tensors of other lengths, which may belong to the tokens one by one")
+    missing = [name for name in loop.batch if name not in shapes and name not in {"_", "i", "step", "idx"}]
+    if missing or not batch:
+        return Refused(f"the shape of `{(missing or ['the batch'])[0]}` was not seen, so how to cut it is not known")
+    long = [name for name in batch if any(len(shape) == 2 and shape[1] == longest for shape in shapes[name])]
+    if not set(long) & names or any(len(s) > 1 for name in batch if name not in long for s in shapes[name]):
+        return Refused("the tensors of the batch differ in their length, so how to cut them is not known")
+    # Contiguous, as the whole batch was: what comes after may call ``view``.
+    return f"{', '.join(long)} = {', '.join(f'{name}[:, :{length}].contiguous()' for name in long)}"
+
+
+def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose three quarters, a half and a quarter of the side of the images."""
+    if (why := why_not_training(evidence)) is not None:
+        return Refused(why)
+    loops, scales = _loops(evidence, _not_smaller), _scales(incident, evidence)
+    side = loops if isinstance(loops, Refused) else _side(evidence)
+    if isinstance(side, Refused):
+        return side
+    if not scales:
+        return Refused("no activations were found that smaller images could save")
+    sides = dict.fromkeys(side * part // whole // _MULTIPLE * _MULTIPLE for part, whole in _SHARES)
+    return tuple(
+        Proposal(
+            dose=Dose.of(size=new),
+            effect=Effect.CHANGES_RESULT,
+            saves=int(scales * (1 - (new / side) ** 2)),
+            slowdown=(new / side) ** 2,
+            basis=f"analytic estimate: {format_size(scales)} of activations and request grow with the area of images",
+            caveat=f"the model sees images of {new} x {new} pixels and no longer of {side} x {side}: small things are "
+            "lost, and results do not compare with those of the larger size",
+        )
+        for new in sides
+        if _SMALLEST <= new < side
+    ) or Refused(f"images of {side} x {side} pixels are small already")
+
+
+def _not_smaller(evidence: Evidence, loop: TrainingLoop, text: str) -> str | None:
+    model = model_facts(evidence.code, loop, text)
+    if model is None:
+        return f"`{text}` is not among the notebook's objects, so whether it takes images of any size is not known"
+    return (
+        None
+        if model.any_size
+        else f"`{text}` does not pool images of any size to one, so it may take its own size alone"
+    )
+
+
+def _images(evidence: Evidence) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the images of the batch by the names that hold them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for held in evidence.census.holdings:
+        shape, root = held.shape or (), re.match(r"(?:local `)?(\w+)(?P<item>\[)?", held.path)
+        is_image = len(shape) == 4 and shape[1] in _CHANNELS and "float" in (held.dtype or "")
+        if held.role is Role.BATCH and is_image and root and not root["item"]:
+            found[root[1]] = shape
+    return found
+
+
+def _side(evidence: Evidence) -> int | Refused:
+    shapes = set(_images(evidence).values())
+    if not shapes:
+        return Refused("the census found no batch of images, samples by channels by height by width")
+    sides = {length for shape in shapes for length in shape[2:]}
+    if len(sides) != 1:
+        return Refused("the images are not squares of one size")
+    (side,) = sides
+    for held in evidence.census.holdings:
+        shape = held.shape or ()
+        if held.role is Role.BATCH and shape not in shapes and shape[-2:] == (side, side):
+            return Refused("the targets have the size of the images, and would have to be scaled in their own way")
+    return side
+
+
+def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with images of ``dose["size"]`` pixels a side."""
+    loops, side, size = _loops(evidence, _not_smaller), _side(evidence), dose.number("size")
+    if isinstance(loops, Refused):
+        return loops
+    if isinstance(side, Refused):
+        return side
+    if any("interpolate(" in cell.source and f"({size}, {size})" in cell.source for cell in cells.history):
+        return Refused(f"the images are scaled to {size} x {size} already")
+    told = _told(Book.read(cells), _side_told)
+    values = {number.value for number in told}
+    if side not in values and (size in values or max(values, default=side) < size):
+        return Refused(f"the transforms make images of {size} or less already")
+    # What is resized before it is cropped keeps its margin.
+    sizes = {number: max(number.value * size // side, 1) for number in told if number.value >= side}
+    function = spelled(cells, "torch.nn.functional.interpolate")
+    return _written(
+        cells,
+        loops,
+        exchange_numbers(cells, sizes) if side in values else None,
+        (lambda *_: Refused("the cells do not import `torch` by its name"))
+        if function is None
+        else lambda _, names: _scaled(evidence, names, function, size),
+    )
+
+
+def _side_told(call: ast.Call) -> list[ast.expr]:
+    """Return what a transform is given as the size to make."""
+    if call_name(call).rpartition(".")[2] not in _SIZES:
+        return []
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "size")]
+    return [part for one in given for part in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
+
+
+def _scaled(evidence: Evidence, names: set[str], function: str, size: int) -> str | Refused:
+    images = sorted(names & set(_images(evidence)))
+    if len(images) != 1:
+        return Refused("which name of the loop holds the images was not seen")
+    return f'{images[0]} = {function}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'
+
+
+def _written(
+    cells: Cells, loops: Sequence[TrainingLoop], told: Patch | Refused | None, line_of: Line
+) -> Patch | Refused:
+    """Return the cells with other sizes where they are told, else with a line before the model is run in each loop."""
+    return told if isinstance(told, Patch) else rewriting.at_sites(cells, loops, partial(_changes, line_of=line_of))
+
+
+def _changes(
+    parsed: rewriting.ParsedCell, loops: list[TrainingLoop], line_of: Line
+) -> dict[cst.CSTNode, rewriting.New] | Refused:
+    tree = parsed.tree
+    changes: dict[cst.CSTNode, rewriting.New] = {}
+    for facts in loops:
+        loop = loop_at(tree, facts.line)
+        at = next((i for i, node in enumerate(loop.body) if _runs(node, facts)), None) if loop is not None else None
+        if loop is None or at is None:
+            return Refused("the model is not called by a statement of the loop itself")
+        known = {name for node in loop.body[:at] for name in bound(node)} | set(facts.batch)
+        line = line_of(facts, known & reads(loop.body[at]))
+        if isinstance(line, Refused):
+            return line
+        old = rewriting.statement_at(parsed, loop.body[at].lineno)
+        path = rewriting.path_to(parsed, loop.body[at].lineno)
+        # The statement of the loop's own level, where the model is called in a block of it.
+        old = next((node for node in path if parsed.lines_of(node).start == loop.body[at].lineno), old)
+        if old is None or (isinstance(old, cst.SimpleStatementLine) and len(old.body) != 1):
+            return Refused("several statements of the loop share a line")
+        (new,) = rewriting.statements(line + "\n", parsed)
+        changes[old] = [new.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
+    return changes
+
+
+def _runs(node: ast.AST, facts: TrainingLoop) -> bool:
+    return any(
+        ast.unparse(part.func) in facts.models or any(ast.unparse(arg) in facts.models for arg in part.args)
+        for part in own(node)
+        if isinstance(part, ast.Call)
+    )
+
+
+FIXES: Final = (
+    Fix(
+        id="truncate_sequence",
+        title="Train on shorter sequences",
+        effect=Effect.CHANGES_RESULT,
+        cost="what is cut off is not learnt from; faster",
+        propose=_truncate,
+        apply=None,
+        patch=_truncated,
+    ),
+    Fix(
+        id="smaller_image",
+        title="Train on smaller images",
+        effect=Effect.CHANGES_RESULT,
+        cost="small things are lost; faster",
+        propose=_shrink,
+        apply=None,
+        patch=_shrunk,
+    ),
+)
