@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._batch_sizes import smaller
 from oomdoctor.fixes._chunks import layer, why_not
-from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
+from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._trainer_source import BATCH, owner, setting
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
@@ -164,37 +164,13 @@ def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence
     return smaller(size, scales, least=2 if normalises else 1)
 
 
-def _autocast(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+def _autocast(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Refused | None:
     del incident
     in_force = setting(trainer, "bf16") or setting(trainer, "fp16")
     named = setting(trainer, "precision") or setting(trainer, "mixed_precision")
     if in_force or named not in {None, "32-true", "no"}:
         return Refused("mixed precision is in force already, or another precision than 32 bits")
-    if evidence.code.half_weights:
-        return Refused("most of the weights take 2 bytes already")
-    dtype = native(evidence)
-    if isinstance(dtype, Refused):
-        return dtype
-    activations, parameters = evidence.census.bytes_of(Role.ACTIVATION), weights(evidence.code)
-    saves = activations // 2 - parameters // 2
-    if saves <= 0:
-        return Refused(
-            f"16-bit copies of {format_size(parameters)} of weights would take no less than halving "
-            f"{format_size(activations)} of activations gives"
-        )
-    once = trainer.library == "accelerate"
-    caveat = "accelerate keeps the precision that a process began with: restart the kernel; " if once else ""
-    return (
-        Proposal(
-            dose=Dose.of(dtype=dtype),
-            effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
-            saves=saves,
-            slowdown=1.0,
-            basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
-            f"{format_size(parameters)} of weights",
-            caveat=caveat + ROUNDS[dtype],
-        ),
-    )
+    return Refused("most of the weights take 2 bytes already") if evidence.code.half_weights else None
 
 
 def weights(code: CodeFacts) -> int:

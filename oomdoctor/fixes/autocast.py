@@ -46,30 +46,32 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     if (through := _trainer_terms.proposed("autocast", incident, evidence)) is not None:
         return through
     code = evidence.code
-    if (why := _why_not(evidence)) is not None:
+    trainer = _trainer_source.owner(code, "autocast")
+    if trainer is None and (why := _why_not(evidence)) is not None:
         return Refused(why)
     dtype = native(evidence)
     if isinstance(dtype, Refused):
         return dtype
-    if dtype == "float16" and not any(loop.in_failing_run for loop in code.loops):
+    if trainer is None and dtype == "float16" and not any(loop.in_failing_run for loop in code.loops):
         return Refused("float16 needs its gradients scaled, and no training loop was found to do it in")
-    activations = evidence.census.bytes_of(Role.ACTIVATION)
-    weights = sum(model.parameter_bytes for model in code.models)
+    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _trainer_terms.weights(code)
     saves = activations // 2 - weights // 2
     if saves <= 0:
         return Refused(
             f"16-bit copies of {format_size(weights)} of weights would take no less than halving "
             f"{format_size(activations)} of activations gives"
         )
+    once = trainer is not None and trainer.library == "accelerate"
+    caveat = "accelerate keeps the precision that a process began with: restart the kernel; " if once else ""
     return (
         Proposal(
             dose=Dose.of(dtype=dtype),
-            effect=Effect.CHANGES_RESULT,
+            effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
             saves=saves,
             slowdown=1.0,
             basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
             f"{format_size(weights)} of weights",
-            caveat=ROUNDS[dtype],
+            caveat=caveat + ROUNDS[dtype],
         ),
     )
 

@@ -11,12 +11,16 @@ from observed import facts
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes.optimizer_foreach_off import FIX, TOLERANCE, patch, propose
+from oomdoctor.fixes.optimizer_settings import TOLERANCE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine
+
+FIX = fixes.get("optimizer_foreach_off")
+patch, propose = FIX.patch, FIX.propose
 
 NONE = Dose()
 ESTIMATE = 8 * (64 * 64 + 64) * 4 - 2 * 64 * 64 * 4
