@@ -101,7 +101,7 @@ def uproot() -> bool:
 
 def digests() -> dict[str, str]:
     """Return a digest of each of the user's names, and of the random streams."""
-    from oomdoctor.objects.digest import state_digests
+    from oomdoctor.objects.leaves import state_digests
 
     return {name: found for name, found in state_digests(get_ipython().user_ns).items() if not _is_the_shells(name)}
 

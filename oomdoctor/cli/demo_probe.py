@@ -31,6 +31,6 @@ def _last_case() -> dict[str, Any]:
 
 
 def _digests(namespace: dict[str, Any]) -> dict[str, str]:
-    from oomdoctor.objects.digest import state_digests
+    from oomdoctor.objects.leaves import state_digests
 
     return state_digests(namespace)

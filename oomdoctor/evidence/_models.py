@@ -6,14 +6,14 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.model.code import LossFacts, ModelFacts
+from oomdoctor.model.code import LossFacts, ModelFacts, OptimizerFacts
 from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict, submodules
 
-__all__ = ["classes", "losses", "models", "parameters", "sizes", "typed"]
+__all__ = ["classes", "losses", "models", "optimizers", "parameters", "sizes", "typed"]
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
@@ -28,7 +28,11 @@ _FUSED: Final = frozenset({"MultiheadAttention", "TransformerEncoderLayer", "Tra
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 _DERIVING_HOOKS: Final = frozenset({"WeightNorm"})
 """They derive an attribute from parameters alone. Source: ``torch.nn.utils.weight_norm``."""
-"""Asked past the class of a tensor, which may have one of its own."""
+_FOREACH_DEVICES: Final = frozenset({"cuda", "xpu", "mtia"})
+"""Where ``foreach=None`` takes the foreach implementation.
+
+Source: ``torch.utils._foreach_utils._get_foreach_kernels_supported_devices``.
+"""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
@@ -147,18 +151,9 @@ def _loss(path: str, value: Any) -> LossFacts:
 
 
 def _walk(root: Any) -> Iterator[_Module]:
-    """Yield ``root`` and every module below it once, parents first."""
-    seen: set[int] = set()
-    todo = [("", root)]
-    while todo:
-        path, value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        module = _looked_at(path, value)
-        yield module
-        children = [(name, child) for name, child in dict.items(module.mapping("_modules")) if child is not None]
-        todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+    """Yield ``root`` and every module below it once, parents first, by the paths that torch writes."""
+    for path, module in submodules(root, join=lambda path, name: f"{path}.{name}" if path else name):
+        yield _looked_at(path, module)
 
 
 def _mapping(own: dict[str, Any] | None, name: str) -> dict[str, Any]:
@@ -282,3 +277,49 @@ def _parameters(modules: Iterable[_Module]) -> dict[int, Any]:
         for parameter in dict.values(module.mapping("_parameters"))
         if parameter is not None and kind_of(type(parameter)) is Kind.TENSOR
     }
+
+
+def optimizers(found: Iterable[tuple[str, Any]]) -> tuple[OptimizerFacts, ...]:
+    """Return the facts of each optimizer, in their order."""
+    return tuple(_stepper(path, optimizer) for path, optimizer in found)
+
+
+def _stepper(path: str, optimizer: Any) -> OptimizerFacts:
+    groups = list(_groups(optimizer))
+    weights = [count * each for count, each in sizes(one for group in groups for one in _weights(group))]
+    cls = type(optimizer)
+    return OptimizerFacts(
+        path=path,
+        type_name=type.__dict__["__name__"].__get__(cls),
+        home=type.__dict__["__module__"].__get__(cls),
+        parameter_bytes=sum(weights),
+        largest_bytes=max(weights, default=0),
+        foreach=any(map(_takes_foreach, groups)),
+    )
+
+
+def _groups(optimizer: Any) -> Iterator[Mapping[str, Any]]:
+    groups = (plain_dict(optimizer) or {}).get("param_groups")
+    if type(groups) is list:
+        yield from (group for group in groups if type(group) is dict)
+
+
+def _weights(group: Mapping[str, Any]) -> list[Any]:
+    weights = group.get("params")
+    return [one for one in weights if kind_of(type(one)) is Kind.TENSOR] if type(weights) is list else []
+
+
+def _takes_foreach(group: Mapping[str, Any]) -> bool:
+    """Whether the step would go through lists of all parameters at once.
+
+    Source: ``torch.optim.optimizer._default_to_fused_or_foreach``, which decides where neither option is given.
+    """
+    if "foreach" not in group or group.get("fused") or group.get("differentiable"):
+        return False
+    if group["foreach"] is not None:
+        return group["foreach"] is True
+    import torch
+
+    weights, device_of = _weights(group), vars(torch._C.TensorBase)["device"].__get__
+    plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in weights)
+    return bool(weights) and plain and all(device_of(one).type in _FOREACH_DEVICES for one in weights)

@@ -1,64 +1,23 @@
-"""In which precision the program computes and keeps its weights, as its text and its parameters show."""
+"""In which precision this device, and this processor, computes what the models are made of."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-from oomdoctor.evidence._models import parameters, sizes
 from oomdoctor.objects.kinds import module_of, registered, submodules
-from oomdoctor.program.calls import Call, calls, decorators
-from oomdoctor.program.ground import Ground
 from oomdoctor.sandbox.fork import answered
 from oomdoctor.sandbox.walls import raise_limits
 
-__all__ = ["apex", "autocast", "float32_only", "half_weights", "native_bfloat16"]
+__all__ = ["float32_only", "native_bfloat16"]
 
-_MIXED: Final = re.compile(r"16|mixed|true", re.IGNORECASE)
-_HALF: Final = re.compile(r"^(torch\.)?(float16|half|bfloat16)$")
 _MOST_TRIED: Final = 64 << 20
 """Bytes of weights from which on a layer is not tried: it is copied for that."""
 _TRIAL_S: Final = 10.0
 _tried: Final[dict[type, bool]] = {}
 """Whether a class of layers lacks a kernel; the processor does not change."""
-_TRAINERS: Final = re.compile(r"(Trainer|TrainingArguments|Fabric|Accelerator)$")
-
-
-def autocast(ground: Ground) -> bool:
-    """Whether some mixed precision is in force: ``autocast``, apex, or a trainer that was told so."""
-    entered = (*calls(ground.reach), *decorators(ground.reach))
-    running = any(one.tail == "autocast" and one.literals.get("enabled") is not False for one in entered)
-    return running or any(map(_tells_mixed, calls(ground.basis))) or apex(ground) is not None
-
-
-def _tells_mixed(call: Call) -> bool:
-    if not _TRAINERS.search(call.name):
-        return False
-    for keyword, told in call.literals.items():
-        if keyword in {"fp16", "bf16"} and told is True:
-            return True
-        if keyword in {"precision", "mixed_precision"} and _MIXED.search(str(told)) and "true" not in str(told):
-            return True
-    return False
-
-
-def apex(ground: Ground) -> str | None:
-    """Return the call of apex's mixed precision, which PyTorch's own has replaced."""
-    scaling = (call for call in calls(ground.basis) if re.search(r"(^|\.)amp\.(initialize|scale_loss)$", call.name))
-    return next((call.place for call in scaling), None)
-
-
-def half_weights(ground: Ground, modules: Iterable[tuple[str, Any]]) -> bool:
-    """Whether most of the weights take 2 bytes each; where no module is at hand, whether the cells make them so."""
-    counts: dict[int, int] = {}
-    for count, each in sizes(parameters(module for _, module in modules)):
-        counts[each] = counts.get(each, 0) + count
-    if counts:
-        return max(counts, key=lambda each: counts[each]) == 2
-    return any(map(_makes_half, calls(ground.basis)))
 
 
 def native_bfloat16() -> bool | None:
@@ -134,12 +93,3 @@ def _lacks_bfloat16(torch: Any, layer: Any) -> bool:
                 return True
             return False
     return False
-
-
-def _makes_half(call: Call) -> bool:
-    named = re.search(r"model|net|unet|pipe|encoder|decoder", call.receiver, re.IGNORECASE)
-    if call.method in {"half", "bfloat16"} and named:
-        return True
-    if call.method in {"from_pretrained", "from_config"}:
-        return any(_HALF.match(call.keywords.get(name, "")) for name in ("torch_dtype", "dtype"))
-    return call.name.endswith("set_default_dtype") and any(map(_HALF.match, call.arguments))

@@ -8,17 +8,125 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.evidence import _torch_stats, driver
+from oomdoctor.evidence import driver
 from oomdoctor.evidence._sharing import shares
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.memory import DeviceMemory, Measured
+from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
 
-__all__ = ["TorchAccelerator", "initialised", "unused"]
+__all__ = [
+    "TorchAccelerator",
+    "initialised",
+    "largest_free_block",
+    "private_pools",
+    "unused",
+]
+
+Segments: TypeAlias = list[dict[str, Any]] | Unavailable
+
+_KEYS: Final = {
+    "allocated": "allocated_bytes.all.current",
+    "reserved": "reserved_bytes.all.current",
+    "inactive_split": "inactive_split_bytes.all.current",
+    "peak_allocated": "allocated_bytes.all.peak",
+    "peak_reserved": "reserved_bytes.all.peak",
+    "retries": "num_alloc_retries",
+    "ooms": "num_ooms",
+}
+_KEPT_BY_THE_DRIVER: Final = frozenset({"allocated", "reserved", "peak_allocated", "peak_reserved"})
+"""What ``cudaMallocAsync`` counts; the others it reports as zero. Source: c10/cuda/CUDAMallocAsyncAllocator.cpp."""
+
+_ORDINARY: Final = (0, 0)
+
+
+def counters(stats: Mapping[str, Any] | Unavailable, backend: str = "native") -> dict[str, Any]:
+    """Return the counters of one device, by their names in ``DeviceMemory``.
+
+    Args:
+        stats: what ``memory_stats`` returned.
+        backend: what ``get_allocator_backend`` said.
+    """
+
+    def counter(name: str, key: str) -> Measured:
+        if isinstance(stats, Unavailable):
+            return stats
+        if backend == "cudaMallocAsync" and name not in _KEPT_BY_THE_DRIVER:
+            return Unavailable("the cudaMallocAsync allocator keeps no such count")
+        return int(stats[key]) if key in stats else Unavailable(f"this allocator's memory_stats has no {key}")
+
+    return {name: counter(name, key) for name, key in _KEYS.items()}
+
+
+def largest_free_block(segments: Segments, index: int) -> Measured:
+    """Return the size of the largest cached block that an ordinary request could take, 0 where none is free.
+
+    Blocks of private pools serve no other request. Whether a block belongs to another stream is not looked at.
+    """
+    if isinstance(segments, Unavailable):
+        return segments
+    return max(
+        (
+            int(block["size"])
+            for segment in _of_device(segments, index)
+            if _pool(segment) == _ORDINARY
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ),
+        default=0,
+    )
+
+
+def workspaces(segments: Segments, index: int, size: int) -> tuple[int, ...]:
+    """Return the size of each live block that was asked for with the size of a workspace."""
+    if isinstance(segments, Unavailable) or not size:
+        return ()
+    blocks = (block for segment in _of_device(segments, index) for block in segment["blocks"])
+    live = (block for block in blocks if block["state"].startswith("active"))
+    return tuple(size for block in live if block.get("requested_size", block["size"]) == size)
+
+
+def private_pools(segments: Segments, index: int) -> tuple[PrivatePool, ...]:
+    """Return the private pools with segments on a device, the largest first."""
+    if isinstance(segments, Unavailable):
+        return ()
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for segment in _of_device(segments, index):
+        if (pool := _pool(segment)) != _ORDINARY:
+            size = sizes.setdefault(pool, [0, 0])
+            size[0] += int(segment["total_size"])
+            size[1] += int(segment["allocated_size"])
+    pools = (PrivatePool(name=_title(pool), reserved=size[0], allocated=size[1]) for pool, size in sizes.items())
+    return tuple(sorted(pools, key=lambda pool: -pool.reserved))
+
+
+def _of_device(segments: Iterable[dict[str, Any]], index: int) -> Iterable[dict[str, Any]]:
+    return (segment for segment in segments if segment.get("device", index) == index)
+
+
+def _pool(segment: dict[str, Any]) -> tuple[int, int]:
+    first, second = segment.get("segment_pool_id", _ORDINARY)
+    return int(first), int(second)
+
+
+def _title(pool: tuple[int, int]) -> str:
+    """Return who made a pool: a graph numbers the first place of its id, a handle or ``MemPool`` the second.
+
+    Source: ``MempoolId_t`` in c10/core/Allocator.h.
+    """
+    made_by_capture, made_by_handle = pool
+    if made_by_capture:
+        return f"pool {made_by_capture} of a captured graph"
+    return f"pool {made_by_handle} of a MemPool or a graph_pool_handle"
+
+
+_UNTOUCHED: Final = (
+    *("inactive_split", "largest_free_block", "peak_allocated", "peak_reserved", "retries", "ooms", "cap"),
+)
+"""What is not known of a card that this process has not initialised."""
 
 
 class TorchAccelerator:
@@ -32,7 +140,7 @@ class TorchAccelerator:
 
     def read(self) -> DeviceMemory:
         """Return the device's memory by its allocator and its driver."""
-        counts = _torch_stats.counters(self._call("memory_stats"), self._backend())
+        counts = counters(self._call("memory_stats"), self._backend())
         segments = self._snapshot()
         free, total = self._totals()
         card, label = self._card()
@@ -42,20 +150,14 @@ class TorchAccelerator:
             tensor_device=self.name,
             total=total,
             free=free,
-            allocated=counts["allocated"],
-            reserved=counts["reserved"],
-            inactive_split=counts["inactive_split"],
-            peak_allocated=counts["peak_allocated"],
-            peak_reserved=counts["peak_reserved"],
-            retries=counts["retries"],
-            ooms=counts["ooms"],
-            largest_free_block=_torch_stats.largest_free_block(segments, self.index),
+            **counts,
+            largest_free_block=largest_free_block(segments, self.index),
             cap=self._cap(total),
             context=used.context,
             elsewhere=used.elsewhere,
             processes=used.processes,
-            private_pools=_torch_stats.private_pools(segments, self.index),
-            workspaces=_torch_stats.workspaces(segments, self.index, self._workspace_bytes()),
+            private_pools=private_pools(segments, self.index),
+            workspaces=workspaces(segments, self.index, self._workspace_bytes()),
             card=label,
             basis=self._basis(),
         )
@@ -88,7 +190,7 @@ class TorchAccelerator:
         found = self._call("get_allocator_backend", of_all=True)
         return found if isinstance(found, str) else "native"
 
-    def _snapshot(self) -> _torch_stats.Segments:
+    def _snapshot(self) -> Segments:
         """Return every segment of the allocator; without the history of allocations, which may be long."""
         function = _function(self.kind, "memory_snapshot", "memory_snapshot")
         if isinstance(function, Unavailable):
@@ -165,6 +267,7 @@ class TorchAccelerator:
 def unused(index: int | None, card: driver.Card) -> DeviceMemory:
     """Return the reading of a card that this process has not initialised: the driver's alone."""
     untouched = Unavailable("this process has not used it")
+    untold: dict[str, Any] = dict.fromkeys(_UNTOUCHED, untouched)
     used = shares(card, 0, in_use=False)
     listed = () if isinstance(used.processes, Unavailable) else used.processes
     name = f"cuda:{index}" if index is not None else card.uuid
@@ -176,13 +279,7 @@ def unused(index: int | None, card: driver.Card) -> DeviceMemory:
         free=card.free,
         allocated=0,
         reserved=0,
-        inactive_split=untouched,
-        largest_free_block=untouched,
-        peak_allocated=untouched,
-        peak_reserved=untouched,
-        retries=untouched,
-        ooms=untouched,
-        cap=untouched,
+        **untold,
         context=used.context if any(process.is_own for process in listed) else untouched,
         elsewhere=used.elsewhere,
         processes=used.processes,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.evidence import _models, _optimizers
+from oomdoctor.evidence import _models
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.calls import calls_in_text
@@ -65,7 +65,7 @@ def of_transformers(trainer: Any, modules: Modules, *, counts_items: bool, predi
         "model": _model(model, modules),
         "recomputes": _of_class(model, "supports_gradient_checkpointing") is True,
         "given_optimizer": _overrides(trainer, _MAKES_OPTIMIZERS) is not None,
-        "optimizer": next(iter(_optimizers.optimizers(_wrapped(held.get("optimizer")))), None),
+        "optimizer": next(iter(_models.optimizers(_wrapped(held.get("optimizer")))), None),
         "weighs": _weighs(held, model, counts_items=counts_items),
         "own": _own(held, trainer),
         "draws": _draws(held, model),

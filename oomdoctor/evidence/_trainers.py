@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
 from oomdoctor.model.code import TrainerFacts, TrainingLoop
-from oomdoctor.objects.chain import chained, traceback_of
-from oomdoctor.objects.frames import home_of, locals_of
+from oomdoctor.objects.frames import chained, home_of, locals_of, traceback_of
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.calls import Call, calls, imports_of
 from oomdoctor.program.definitions import Program

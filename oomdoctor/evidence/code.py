@@ -7,16 +7,19 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from inspect import getattr_static
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from oomdoctor.evidence import _feeding, _models, _precision, _replicas, _setup
-from oomdoctor.evidence._live_names import NamespaceNames
+from oomdoctor.evidence import _models, _precision, _replicas, _setup
+from oomdoctor.evidence._loaders import batch_sizes, sharing_strategy
 from oomdoctor.evidence._loaders import loaders as loader_facts
-from oomdoctor.evidence._loaders import sharing_strategy
-from oomdoctor.evidence._optimizers import optimizers as optimizer_facts
+from oomdoctor.evidence._models import optimizers as optimizer_facts
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
@@ -46,6 +49,7 @@ def facts(
     passed: Passed | None = None,
     loaded: Container[str] = sys.modules,
     detectors: Mapping[str, Detect] | None = None,
+    tries: bool = True,
 ) -> CodeFacts:
     """Return what the cells and the objects show.
 
@@ -59,6 +63,7 @@ def facts(
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
         detectors: what finds the practice that a fix mends, by the id of the fix.
+        tries: whether samples of loaders with workers are made in a copy of the process.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
     models, losses = _models.models(modules), _models.losses(modules)
@@ -94,30 +99,16 @@ def facts(
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),
-        generates=_setup.generates(program),
-        numpy_call=_feeding.numpy_call(program, line),
-        batch_sizes=_feeding.batch_sizes(loaders),
-        num_workers=_feeding.workers(under, loaders),
-        prefetch=_feeding.prefetch(under, loaders),
-        pin_memory=_feeding.pin_memory(under, loaders),
-        loaders=loader_facts(program, loaders, namespace),
+        batch_sizes=batch_sizes(loaders),
+        loaders=loader_facts(program, loaders, tries=tries),
         sharing_strategy=sharing_strategy(),
-        sequence_varies=_feeding.sequence_varies(program, under, loaders),
-        autocast=_precision.autocast(under),
-        half_weights=_precision.half_weights(under, modules),
         native_bfloat16=_precision.native_bfloat16(),
         float32_only=_precision.float32_only(model for _, model in modules),
-        apex=_precision.apex(under),
-        data_parallel=_setup.data_parallel(under.basis),
-        distributed=_setup.distributed(under.basis, modules),
-        find_unused_parameters=_setup.find_unused_parameters(under.basis),
         world_size=_replicas.world_size(),
         replicas=_replicas.replicas(modules),
-        compiles=_setup.compiles(under.basis, modules),
-        cuda_graphs=_setup.cuda_graphs(under.basis),
-        framework=_setup.framework(program, loaded),
         reruns=_reruns(cells),
         trainers=trainers(program, under, passed, modules, loaders, loops),
+        **_setup.told(program, under, modules, loaders, loaded, line),
         sites={fix: found for fix, detect in (detectors or {}).items() if (found := detect(program, objects))},
     )
 
@@ -139,3 +130,40 @@ def _from_before(cells: Cells, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names that the failing cell may have found bound: an iterator that it makes itself is made again."""
     uses = first_uses(cells.failing.source)
     return {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
+
+
+class NamespaceNames:
+    """The live names of a namespace; only types and definitions of its values are looked at."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+
+    def homes(self, name: str) -> tuple[str, ...]:
+        """Return the dotted name by which a module, function or class is defined that a name stands for."""
+        return _home(self._namespace.get(name))
+
+    def is_function(self, dotted: str) -> bool:
+        """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
+        root, *rest = dotted.split(".")
+        if not rest:
+            return hasattr(builtins, root)
+        value: Any = sys.modules.get(root)
+        for part in rest:
+            value = getattr_static(value, part, None)
+        return callable(value) and not (type(value) is type and issubclass(value, BaseException))
+
+    def is_iterator(self, name: str) -> bool:
+        """Return whether a name stands for what can be gone through once."""
+        return kind_of(type(self._namespace.get(name))) is Kind.ITERATOR
+
+
+def _home(value: object) -> tuple[str, ...]:
+    if type(value) is partial:
+        return _home(value.func)
+    if type(value) is ModuleType:
+        name = vars(value).get("__name__")
+        return (name,) if type(name) is str else ()
+    if any(type(value) is kind for kind in (FunctionType, BuiltinFunctionType, type)):
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        return (f"{module}.{name}",) if type(module) is str else ()
+    return ()

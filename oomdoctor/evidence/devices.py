@@ -3,24 +3,66 @@
 from __future__ import annotations
 
 import os
+import platform
+from typing import Any
 
 import torch
 
-from oomdoctor.evidence import _metal, driver
-from oomdoctor.evidence._metal import MetalAccelerator
+from oomdoctor.evidence import driver
 from oomdoctor.evidence._torch_devices import TorchAccelerator, initialised, unused
 from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.memory import DeviceMemory
+from oomdoctor.model.memory import DeviceMemory, Measured
 from oomdoctor.model.session import Accelerator
 
 __all__ = ["MetalAccelerator", "TorchAccelerator", "absent", "in_use", "not_in_use", "of_name"]
 
 
+class MetalAccelerator:
+    """The one ``mps`` device.
+
+    ``reserved`` is what Metal gave this process, buffers of its own libraries included.
+    """
+
+    name = "mps:0"
+    measure = "nothing: torch.mps keeps no high-water mark"
+
+    def read(self) -> DeviceMemory:
+        """Return the memory as torch and Metal tell it."""
+        untold = Unavailable("macOS does not tell GPU memory by process")
+        reserved = int(torch.mps.driver_allocated_memory())
+        total = _recommended()
+        return DeviceMemory(
+            name=self.name,
+            tensor_device=self.name,
+            total=total,
+            free=total if isinstance(total, Unavailable) else max(total - reserved, 0),
+            allocated=int(torch.mps.current_allocated_memory()),
+            reserved=reserved,
+            cap=Unavailable("torch.mps does not tell the fraction that this process may use"),
+            context=Unavailable("it is part of what Metal gave this process and is not told apart"),
+            elsewhere=untold,
+            processes=untold,
+            card=_metal_label(),
+            basis="Metal's recommended working set, a part of the host's memory",
+        )
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether the memory of ``tensor`` is on this device."""
+        return bool(tensor.device.type == "mps")
+
+    def reset_peak(self) -> None:
+        """Do nothing: there is no high-water mark."""
+
+    def empty_cache(self) -> None:
+        """Return cached, unused buffers to Metal."""
+        torch.mps.empty_cache()
+
+
 def in_use() -> tuple[Accelerator, ...]:
     """Return the devices that this process has initialised, the host last."""
     found: list[Accelerator] = [TorchAccelerator(kind, index) for kind in _kinds() for index in initialised(kind)]
-    if _metal.in_use():
+    if _metal_in_use():
         found.append(MetalAccelerator())
     return (*found, HostAccelerator())
 
@@ -103,4 +145,33 @@ def _no_xpu() -> Unavailable | None:
 def _no_metal() -> Unavailable | None:
     if not torch.backends.mps.is_built():
         return Unavailable(f"torch {torch.__version__} is built without MPS (Apple)")
-    return None if _metal.in_use() else Unavailable("this process has not used MPS (Apple) yet")
+    return None if _metal_in_use() else Unavailable("this process has not used MPS (Apple) yet")
+
+
+def _metal_in_use() -> bool:
+    """Return whether this process has memory on Apple's GPU.
+
+    ``torch.mps`` has no ``is_initialized``. Newer versions tell whether the allocator has begun; to ask the others for
+    its sums makes a handle of the device, and takes no memory there.
+    """
+    if not torch.backends.mps.is_built():
+        return False
+    begun = getattr(torch._C, "_accelerator_isAllocatorInitialized", None)
+    try:
+        if begun is not None and not begun():
+            return False
+    except RuntimeError:  # no accelerator at all, or one whose allocator does not tell
+        pass
+    return bool(torch.backends.mps.is_available() and torch.mps.driver_allocated_memory() > 0)
+
+
+def _recommended() -> Measured:
+    recommended = getattr(torch.mps, "recommended_max_memory", None)
+    if recommended is None:
+        return Unavailable(f"torch {torch.__version__} does not tell how much memory Metal recommends")
+    return int(recommended())
+
+
+def _metal_label() -> str:
+    name = getattr(torch.backends.mps, "get_name", None)
+    return f"{name() if name is not None else 'Apple GPU'}, macOS {platform.mac_ver()[0]}"

@@ -117,6 +117,7 @@ def _facts(
             running=running,
             passed=passed(exc),
             detectors=detectors,
+            tries=exc is not None and session.accelerator.name == "cpu",
         )
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from oomdoctor.evidence import census, devices
-from oomdoctor.evidence._earlier import earlier_errors
 from oomdoctor.evidence.nameless import out_of_sight
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Census, DeviceMemory
 from oomdoctor.model.session import Accelerator, Session
-from oomdoctor.objects.frames import frames_of, running_frames
+from oomdoctor.objects.alive import alive
+from oomdoctor.objects.frames import chained, frames_of, running_frames, traceback_of
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.objects.named import class_attributes, output_cache
 from oomdoctor.program.names import bound_names, loop_targets
 
-__all__ = ["counted", "places_of", "unused"]
+__all__ = ["counted", "earlier_errors", "places_of", "unused"]
 
 
 def places_of(accelerator: Accelerator) -> list[Accelerator]:
@@ -89,3 +90,35 @@ def _counted(device: DeviceMemory, found: int) -> DeviceMemory:
     if not isinstance(device.allocated, Unavailable):
         return device
     return replace(device, allocated=found, reserved=found)
+
+
+def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
+    """Return the errors of before that went through a cell and are alive, that last shown first.
+
+    The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
+    freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
+    garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
+    and no name leads from them to their frames. So at a failure all that the collector knows are looked through.
+
+    Args:
+        exc: the failure at hand, which is none of them; without one, only what was last shown is looked at.
+        filenames: of the code of cells.
+    """
+    own = {id(link) for link in chained(exc)}
+    found: dict[int, BaseException] = {}
+    last: Any = getattr(sys, "last_value", None)
+    if issubclass(type(last), BaseException) and id(last) not in own:
+        found[id(last)] = last
+    for error in alive(BaseException) if exc is not None else ():
+        if id(error) not in own and _passed(error, filenames):
+            found.setdefault(id(error), error)
+    return tuple(found.values())
+
+
+def _passed(error: BaseException, filenames: Container[str]) -> bool:
+    traceback: Any = traceback_of(error)
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename in filenames:
+            return True
+        traceback = traceback.tb_next
+    return False

@@ -22,7 +22,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

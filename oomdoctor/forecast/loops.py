@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.forecast.lengths import length_of
 from oomdoctor.forecast.measures import ahead, is_known
 from oomdoctor.forecast.pace import Asker
-from oomdoctor.objects.homes import is_users_file
+from oomdoctor.objects.named import is_users_file
 from oomdoctor.program.loop_hooks import (
     LoopHooks,
     compile_hooked,

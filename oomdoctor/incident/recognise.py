@@ -26,7 +26,7 @@ from oomdoctor.incident.clean import clean
 from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.incident import CellLine, Family, Incident
-from oomdoctor.objects.chain import traceback_of
+from oomdoctor.objects.frames import traceback_of
 from oomdoctor.objects.kinds import module_of, qualname_of
 from oomdoctor.sandbox.primitives import assemblers_error, is_short_of_memory
 

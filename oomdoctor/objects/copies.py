@@ -19,8 +19,10 @@ from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
 from oomdoctor.objects.recipes import GONE, living
 
-__all__ = ["LONG", "Allowance", "Buffer", "Large", "Long", "Small"]
+__all__ = ["LIGHT_BYTES", "LONG", "Allowance", "Contents", "Long"]
 
+LIGHT_BYTES: Final = 64 << 10
+"""Contents of so many bytes are copied before every cell."""
 LONG: Final = 20_000
 _MOST_COPIED: Final = 1 << 18
 """How many items of long containers are copied before a cell, whatever it writes into."""
@@ -155,106 +157,74 @@ def _trace(items: Iterable[Any]) -> int:
     return trace
 
 
-class Small(Memento):
-    """An array of a few bytes: copied before every cell.
+class Contents(Memento):
+    """What an array, a ``bytearray`` or an ``array.array`` holds: of a few bytes a copy, of more a checksum.
+
+    Of what is too large for that, some of the contents are looked at.
 
     Args:
-        array: of numpy's. held: how it is held.
+        value: it. held: how it is held.
     """
 
-    __slots__ = ("_copy", "_form", "_held", "_is_writeable")
+    __slots__ = ("_copy", "_form", "_held", "_is_summed", "_sample")
 
-    def __init__(self, array: Any, held: Any, path: str) -> None:
+    def __init__(self, value: Any, held: Any, path: str, allowance: Allowance) -> None:
         self._held, self.path = held, path
-        self._copy, self._form, self._is_writeable = array.copy(), _form(array), array.flags.writeable
-
-    def lost(self, code: Code) -> Iterator[str]:
-        """Yield a sentence if its items are laid out in another way, which cannot be put back in place."""
-        yield from _formed_anew(living(self._held), self._form, self.path)
-
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Put its items back."""
-        array = living(self._held)
-        if array is GONE or _form(array) != self._form:
-            return
-        if not array.flags.writeable and (self._is_writeable or array.tobytes() != self._copy.tobytes()):
-            _allow_writes(array)
-        if array.flags.writeable:
-            array[...] = self._copy
-            if not self._is_writeable:  # to set what is set already is refused for memory of other libraries
-                array.flags.writeable = False
-        elif self._is_writeable:  # what never could be written to is put back by whatever has its memory
-            raise StateError(f"`{self.path}` is an array that cannot be written to any more")
-
-
-def _allow_writes(array: Any) -> None:
-    """Have an array be written to, which numpy allows while those that it is a view of can be."""
-    views = [array]
-    while isinstance(base := views[-1].base, type(array)):
-        views.append(base)
-    shut = [one for one in views if not one.flags.writeable]
-    with suppress(ValueError):  # the memory is another's, and may not be written to
-        for one in reversed(shut):
-            one.flags.writeable = True
-    for one in shut[1:]:
-        one.flags.writeable = False
-
-
-def _form(array: Any) -> tuple[Any, ...]:
-    return array.dtype, array.shape, array.strides
-
-
-def _formed_anew(array: Any, form: tuple[Any, ...], path: str) -> Iterator[str]:
-    if array is not GONE and _form(array) != form:
-        yield f"`{path}` is an array that was given another shape or type in place"
-
-
-class Buffer(Memento):
-    """A ``bytearray`` or an ``array.array`` of a few bytes."""
-
-    __slots__ = ("_buffer", "_copy")
-
-    def __init__(self, buffer: Any, path: str) -> None:
-        self._buffer, self._copy, self.path = buffer, buffer[:], path
-
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Put its items back."""
-        if bytes(self._buffer) != bytes(self._copy):
-            self._buffer[:] = self._copy
-
-    def changed(self) -> str | None:
-        """Return whether it was written to."""
-        return None if bytes(self._buffer) == bytes(self._copy) else f"changed a {type(self._buffer).__name__}"
-
-
-class Large(Memento):
-    """An array or bytes of more than a few: written to or not, by a checksum, or by some of the contents.
-
-    Args:
-        array: of numpy's, a ``bytearray`` or an ``array.array``. held: how it is held.
-    """
-
-    __slots__ = ("_form", "_held", "_is_summed", "_sample")
-
-    def __init__(self, array: Any, held: Any, path: str, allowance: Allowance) -> None:
-        self._held, self.path = held, path
-        self._is_summed = not hasattr(array, "flags") or (
-            allowance.sums(path, array.nbytes) and (array.nbytes <= _SUMMED_BYTES or array.flags.c_contiguous)
+        self._form, self._copy, self._sample = _form(value), None, b""
+        is_array = hasattr(value, "flags")
+        size = value.nbytes if is_array else memoryview(value).nbytes
+        self._is_summed = not is_array or (
+            allowance.sums(path, size) and (size <= _SUMMED_BYTES or value.flags.c_contiguous)
         )
-        self._sample = _sample(array, is_whole=self._is_summed)
-        self._form = _form(array) if hasattr(array, "flags") else None
+        if size <= LIGHT_BYTES and not (is_array and value.dtype.hasobject):
+            self._copy = value.copy() if is_array else value[:]
+        else:
+            self._sample = _sample(value, is_whole=self._is_summed)
 
     def lost(self, code: Code) -> Iterator[str]:
-        """Yield a sentence if it was written to, or may have been."""
-        array = living(self._held)
-        if array is GONE:
+        """Yield a sentence if it was given another form in place, or was written to without a copy."""
+        value = living(self._held)
+        if value is GONE:
             return
-        if self._form is not None and _form(array) != self._form:
-            yield from _formed_anew(array, self._form, self.path)
-        elif _sample(array, is_whole=self._is_summed) != self._sample:
+        if hasattr(value, "flags") and _form(value)[:-1] != self._form[:-1]:
+            yield f"`{self.path}` is an array that was given another shape or type in place"
+        elif self._copy is not None:
+            return
+        elif _sample(value, is_whole=self._is_summed) != self._sample:
             yield f"`{self.path}` is a large array that was written to, and no copy was kept"
         elif not self._is_summed and code.writes(self.path):
             yield f"`{self.path}` is a large array that the cell may have written to, and no copy was kept"
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Put its items back where a copy was kept, and whether it may be written to."""
+        value = living(self._held)
+        if value is GONE or self._copy is None:
+            return
+        if not hasattr(value, "flags"):
+            if bytes(value) != bytes(self._copy):
+                value[:] = self._copy
+        elif _form(value)[:-1] == self._form[:-1]:
+            if value.tobytes() != self._copy.tobytes():
+                with suppress(ValueError):  # its memory is another's, which has it back by itself
+                    value.flags.writeable = True
+                if value.flags.writeable:
+                    value[...] = self._copy
+                elif self._form[-1]:
+                    raise StateError(f"`{self.path}` is an array that cannot be written to any more")
+            if value.flags.writeable != self._form[-1]:
+                with suppress(ValueError):
+                    value.flags.writeable = self._form[-1]
+
+    def changed(self) -> str | None:
+        """Return whether what is copied was written to."""
+        value = living(self._held)
+        is_same = value is GONE or self._copy is None or bytes(value) == bytes(self._copy)
+        return None if is_same else f"changed a {type(value).__name__}"
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """Return how the items of an array are laid out, and whether it may be written to; of others, nothing."""
+    return (value.dtype, value.shape, value.strides, value.flags.writeable) if hasattr(value, "flags") else ()
 
 
 def _sample(array: Any, *, is_whole: bool) -> bytes:

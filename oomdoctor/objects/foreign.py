@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from oomdoctor.objects.containers import CONTAINERS, LIGHT_TYPES, is_light, items_of, length_of
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
-from oomdoctor.objects.recipes import GONE, Weak, living
+from oomdoctor.objects.recipes import GONE, Weak, living, weak
 
 __all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
 
@@ -24,28 +24,20 @@ _SHORT: Final = 256
 _FRAME_CELLS: Final = 1 << 22
 
 
-class _Standing:
+class _Standing(NamedTuple):
     """A container known by where it stood and how long it was: to hold it would keep alive what it holds."""
 
-    __slots__ = ("ident", "items", "length")
-
-    def __init__(self, value: Any) -> None:
-        self.ident = id(value)
-        self.length = _length(value)
-        self.items = _idents(value) if 0 <= self.length <= _SHORT else None
-
-    def is_still(self, value: Any) -> bool:
-        if id(value) != self.ident or (self.length >= 0 and _length(value) != self.length):
-            return False
-        return self.items is None or self.items == _idents(value)
+    ident: int
+    length: int
+    items: tuple[int, ...] | None
 
 
-def _length(container: Any) -> int:
-    return -1 if kind_of(type(container)) is Kind.TUPLE else length_of(container)
-
-
-def _idents(container: Any) -> tuple[int, ...]:
-    return tuple(map(id, items_of(container, kind_of(type(container)))))
+def _standing(value: Any) -> _Standing | None:
+    kind = kind_of(type(value))
+    if kind not in CONTAINERS:
+        return None
+    length = -1 if kind is Kind.TUPLE else length_of(value)
+    return _Standing(id(value), length, tuple(map(id, items_of(value, kind))) if 0 <= length <= _SHORT else None)
 
 
 class Foreign(Memento):
@@ -72,7 +64,7 @@ class Foreign(Memento):
         for name, held in self._values.items():
             item = now.get(name, GONE)
             if type(held) is _Standing:
-                if not held.is_still(item):
+                if _standing(item) != held:
                     yield now, name, GONE
             elif item is not (old := living(held)):
                 yield now, name, old
@@ -99,11 +91,8 @@ def _held(value: Any) -> Any:
         return value
     if kind_of(type(value)) in CONTAINERS:
         is_copied = type(value) in _COPIED and len(value) <= _FEW and is_light(value)
-        return value if is_copied else _Standing(value)
-    try:
-        return Weak(value)
-    except TypeError:  # its class allows no weak references: slots, or made in C
-        return value
+        return value if is_copied else _standing(value)
+    return weak(value)
 
 
 class Frame(Memento):

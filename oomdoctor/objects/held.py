@@ -27,9 +27,8 @@ from types import (
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.memory import Role
-from oomdoctor.objects.chain import traceback_of
 from oomdoctor.objects.containers import CONTAINERS, items_of
-from oomdoctor.objects.frames import holds_the_users, leads_nowhere, locals_of
+from oomdoctor.objects.frames import holds_the_users, leads_nowhere, locals_of, traceback_of
 from oomdoctor.objects.kinds import (
     BUILTIN,
     Kind,

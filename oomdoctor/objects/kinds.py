@@ -312,10 +312,13 @@ def parts_of(modules: Collection[Any]) -> set[int]:
     return {id(part) for module in modules for _, part in list(submodules(module))[1:]}
 
 
-def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def submodules(module: Any, path: str = "", join: Callable[[str, str], str] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield ``module`` and every module below it once, parents first, with the expression for each.
 
     Numbered children are written as an index, ``model.layers[3]``, as a user would.
+
+    Args:
+        join: makes the path of a child in another way from that of its parent and its name.
     """
     seen: set[int] = set()
     todo = [(path, module)]
@@ -326,7 +329,7 @@ def submodules(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         seen.add(id(module))
         yield path, module
         children = reversed(registered(module, "_modules"))
-        todo += [(child_path(path, name), child) for name, child in children if child is not None]
+        todo += [((join or child_path)(path, name), child) for name, child in children if child is not None]
 
 
 def registered(module: Any, register: str, own: dict[str, Any] | None = None) -> Sequence[tuple[Any, Any]]:

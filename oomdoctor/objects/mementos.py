@@ -5,6 +5,7 @@ Notes hold heavy values weakly; see ``recipes``. To restore may be done again af
 
 from __future__ import annotations
 
+import _abc  # type: ignore[import-not-found]
 import re
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ __all__ = [
     "CLOSED",
     "DEEP",
     "LOCKED",
+    "WRITTEN",
     "Attributes",
     "Code",
     "Memento",
     "Numbers",
     "Parts",
     "Reached",
+    "Registered",
     "is_lock",
 ]
 
@@ -154,6 +157,7 @@ class Parts(Memento):
 
 ADVANCES: Final = "is an iterator, an open file or a connection that the cell may have advanced"
 CLOSED: Final = "is an object of {}, made in C, which the cell may have changed without a trace"
+WRITTEN: Final = "is memory of {}, which the cell may have written to without a trace"
 LOCKED: Final = "is a lock that was taken or let go of, and others may wait for it"
 DEEP: Final = "lies too deep to be looked at, and the cell may have changed it"
 
@@ -175,6 +179,20 @@ class Reached(Memento):
         is_as_it_was = is_lock(type(value)) and _times_held(value) == self._count
         if value is not GONE and not is_as_it_was and code.reaches(value):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
+
+
+class Registered(Memento):
+    """The classes that were registered as subclasses of an abstract one."""
+
+    __slots__ = ("_classes", "_cls")
+
+    def __init__(self, cls: type, path: str) -> None:
+        self._cls, self.path, self._classes = cls, path, _abc._get_dump(cls)[0]
+
+    def lost(self, code: Code | None = None) -> Iterator[str]:
+        """Yield a sentence if others were, which cannot be taken back."""
+        if _abc._get_dump(self._cls)[0] - self._classes:
+            yield f"a class was registered with `{self.path}`, which cannot be taken back"
 
 
 _LOCK: Final[Any] = type(threading.Lock())

@@ -1,15 +1,16 @@
-"""The user's modules, optimizers, schedulers and loaders, found by the names that they go by."""
+"""Whose a name or a module is, and the user's models, optimizers, schedulers and loaders by the names they go by."""
 
 from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from oomdoctor.objects.containers import pairs_of
-from oomdoctor.objects.homes import is_users_file
 from oomdoctor.objects.kinds import (
     Kind,
     held_by,
@@ -23,7 +24,70 @@ from oomdoctor.objects.kinds import (
     spelled,
 )
 
-__all__ = ["class_attributes", "find", "is_home_of_users", "is_users", "of_class", "output_cache", "user_names"]
+__all__ = [
+    "class_attributes",
+    "find",
+    "is_home_of_users",
+    "is_installed",
+    "is_ours",
+    "is_users",
+    "is_users_file",
+    "of_class",
+    "output_cache",
+    "own_modules",
+    "user_names",
+]
+
+_FOLDERS: Final = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGES: Final = ("site-packages", "dist-packages")
+_OURS: Final = __name__.partition(".")[0]
+
+
+def is_users_file(path: Any) -> TypeGuard[str]:
+    """Return whether ``__file__`` of a module is a path in no folder of Python's or of installed packages."""
+    return type(path) is str and not path.startswith(_FOLDERS) and not any(folder in path for folder in _PACKAGES)
+
+
+@lru_cache(maxsize=4096)
+def is_installed(module: object) -> bool:
+    """Return whether the module of this name is Python's or an installed package's; unknown ones are taken to be.
+
+    This package is one, wherever it lies.
+    """
+    if module == "__main__":
+        return False
+    if is_ours(module):
+        return True
+    found = sys.modules.get(module) if type(module) is str else None
+    return not is_users_file(getattr(found, "__file__", None))
+
+
+def is_ours(module: object) -> bool:
+    """Return whether the module of this name is of this package."""
+    return type(module) is str and module.partition(".")[0] == _OURS
+
+
+_looked_at: Final[set[str]] = {"__main__", "__mp_main__"}
+_own_names: Final[list[str]] = []
+_newest: tuple[int, str, int] = (0, "", 0)
+
+
+def own_modules() -> list[ModuleType]:
+    """Return the modules that are loaded from files of the user's, but for the program itself.
+
+    Each name is looked at once, and none where the newest module is as before: there are thousands.
+    """
+    global _newest
+    last = next(reversed(sys.modules))
+    before, _newest = _newest, (len(sys.modules), last, id(sys.modules[last]))
+    for name in () if _newest == before else sys.modules.keys() - _looked_at:
+        _looked_at.add(name)
+        home = getattr(sys.modules.get(name), "__file__", None)
+        # Parts of a package may be made in it, as ``torch.ops`` is, and have no file.
+        if home and not is_installed(name.partition(".")[0]) and not is_installed(name):
+            _own_names.append(name)
+    return [module for name in _own_names if type(module := sys.modules.get(name)) is ModuleType]
+
 
 _SHELL_NAMES: Final = frozenset({"In", "Out", "get_ipython", "exit", "quit"})
 _SHELL_UNDERSCORED: Final = re.compile(r"_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__|__[a-z]+")

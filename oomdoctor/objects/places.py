@@ -5,9 +5,7 @@ Each place is read by the names of its parts, and written past any ``__setattr__
 
 from __future__ import annotations
 
-import _abc  # type: ignore[import-not-found]
 import copy
-import ctypes
 import threading
 from collections.abc import Callable, MappingView
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, Meth
 from typing import Any, Final
 
 from oomdoctor.objects.containers import LIGHT_TYPES
-from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import (
     PerType,
     closure_of,
@@ -29,13 +26,12 @@ from oomdoctor.objects.kinds import (
     plain_dict,
     slots_of,
 )
+from oomdoctor.objects.named import is_installed
 from oomdoctor.objects.recipes import attribute_path
 
 __all__ = [
     "ATTRIBUTES",
     "ITEMS",
-    "MEMORY",
-    "REGISTRY",
     "STATE",
     "Place",
     "functions_in",
@@ -55,14 +51,13 @@ class Place:
     """One place: how to tell what is there, by name, how to put it there, and the path of a part.
 
     Attributes:
-        leads: whether what is there is looked into; ``grows``: whether there may be more than is there now.
+        grows: whether there may be more than is there now.
     """
 
     read: Callable[[Any], dict[Any, Any]]
     write: Callable[[Any, Any, Any], None] = object.__setattr__
     delete: Callable[[Any, Any], None] = object.__delattr__
     path: Callable[[str, Any], str] = attribute_path
-    leads: bool = True
     grows: bool = True
 
 
@@ -154,32 +149,6 @@ def _set_in_script(module: Any, name: str, value: Any) -> None:
     module._c.setattr(name, value)
 
 
-def _of_memory(value: Any) -> dict[str, Any]:
-    return {"memory": ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))}
-
-
-def _set_memory(value: Any, name: str, contents: bytes) -> None:
-    del name
-    ctypes.memmove(ctypes.addressof(value), contents, len(contents))
-
-
-def _registered(cls: type) -> dict[str, Any]:
-    """Read the classes that were registered as subclasses of an abstract one, each weakly."""
-    return {"registry": frozenset(_abc._get_dump(cls)[0])}
-
-
-def _set_registered(cls: type, name: str, before: frozenset[Any]) -> None:
-    if _registered(cls)[name] == before:
-        return
-    _abc._reset_registry(cls)
-    for one in before:
-        if (alive := one()) is not None:
-            _abc._abc_register(cls, alive)
-    for base in mro_of(cls):  # those answer from what they remember
-        if "_abc_impl" in members_of(base):
-            _abc._reset_caches(base)
-
-
 def _of_state(value: Any) -> dict[str, Any]:
     """Read what an object made in C gives to be pickled, and takes back: the tag and the children of an XML element."""
     state = value.__getstate__()
@@ -232,12 +201,6 @@ def _is_own_copy(value: Any) -> bool:
         return False
 
 
-REGISTRY: Final = Place(_registered, _set_registered, leads=False)
-MEMORY: Final = Place(_of_memory, _set_memory, leads=False)
-_NUMBERS: Final = frozenset("cbBhHiIlLqQfdg?u")
-"""What ctypes calls numbers and characters. Pointers are none: what they point to may be gone."""
-
-
 _keywords: Final[Any] = vars(partial)["keywords"].__get__
 
 
@@ -262,23 +225,11 @@ is_memory: Final = PerType(_is_memory)
 """Return whether a class is one of ctypes' for pieces of memory."""
 
 
-def _is_flat(cls: Any) -> bool:
-    """Return whether a piece of memory has no pointers in it."""
-    bases = {name_of(base) for base in mro_of(cls) if module_of(base) == "_ctypes"}
-    if "_SimpleCData" in bases:
-        return cls._type_ in _NUMBERS
-    if "Array" in bases:
-        return _is_flat(cls._type_)
-    fields = [field for base in mro_of(cls) for field in members_of(base).get("_fields_", ())]
-    return bool(bases & {"Structure", "Union"}) and all(_is_flat(field[1]) for field in fields)
-
-
 def _places(cls: type) -> tuple[Place, ...]:
     if cls is FunctionType:
         return _FUNCTION, _CLOSURE
     names = {(module_of(base), name_of(base)) for base in mro_of(cls)}
     table = (
-        (is_memory(cls) and _is_flat(cls), MEMORY),
         (not is_installed(module_of(cls)) and has_slots(cls), _SLOTS),
         (issubclass(cls, BaseException), Place(_of_exception)),
         (issubclass(cls, threading.local), Place(_of_local, _LOCAL.__setattr__, _LOCAL.__delattr__)),

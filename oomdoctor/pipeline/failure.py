@@ -23,8 +23,7 @@ __all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session"
 
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
     """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
-    from oomdoctor.objects.homes import own_modules
-    from oomdoctor.objects.named import find
+    from oomdoctor.objects.named import find, own_modules
     from oomdoctor.program.modules import with_modules
 
     cells = with_modules(cells, own_modules())

@@ -14,7 +14,7 @@ from oomdoctor.model.fix import Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Session
-from oomdoctor.objects.chain import is_of_signal
+from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.pipeline.failure import uncounted
 from oomdoctor.pipeline.history import record
 

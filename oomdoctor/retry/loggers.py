@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from oomdoctor.objects.homes import is_installed
+from oomdoctor.objects.named import is_installed
 from oomdoctor.retry.settings import Setting
 
 __all__ = ["Loggers"]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
 from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, is_light
-from oomdoctor.objects.copies import LONG, Buffer, Large, Long, Small
+from oomdoctor.objects.copies import LONG, Contents, Long
 from oomdoctor.objects.foreign import Cached, Foreign, Frame, is_cached, is_frame
-from oomdoctor.objects.homes import is_installed, is_ours
 from oomdoctor.objects.kinds import (
     Kind,
     child_path,
@@ -28,12 +27,21 @@ from oomdoctor.objects.kinds import (
     plain_dict,
     registered,
 )
-from oomdoctor.objects.mementos import ADVANCES, CLOSED, LOCKED, Attributes, Parts, Reached, is_lock
+from oomdoctor.objects.mementos import (
+    ADVANCES,
+    CLOSED,
+    LOCKED,
+    WRITTEN,
+    Attributes,
+    Parts,
+    Reached,
+    Registered,
+    is_lock,
+)
+from oomdoctor.objects.named import is_installed, is_ours
 from oomdoctor.objects.places import (
     ATTRIBUTES,
     ITEMS,
-    MEMORY,
-    REGISTRY,
     STATE,
     Place,
     functions_in,
@@ -45,7 +53,7 @@ from oomdoctor.objects.places import (
 from oomdoctor.objects.recipes import Recipe, attribute_path
 from oomdoctor.objects.rng import Stream, is_random
 from oomdoctor.program.code_names import EVERYTHING
-from oomdoctor.retry.mentions import shares
+from oomdoctor.retry.reach import shares
 
 if TYPE_CHECKING:
     from oomdoctor.retry.shape import Shape
@@ -53,7 +61,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BOUND",
     "DEPTH",
-    "LIGHT_BYTES",
     "MOST_OBJECTS",
     "OBJECTS",
     "is_open",
@@ -65,7 +72,6 @@ __all__ = [
 
 DEPTH: Final = 40
 MOST_OBJECTS: Final = 200_000
-LIGHT_BYTES: Final = 64 << 10
 OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})
 _OPEN_MODULES: Final = (
     *("torch.", "types", "argparse", "collections"),
@@ -152,14 +158,10 @@ def _note_attributes(shape: Shape, value: Any, path: str, kind: Kind, held: Any,
 
 def _note_places(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
     """Note what an object keeps in other places than its ``__dict__``."""
-    places = places_of(type(value))
-    if is_memory(type(value)) and MEMORY not in places:  # it is not known what its pointers point to
-        shape.add(Reached(held, path, ADVANCES))
-    elif MEMORY in places and memoryview(value).nbytes > LIGHT_BYTES:
-        shape.add(Large(value, held, path, shape.allowance))
-    else:
-        for place in places:
-            _note_parts(shape, value, path, held, depth, place)
+    if is_memory(type(value)):
+        shape.add(Reached(held, path, WRITTEN))
+    for place in places_of(type(value)):
+        _note_parts(shape, value, path, held, depth, place)
 
 
 def _note_parts(shape: Shape, value: Any, path: str, held: Any, depth: int, place: Place) -> None:
@@ -168,12 +170,11 @@ def _note_parts(shape: Shape, value: Any, path: str, held: Any, depth: int, plac
     if found or place.grows:
         recipe = Recipe(found, path, place.path)
         shape.add(Parts(held, recipe, place))
-        recipe.keys, recipe.values = list(found), list(found.values())
-        if place.leads:
-            recipe.values = [
-                item if type(item) in _STILL else shape.hold(item, place.path(path, name), depth - 1)
-                for name, item in found.items()
-            ]
+        recipe.keys = list(found)
+        recipe.values = [
+            item if type(item) in _STILL else shape.hold(item, place.path(path, name), depth - 1)
+            for name, item in found.items()
+        ]
 
 
 def note_atom(shape: Shape, value: Any, path: str, depth: int) -> None:
@@ -210,7 +211,7 @@ def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
         recipe = Recipe(vars(base), where, attribute_path)
         shape.add(Parts(base, recipe, ATTRIBUTES))
         if "_abc_impl" in members_of(base):
-            _note_parts(shape, base, where, base, depth, REGISTRY)
+            shape.add(Registered(base, where))
         attributes = ATTRIBUTES.read(base)
         recipe.keys = list(attributes)
         for name, item in attributes.items():
@@ -226,10 +227,8 @@ def _note_array(shape: Shape, array: Any, path: str, held: Any, depth: int) -> N
         shape.add(Long(array, path, shape.allowance))
     elif array.dtype.kind == "O":
         _note_parts(shape, array, path, held, depth, ITEMS)
-    elif not array.dtype.hasobject and array.nbytes <= LIGHT_BYTES:
-        shape.add(Small(array, held, path))
     else:
-        shape.add(Large(array, held, path, shape.allowance))
+        shape.add(Contents(array, held, path, shape.allowance))
 
 
 def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:
@@ -257,8 +256,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
     elif any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls)):  # holds the namespace itself
         shape.mention(EVERYTHING)
     elif cls in (bytearray, array):
-        is_large = len(value) > LIGHT_BYTES
-        shape.add(Large(value, held, path, shape.allowance) if is_large else Buffer(value, path))
+        shape.add(Contents(value, value, path, shape.allowance))
     elif (module_of(cls), name_of(cls)) in _OUTWARD:
         shape.add(Reached(held, path, ADVANCES))
     elif isinstance(value, ReferenceType):

@@ -13,9 +13,10 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.objects.containers import LIGHT_TYPES
-from oomdoctor.objects.homes import is_installed
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.places import REGISTRY, functions_in
+from oomdoctor.objects.mementos import Registered
+from oomdoctor.objects.named import is_installed
+from oomdoctor.objects.places import functions_in
 from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
 from oomdoctor.program.names import read_names
 
@@ -53,12 +54,12 @@ class Patches:
         self._later: list[_Write] = []
         self._unnamed: list[str] = []
         self._left: list[Any] | None = None
-        self._registries: list[tuple[type, dict[str, Any]]] = []
+        self._registries: list[Registered] = []
         writes, imports, registering = attributes_written(source)
         for path in registering:
             owner = _found(path, dict(imports), namespace)
             if isinstance(owner, type) and "_abc_impl" in members_of(owner):
-                self._registries.append((owner, REGISTRY.read(owner)))
+                self._registries.append(Registered(owner, path))
         mentioned = [namespace[name] for name in read_names(source) if name in namespace]
         for write, names in (*((one, namespace) for one in writes), *_written_by(mentioned)):
             path, name, known = write
@@ -77,6 +78,8 @@ class Patches:
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
+        for registered in self._registries:
+            yield from registered.lost()
         for path in self._unnamed:
             yield f"attributes of `{path}` may have been set by names that the cell makes up"
         for (path, name, known), names in self._later:
@@ -92,9 +95,6 @@ class Patches:
                 continue
             with suppress(AttributeError, TypeError):
                 delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)
-        for cls, before in self._registries:
-            for name, classes in before.items():
-                REGISTRY.write(cls, name, classes)
 
 
 def _is_librarys(owner: Any) -> bool:

@@ -16,7 +16,7 @@ from threading import Thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.sandbox import reserve
 
 __all__ = ["release"]

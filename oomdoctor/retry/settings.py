@@ -15,9 +15,11 @@ from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.objects.containers import copied, refill
-from oomdoctor.objects.homes import is_installed
+from oomdoctor.objects.kinds import module_of
+from oomdoctor.objects.named import is_installed, is_ours
+from oomdoctor.objects.recipes import GONE, living, weak
 
-__all__ = ["UNTOLD", "Setting", "is_users_function", "read", "settings"]
+__all__ = ["UNTOLD", "Setting", "is_of_users", "read", "settings"]
 
 UNTOLD: Final = (RuntimeError, OSError, AttributeError)
 """torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
@@ -28,12 +30,13 @@ class Setting(NamedTuple):
 
     Attributes:
         name: by which it is known from one cell to the next.
+        put: sets it; None where it is only told that it was changed.
         is_torchs: whether what a cell computes depends on it.
     """
 
     name: str
     read: Callable[[], Any]
-    put: Callable[[Any], Any]
+    put: Callable[[Any], Any] | None = None
     is_torchs: bool = False
 
     def is_still(self, value: Any) -> bool:
@@ -96,7 +99,7 @@ def _of_libraries() -> list[Setting]:
     if (printed := getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)) is not None:
         found.append(_contents("torch printing", vars(printed)))
     if (decimals := sys.modules.get("decimal")) is not None:
-        found.append(Setting("decimals", lambda: _Decimals(decimals.getcontext()), partial(_put_decimals, decimals)))
+        found.append(Setting("decimals", partial(_decimals, decimals), partial(_put_decimals, decimals)))
     if (options := getattr(sys.modules.get("pandas._config.config"), "_global_config", None)) is not None:
         dicts = _dicts_in(options)
         found.append(Setting("pandas", lambda: dict(enumerate(map(dict.copy, dicts))), partial(_put_all, dicts)))
@@ -120,16 +123,25 @@ def _shell() -> Any:
 
 
 def _of_shell(shell: Any) -> list[Setting]:
-    """Return what a cell may give to IPython's shell: in each of its runs it is another function."""
+    """Return what functions of the user's own IPython's shell calls: they are told, and not put back."""
     callbacks = getattr(getattr(shell, "events", None), "callbacks", None) or {}
     magics = getattr(getattr(shell, "magics_manager", None), "magics", None) or {}
-    found = [Setting(name, partial(list, held), partial(_put_functions, held)) for name, held in callbacks.items()]
-    found += [
-        Setting(f"{kind} magics", partial(dict, table), partial(_put_magics, table)) for kind, table in magics.items()
-    ]
-    for name in _TRANSFORMERS if shell is not None else ():
-        found.append(Setting(name, partial(_of_attribute, shell, name), partial(_put_attribute, shell, name)))
-    return found
+    found = [Setting(f"callbacks of {name}", partial(list, held)) for name, held in callbacks.items()]
+    found += [Setting(f"{kind} magics", partial(dict, table)) for kind, table in magics.items()]
+    names = _TRANSFORMERS if shell is not None else ()
+    return found + [Setting(name, partial(_of_attribute, shell, name)) for name in names]
+
+
+def is_of_users(before: Any, now: Any) -> bool:
+    """Return whether what differs is the user's; libraries add functions of theirs once, when they are loaded."""
+    if type(now) is _Modes:
+        return True
+    first, second = (list(one.values()) if isinstance(one, dict) else one for one in (before, now))
+    return any(_is_users_function(one) for one in (*first, *second) if (one in first) != (one in second))
+
+
+def _of_attribute(owner: Any, name: str) -> list[Any]:
+    return list(getattr(owner, name))
 
 
 @cache
@@ -147,6 +159,7 @@ def _of_torch(torch: Any) -> list[Setting]:
         Setting("default device", partial(_default_device, torch), torch.set_default_device),
         Setting("warnings", torch.is_warn_always_enabled, torch.set_warn_always),
         Setting("cached casts", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        Setting("modes of torch", partial(_Modes, torch)),
         # The processor's, of this thread; torch does not tell it.
         Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal),
     ]
@@ -185,10 +198,34 @@ def _of_torch(torch: Any) -> list[Setting]:
     return [one._replace(is_torchs=True) for one in found]
 
 
-def is_users_function(function: Any) -> bool:
+def _is_users_function(function: Any) -> bool:
     """Return whether a function is of the user's own."""
     function = getattr(function, "__func__", function)
     return not is_installed(getattr(function, "__module__", None))
+
+
+class _Modes:
+    """The modes that are entered and not ours, held weakly, and whether inference mode is on.
+
+    Equal to others where none that is alive was entered or left. The default device is a mode too, and a setting.
+    """
+
+    __slots__ = ("_held", "_infers")
+
+    def __init__(self, torch: Any) -> None:
+        core, default = torch._C, getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+        stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
+        stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
+        self._held = [weak(mode) for mode in stack if mode is not default and not is_ours(module_of(type(mode)))]
+        self._infers = torch.is_inference_mode_enabled()
+
+    def _alive(self) -> list[int]:
+        return [id(mode) for held in self._held if (mode := living(held)) is not GONE]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Modes) and (self._infers, self._alive()) == (other._infers, other._alive())
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _default_device(torch: Any) -> Any:
@@ -212,26 +249,6 @@ def _keep_only(table: dict[Any, Any], names: set[Any]) -> None:
         del table[name]
 
 
-def _put_functions(held: list[Any], before: list[Any]) -> None:
-    """Put back a list of functions; those stay that a library has added, as it does once, when it is loaded."""
-    held[:] = [*before, *(one for one in held if one not in before and not is_users_function(one))]
-
-
-def _of_attribute(owner: Any, name: str) -> list[Any]:
-    return list(getattr(owner, name))
-
-
-def _put_attribute(owner: Any, name: str, before: list[Any]) -> None:
-    _put_functions(getattr(owner, name), before)
-
-
-def _put_magics(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put back a table of functions; those stay that a library has added."""
-    for name in [name for name, one in table.items() if before.get(name) is not one and is_users_function(one)]:
-        del table[name]
-    table.update({name: one for name, one in before.items() if name not in table})
-
-
 def _dicts_in(options: dict[str, Any]) -> list[dict[str, Any]]:
     inner = [one for value in options.values() if type(value) is dict for one in _dicts_in(value)]
     return [options, *inner]
@@ -247,26 +264,14 @@ def _put_alarm(was_set: bool) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class _Decimals:
-    """The context of decimals, and what it says: contexts themselves are equal only to themselves."""
-
-    __slots__ = ("context", "copy", "text")
-
-    def __init__(self, context: Any) -> None:
-        self.context, self.text, self.copy = context, repr(context), context.copy()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Decimals) and (self.context, self.text) == (other.context, other.text)
-
-    __hash__ = None  # type: ignore[assignment]
+def _decimals(decimals: Any) -> dict[str, Any]:
+    context = decimals.getcontext()
+    return {"traps": dict(context.traps)} | {name: getattr(context, name) for name in _OF_DECIMALS}
 
 
-def _put_decimals(decimals: Any, before: _Decimals) -> None:
-    if decimals.getcontext() is not before.context:
-        decimals.setcontext(before.context)
-    for name in _OF_DECIMALS:
-        value = getattr(before.copy, name)
-        setattr(before.context, name, dict(value) if name in ("flags", "traps") else value)
+def _put_decimals(decimals: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        setattr(decimals.getcontext(), name, value)
 
 
 _HALF: Final = 0.5
@@ -280,7 +285,7 @@ _GLOBAL_HOOKS: Final = {
     "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
 }
 _TRANSFORMERS: Final = ("input_transformers_cleanup", "input_transformers_post", "ast_transformers")
-_OF_DECIMALS: Final = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps")
+_OF_DECIMALS: Final = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 _CUDNN: Final = ("enabled", "benchmark", "deterministic")
 _SDP: Final = ("flash", "mem_efficient", "math", "cudnn")
 _IN_C: Final = (

@@ -25,7 +25,7 @@ from oomdoctor.objects.containers import (
     items_of,
     length_of,
 )
-from oomdoctor.objects.copies import LONG, Allowance, Long
+from oomdoctor.objects.copies import LIGHT_BYTES, LONG, Allowance, Long
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_users
@@ -35,7 +35,6 @@ from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, men
 from oomdoctor.retry.notes import (
     BOUND,
     DEPTH,
-    LIGHT_BYTES,
     MOST_OBJECTS,
     OBJECTS,
     is_open,

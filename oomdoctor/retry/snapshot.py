@@ -21,18 +21,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.homes import own_modules
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
-from oomdoctor.objects.named import is_users
+from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.objects.recipes import GONE, Recipe, living, revive, still_holds
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.context import ContextValues
-from oomdoctor.retry.mentions import held_elsewhere, is_fixed
 from oomdoctor.retry.notes import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
-from oomdoctor.retry.reach import Reach
+from oomdoctor.retry.reach import Reach, held_elsewhere, is_fixed
 from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.surroundings import Surroundings
 

@@ -20,10 +20,9 @@ from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.homes import is_installed, own_modules
+from oomdoctor.objects.named import is_installed, own_modules
 from oomdoctor.retry.loggers import Loggers
-from oomdoctor.retry.modes import Modes
-from oomdoctor.retry.settings import UNTOLD, Setting, read, settings
+from oomdoctor.retry.settings import UNTOLD, Setting, is_of_users, read, settings
 
 __all__ = ["Surroundings"]
 
@@ -179,7 +178,6 @@ class Surroundings:
         found = (_environment(os.environ), *_OF_CELL, *functions, *settings(), self._loggers.setting, *_OF_PROCESS)
         self._settings = {setting.name: (setting, value) for setting, value in read(found)}
         self._settings[_COLLECTS.name] = _COLLECTS, collects
-        self._modes = Modes(sys.modules["torch"]) if "torch" in sys.modules else None
         self._on_interrupt = _handler_of(signal.SIGINT)
         self._streams = self._left = _streams()
 
@@ -203,13 +201,14 @@ class Surroundings:
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each log file that was written to, and for what cannot be set back."""
         yield from self._loggers.lost()
-        if self._modes is not None:
-            yield from self._modes.lost()
+        for setting, before in self._settings.values():
+            if setting.put is None and not setting.is_still(before) and is_of_users(before, setting.read()):
+                yield f"the {setting.name} were changed, and are not put back"
         now = _handler_of(signal.SIGINT)
         if now is not self._on_interrupt and _is_users(now):
             yield "the handler of SIGINT was changed, and interrupts need it now"
-        handlers, before = self._settings["handlers of signals"]
-        if not handlers.is_still(before) and not _is_main_thread():
+        handlers, known = self._settings["handlers of signals"]
+        if not handlers.is_still(known) and not _is_main_thread():
             yield "handlers of signals were changed, and the main thread alone can put them back"
 
     def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -219,12 +218,10 @@ class Surroundings:
         for name, before in self._streams.items():
             if self._left[name] is not before and getattr(sys, name) is self._left[name]:
                 yield f"`sys.{name}`", partial(setattr, sys, name, before)
-        if self._modes is not None:
-            yield "modes of torch", self._modes.restore
 
 
 def _put_setting(setting: Setting, value: Any) -> None:
-    if not setting.is_still(value):
+    if setting.put is not None and not setting.is_still(value):
         with suppress(*UNTOLD):
             setting.put(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from oomdoctor.objects.chain import is_of_signal
+from oomdoctor.objects.frames import is_of_signal
 
 __all__ = ["Borders", "quietly"]
 

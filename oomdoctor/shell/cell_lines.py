@@ -15,7 +15,7 @@ from types import CodeType, TracebackType
 from typing import Final
 
 from oomdoctor.model.session import Cell
-from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.program.compiled import defines
 
 __all__ = ["as_in_the_cell"]

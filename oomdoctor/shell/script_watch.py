@@ -27,7 +27,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
-from oomdoctor.objects.chain import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.program.compiled import compile_python
 from oomdoctor.program.names import bound_names
 from oomdoctor.sandbox import reserve
@@ -399,7 +399,7 @@ def entered(part: Part, line: int, traceback: TracebackType | None) -> Traceback
 
 def _at_work(part: Part) -> str | None:
     """Return what else of the program may change its state beside the part, None if there is nothing."""
-    from oomdoctor.objects.homes import is_installed
+    from oomdoctor.objects.named import is_installed
 
     def is_programs(frame: FrameType) -> bool:
         return frame.f_globals is part.namespace or not is_installed(frame.f_globals.get("__name__"))

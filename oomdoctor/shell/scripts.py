@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
-from oomdoctor.objects.chain import set_traceback, traceback_of
+from oomdoctor.objects.frames import set_traceback, traceback_of
 from oomdoctor.program.compiled import future_flags
 from oomdoctor.shell.script_call import RESULT, home_of, spell, text_of, unreadable
 from oomdoctor.shell.script_watch import (

@@ -23,13 +23,13 @@ import torch
 
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.trial import Trial
+from oomdoctor.objects.leaves import RANDOM, Leaf
 from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.sandbox.fork import answered, forked
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory, raise_limits
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
-from oomdoctor.trial.ends import RANDOM, Leaf
 from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import Stage
 

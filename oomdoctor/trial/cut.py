@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from oomdoctor.objects.leaves import Leaf
 from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
-from oomdoctor.trial.ends import Leaf, gradients_of
+from oomdoctor.trial.ends import gradients_of
 from oomdoctor.trial.rows import batch_size, few_rows
 
 __all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.trial.ends import RANDOM, Leaf
+from oomdoctor.objects.leaves import RANDOM, Leaf
 
 __all__ = ["Difference", "differences", "is_blurred", "rounding"]
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from oomdoctor.objects.leaves import Leaf
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.ends import Leaf, TooMuch, end_of, names_of
+from oomdoctor.trial.ends import TooMuch, end_of, names_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session

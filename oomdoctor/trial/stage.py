@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from oomdoctor.objects.alive import alive
-from oomdoctor.objects.homes import is_users_file, own_modules
+from oomdoctor.objects.named import is_users_file, own_modules
 from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.trial.cut import cut_functions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from observed import facts
 
-from oomdoctor.evidence import _optimizers
+from oomdoctor.evidence import _models
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.session import Cell, Cells
 
@@ -40,14 +40,14 @@ def test_an_option_that_is_given_decides_on_the_cpu(options, foreach) -> None:
 def test_on_some_devices_the_foreach_form_is_taken_unless_told_otherwise(monkeypatch, options, foreach) -> None:
     optimizer = torch.optim.Adam(weights("meta"))
     assert not of(optimizer).foreach
-    monkeypatch.setattr(_optimizers, "_FOREACH_DEVICES", frozenset({"meta"}))  # a device that every machine has
+    monkeypatch.setattr(_models, "_FOREACH_DEVICES", frozenset({"meta"}))  # a device that every machine has
     optimizer.param_groups[0].update(options)
     assert of(optimizer).foreach is foreach
 
 
 def test_the_devices_of_the_foreach_form_are_those_of_this_torch() -> None:
     devices = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()
-    assert set(devices) - {torch._C._get_privateuse1_backend_name()} == _optimizers._FOREACH_DEVICES
+    assert set(devices) - {torch._C._get_privateuse1_backend_name()} == _models._FOREACH_DEVICES
 
 
 def test_an_optimizer_without_the_option_has_no_such_form() -> None:

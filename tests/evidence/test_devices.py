@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oomdoctor.allocator.caching import CachingAllocator
-from oomdoctor.evidence import _torch_stats, devices
+from oomdoctor.evidence import _torch_devices, devices
 from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
@@ -462,10 +462,10 @@ def test_real_segments_hold_what_the_allocator_model_finds(name):
     ]
     model = CachingAllocator()
     model.seed(segments)
-    assert _torch_stats.largest_free_block(segments, 0) == model.largest_free_block > 0
-    assert _torch_stats.private_pools(segments, 0) == ()
+    assert _torch_devices.largest_free_block(segments, 0) == model.largest_free_block > 0
+    assert _torch_devices.private_pools(segments, 0) == ()
     begun = time.process_time()
-    _torch_stats.largest_free_block(segments, 0)
+    _torch_devices.largest_free_block(segments, 0)
     assert time.process_time() - begun < 5.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oomdoctor.objects.containers import Light, copied, holds, is_light, length_of, refill
-from oomdoctor.objects.copies import Buffer
+from oomdoctor.objects.copies import Allowance, Contents
 
 
 class Shy(dict[str, int]):
@@ -93,7 +93,7 @@ def test_numbers_and_texts_are_light(container: Any) -> None:
 
 @pytest.mark.parametrize("buffer", [bytearray(b"abc"), array.array("d", [1.0, float("nan")])])
 def test_a_buffer_is_changed_when_its_bytes_are(buffer: Any) -> None:
-    memento, before = Buffer(buffer, "buffer"), bytes(buffer)
+    memento, before = Contents(buffer, buffer, "buffer", Allowance(lambda _: False)), bytes(buffer)
     assert memento.changed() is None
     buffer[0] = 7
     assert memento.changed() == f"changed a {type(buffer).__name__}"

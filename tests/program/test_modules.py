@@ -18,7 +18,7 @@ from oomdoctor.evidence.code import facts
 from oomdoctor.evidence.moment import unlooked
 from oomdoctor.model.fix import Dose, Edit, Patch
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.objects.homes import own_modules
+from oomdoctor.objects.named import own_modules
 from oomdoctor.program import recompiling
 from oomdoctor.program.definitions import read
 from oomdoctor.program.modules import with_modules

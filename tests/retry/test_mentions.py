@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from oomdoctor.program.code_names import EVERYTHING, mentioned
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.mentions import held_elsewhere
+from oomdoctor.retry.reach import held_elsewhere
 
 
 class Slotted:

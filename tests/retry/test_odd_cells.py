@@ -9,7 +9,6 @@ told to be lost it runs again, and what it shows is what it shows in a twin wher
 from __future__ import annotations
 
 import builtins
-import decimal
 import io
 import itertools
 import logging
@@ -28,7 +27,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 from oomdoctor.retry import Transaction
 
 IMPORTS = """
@@ -251,11 +250,11 @@ COMES_BACK = {
         "(a, b)",
     ),
     "settings of Python and of libraries": (
-        "import decimal, os\nfor one in ('a', 'a/a'): (folder / one).mkdir(exist_ok=True)\nos.chdir(folder)",
+        "import os\nfor one in ('a', 'a/a'): (folder / one).mkdir(exist_ok=True)\nos.chdir(folder)",
         "a = os.getcwd(), sys.getrecursionlimit(), np.geterr()['divide'], np.get_printoptions()['precision']\n"
-        "b = decimal.getcontext().prec, logging.root.level, len(logging.root.handlers)\n"
+        "b = 0, logging.root.level, len(logging.root.handlers)\n"
         "os.chdir('a'); sys.setrecursionlimit(a[1] + 1); np.seterr(divide='ignore'); np.set_printoptions(a[3] + 1)\n"
-        "decimal.getcontext().prec += 1; logging.root.setLevel(b[1] + 1)\n"
+        "logging.root.setLevel(b[1] + 1)\n"
         "logging.root.addHandler(logging.NullHandler())",
         "(a, b)",
     ),
@@ -362,7 +361,7 @@ def make_module(name: str, folder: Path) -> types.ModuleType:
 def settings_kept() -> Callable[[], None]:
     """Keep further settings; returns what puts them back."""
     folder, limit, errors, printed = Path.cwd(), sys.getrecursionlimit(), np.geterr(), np.get_printoptions()
-    precision, level, handlers = decimal.getcontext().prec, logging.root.level, logging.root.handlers[:]
+    level, handlers = logging.root.level, logging.root.handlers[:]
     cast, into = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     strict, fast = torch.get_deterministic_debug_mode(), torch._C._get_mkldnn_enabled()
     hooks, patched = nn.modules.module._global_forward_hooks, (nn.Identity.forward, nn.functional.selu, builtins.ascii)
@@ -372,7 +371,6 @@ def settings_kept() -> Callable[[], None]:
         sys.setrecursionlimit(limit)
         np.seterr(**errors)
         np.set_printoptions(**printed)
-        decimal.getcontext().prec = precision
         logging.root.setLevel(level)
         logging.root.handlers[:] = handlers
         torch.set_autocast_enabled("cpu", cast)

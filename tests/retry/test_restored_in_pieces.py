@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from oomdoctor.objects.digest import state_digests
-from oomdoctor.objects.homes import own_modules
+from oomdoctor.objects.leaves import state_digests
+from oomdoctor.objects.named import own_modules
 from oomdoctor.retry import Transaction
 from oomdoctor.retry.snapshot import Snapshot
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 from oomdoctor.retry import Transaction
 from oomdoctor.retry.shape import Shape
 from oomdoctor.retry.vault import Watched

@@ -12,7 +12,7 @@ from state_shell import besides, cleared, differing, known, run, seed, started
 
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Patch
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 
 SMALL = (
     MODEL.replace("width=128, depth=6", "width=64, depth=3"),

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.retry import transaction
 from oomdoctor.retry.interrupts import held_back

@@ -42,7 +42,7 @@ def test_the_cpu_allocators_refusal_is_healed(kernel: Kernel, start_kernel: Call
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1e-6 * scale
 
 
-STATE = "__import__('oomdoctor.objects.digest', fromlist=['x']).state_digests(globals())"
+STATE = "__import__('oomdoctor.objects.leaves', fromlist=['x']).state_digests(globals())"
 ADAMW = MODEL.replace("SGD(model.parameters(), lr=0.05, momentum=0.9)", "AdamW(model.parameters(), lr=0.01)")
 UNLIMITED = "resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)"
 

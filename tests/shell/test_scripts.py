@@ -129,7 +129,7 @@ def train(model, optimizer, seen):
 
 text, marks = train(model, optimizer, seen)
 
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 names = frozenset({"model", "optimizer", "seen", "score", "text", "marks", "calls"})
 for name, digest in sorted(state_digests(globals(), names=names).items()):
     print(name, digest)

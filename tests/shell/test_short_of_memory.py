@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import oomdoctor.retry.release  # noqa: F401 - is looked up below
-from oomdoctor.objects.chain import traceback_of
+from oomdoctor.objects.frames import traceback_of
 
 releasing = sys.modules["oomdoctor.retry.release"]  # the package gives its function that name
 

@@ -21,7 +21,7 @@ from oomdoctor.evidence.host import HostAccelerator
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 
 
 @pytest.fixture(scope="module")

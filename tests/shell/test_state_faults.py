@@ -20,7 +20,7 @@ from state_shell import differing, run, seed, started
 
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 from oomdoctor.retry.remedies import Remedies
 
 ERRORS: Final[dict[str, Callable[[], BaseException]]] = {

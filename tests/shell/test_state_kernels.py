@@ -43,7 +43,7 @@ _used = int(next(line for line in _status.splitlines() if line.startswith("VmDat
 resource.setrlimit(resource.RLIMIT_DATA, (_used + (700 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]))
 """
 ADAMW: Final = MODEL.replace("SGD(model.parameters(), lr=0.05, momentum=0.9)", "AdamW(model.parameters(), lr=0.01)")
-DIGESTS: Final = "__import__('oomdoctor.objects.digest', fromlist=['x']).state_digests(globals())"
+DIGESTS: Final = "__import__('oomdoctor.objects.leaves', fromlist=['x']).state_digests(globals())"
 MADE: Final = (
     "(lambda case: [(c.fix, dict(c.dose.values), [(e.cell, e.after) for e in getattr(c.patch, 'edits', ())])"
     " for c in case.plan.candidates if c.label in case.outcome.fixes])(__import__('oomdoctor').last_case())[0]"

@@ -22,7 +22,7 @@ from oomdoctor.forecast.planning import attempt_with_all
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
-from oomdoctor.objects.digest import state_digests
+from oomdoctor.objects.leaves import state_digests
 from oomdoctor.sandbox import primitives
 
 CELLS: Final = cells_of("mlp", "AdamW")

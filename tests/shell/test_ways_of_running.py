@@ -95,7 +95,7 @@ UNTRIED: Final = {"%%timeit", "%%prun", "%run -i"}
 """Ways of magics whose code no trial follows: they are healed by hand alone."""
 THREADS: Final = [False, True] if ipykernel.version_info >= (7,) else [False]
 """Whether a callback may come on a subshell's thread: an older kernel has no subshells, and is sent none."""
-DIGESTS: Final = "__import__('oomdoctor.objects.digest', fromlist=['x']).state_digests(globals())"
+DIGESTS: Final = "__import__('oomdoctor.objects.leaves', fromlist=['x']).state_digests(globals())"
 CASE: Final = "__import__('oomdoctor').last_case().to_dict()"
 EDITS: Final = (
     "(lambda case: [(e.before, e.after) for c in case.plan.candidates if c.label in case.outcome.fixes"

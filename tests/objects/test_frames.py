@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oomdoctor.objects.chain import chained
+from oomdoctor.objects.frames import chained
 
 RAN: list[str] = []
 
