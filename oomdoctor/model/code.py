@@ -143,7 +143,7 @@ class LoaderFacts:
         spawns: workers begin with an interpreter of their own, not as forks of this process.
         iterable: it reads an ``IterableDataset``, of which each worker reads what it likes.
         unordered: batches come as they are ready.
-        varies: why a batch may depend on the process that makes it, None where it is certain that it does not.
+        varies: why a batch may depend on the process that makes it, None where two workers made the same samples.
         order: why the order may depend on when indices are asked for, None where it is certain that it does not.
         shuffles: random numbers decide on the order.
         collates: torch's own ``default_collate`` copies samples into batches.

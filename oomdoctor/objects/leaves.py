@@ -31,7 +31,6 @@ __all__ = [
     "Leaves",
     "generators",
     "plain_leaf",
-    "state_digest",
     "state_digests",
     "tensor_leaf",
     "text_leaf",
@@ -185,12 +184,6 @@ def _places(value: Any) -> Iterator[tuple[str, Any]]:
         for name, item in place.read(value).items():
             if name not in _OF_CODE:
                 yield place.path("", name), item
-
-
-def state_digest(namespace: dict[str, Any], *, names: Collection[str] | None = None) -> str:
-    """Return one digest of all that ``state_digests`` tells apart."""
-    parts = state_digests(namespace, names=names)
-    return _hash("\n".join(f"{name} {digest}" for name, digest in sorted(parts.items())).encode())
 
 
 def state_digests(namespace: dict[str, Any], *, names: Collection[str] | None = None) -> dict[str, str]:

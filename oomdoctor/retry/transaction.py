@@ -207,10 +207,6 @@ class Transaction:
         """Host memory that copies not made yet would take, if the cell takes an optimizer step."""
         return self._snapshot.bytes_to_copy if self._snapshot is not None else 0
 
-    def changed_anything(self) -> bool:
-        """Return whether a name, a container or a tensor is another one than at the start of the cell."""
-        return bool(self._snapshot is None or self._snapshot.rebound() or next(self._snapshot.changes(), None))
-
     def moved_on_by(self, later: Transaction, *, is_healed: bool = False) -> str | None:
         """Return what a later cell has done that this one cannot be run again after, or taken back; None for nothing.
 

@@ -37,7 +37,7 @@ for (x,) in loader:
 """
 PARAMETERS = 4 * (256 * 256 + 256) * 4
 TOO_SMALL = "56MiB"
-STATE = "__import__('oomdoctor.objects.leaves', fromlist=['_']).state_digest({**globals()})"
+STATE = "__import__('oomdoctor.objects.leaves', fromlist=['_']).state_digests({**globals()})"
 NAMES = "sorted(name for name in globals() if name[:1] != '_')"
 DEVICE = "__import__('oomdoctor.allocator.virtual', fromlist=['_']).active()"
 MIB = 1 << 20
