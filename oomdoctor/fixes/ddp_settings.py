@@ -15,11 +15,10 @@ There is no live form: the buckets are made with the wrapper, on every process a
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.fixes import _class_calls, _ddp_ranks
 from oomdoctor.fixes._class_calls import with_keyword
@@ -30,8 +29,8 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import words
-from oomdoctor.program.magics import parsed
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.rewriting import text_of, within
 from oomdoctor.program.words import Result
 
 if TYPE_CHECKING:
@@ -47,14 +46,30 @@ _IN_ANY_ORDER: Final = 2
 
 
 _MEASURES: Final = frozenset(
-    {
-        *words.names_of(Result.REDUCED, Result.DISCRETE),
-        *("abs", "square", "pow", "clone", "numel", "item", "size", "element_size", "dim"),
-        *("zero_", "mul_", "div_", "add_", "sub_", "clamp_", "copy_", "nan_to_num_"),
-    }
+    {*words.names_of(Result.REDUCED, Result.DISCRETE), "abs", "square", "pow", "clone", "numel", "item", "size", "dim"}
+    | {"element_size", "shape", "dtype", "device", "is_sparse", "ndim"}
 )
-"""Methods whose result shares no memory with the gradient, or that change it where it is."""
-_FACTS: Final = frozenset({"shape", "dtype", "device", "is_sparse", "ndim"})
+"""Attributes, and methods whose result shares no memory with the gradient."""
+_IN_PLACE: Final = frozenset({"zero_", "mul_", "div_", "add_", "sub_", "clamp_", "copy_", "nan_to_num_"})
+_LOOKS: Final = frozenset({"isnan", "isfinite", "isinf", "norm", "vector_norm", "is_tensor"})
+
+
+def _named(names: frozenset[str]) -> m.Name:
+    return m.Name(value=m.MatchIfTrue(lambda name: name in names))
+
+
+_SAVED: Final = m.SaveMatchedNode(m.Attribute(attr=m.Name("grad")), "grad")
+_DATA: Final = _SAVED | m.Attribute(value=_SAVED, attr=m.Name("data"))
+_STORED: Final = m.AssignTarget(target=_SAVED) | m.AugAssign(target=_DATA)
+_PASSING: Final = m.OneOf(
+    m.Comparison(left=_SAVED, comparisons=[m.ComparisonTarget(m.Is() | m.IsNot(), m.Name("None"))]),
+    m.Call(func=_SAVED),  # torch.autograd.grad is a function
+    m.Attribute(value=_DATA, attr=_named(_MEASURES)),
+    m.Expr(value=m.Call(func=m.Attribute(value=_DATA, attr=_named(_IN_PLACE)))),
+    m.Call(func=m.Attribute(attr=_named(_LOOKS)), args=[m.Arg(value=_DATA), m.ZeroOrMore()]),
+)
+"""What leaves nothing behind that shares the gradient's memory."""
+_GRAPHS: Final = m.Arg(keyword=m.Name("create_graph"), value=m.DoesNotMatch(m.Name("False")))
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -143,53 +158,16 @@ def _anew(call: cst.Call, name: str) -> cst.Call:
 def _held(cells: Cells) -> str | None:
     """Return the text of the first expression that may keep a gradient or refuses views, None where there is none."""
     for cell in cells.history:
-        if (tree := parsed(cell.source)) is None:
-            continue
-        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(tree):
-            if (text := _reading(node, parents)) is not None:
-                return text
+        parsed = rewriting.read(cell.source)
+        module = parsed.module if isinstance(parsed, rewriting.ParsedCell) else cst.Module([])
+        passing = {id(found["grad"]) for found in m.extractall(module, _PASSING)}
+        passing |= {id(found["grad"]) for found in m.extractall(module, _STORED)}
+        keeping = [found["grad"] for found in m.extractall(module, _SAVED) if id(found["grad"]) not in passing]
+        for node in (*m.findall(module, _GRAPHS), *keeping):
+            lines = list(within(module, cst.SimpleStatementLine))
+            around = [line.body[0] for line in lines if id(node) in map(id, within(line, cst.Attribute))]
+            return text_of((*around, node)[0])  # type: ignore[arg-type]
     return None
-
-
-def _reading(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str | None:
-    if isinstance(node, ast.keyword) and node.arg == "create_graph" and not _is(node.value, False):
-        return f"create_graph={ast.unparse(node.value)}"
-    if not (isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)):
-        return None
-    above = list(_above(node, parents))
-    return None if _is_passing(node, above) else ast.unparse(above[0])
-
-
-def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    while node in parents:
-        node = parents[node]
-        yield node
-
-
-def _is_passing(node: ast.Attribute, above: list[ast.AST]) -> bool:
-    """Whether what is done with the gradient at ``node`` leaves nothing behind that shares its memory."""
-    parent = above[0]
-    if isinstance(parent, ast.Call) and parent.func is node:
-        return True  # torch.autograd.grad is a function
-    if isinstance(parent, ast.Compare):
-        return all(_is(one, None) for one in parent.comparators)
-    if isinstance(parent, ast.Attribute) and parent.attr == "data":
-        node, parent, above = parent, above[1], above[1:]
-        if isinstance(node.ctx, ast.Store):
-            return False
-    if isinstance(parent, ast.Attribute):
-        is_call = len(above) > 1 and isinstance(above[1], ast.Call) and above[1].func is parent
-        kept = len(above) > 2 and not isinstance(above[2], ast.Expr) and parent.attr.endswith("_")
-        return parent.attr in _FACTS or (is_call and parent.attr in _MEASURES and not kept)
-    if isinstance(parent, ast.Call) and node in parent.args:
-        called = ast.unparse(parent.func).rpartition(".")[2]
-        return called in {"isnan", "isfinite", "isinf", "norm", "vector_norm", "is_tensor"}
-    return isinstance(parent, ast.AugAssign) and parent.target is node
-
-
-def _is(node: ast.AST, value: object) -> bool:
-    return isinstance(node, ast.Constant) and node.value is value
 
 
 FIX: Final = Fix(
