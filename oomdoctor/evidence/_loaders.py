@@ -96,6 +96,10 @@ def _varies(own: dict[str, Any], *, tries: bool) -> str | None:
 
 def _difference(own: dict[str, Any]) -> str:
     """Return in what the samples of two workers differ, empty if in nothing; for a forked copy."""
+    from oomdoctor.sandbox.silence import keep_to_itself, orphan_workers
+
+    keep_to_itself(None)
+    orphan_workers()
     try:
         first, second = (_made(own, *worker) for worker in _WORKERS)
     except Exception as exc:  # noqa: BLE001 - border: data sets of the user's may fail in any way
