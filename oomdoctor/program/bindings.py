@@ -9,8 +9,9 @@ from typing import NamedTuple
 import libcst as cst
 
 from oomdoctor.program import rewriting
+from oomdoctor.program.assignments import assigned
 from oomdoctor.program.dataflow import ancestors
-from oomdoctor.program.names import assigned, own_nodes, target_names
+from oomdoctor.program.names import own_nodes, target_names
 from oomdoctor.program.replay import node_of
 
 __all__ = ["last_binding"]

@@ -14,19 +14,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
-from oomdoctor.program.names import (
-    assigned,
-    bindings,
-    call_name,
-    fed,
-    names_captured,
-    names_in,
-    names_set,
-    own_nodes,
-    parameters_of,
-    plain_names,
-    uses,
-)
+from oomdoctor.program.assignments import assigned, bindings, fed, names_captured, names_set, plain_names
+from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, uses
 
 __all__ = ["Flow", "Loop", "Way", "ancestors", "bound", "loop_at", "own", "reads"]
 

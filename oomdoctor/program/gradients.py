@@ -14,22 +14,10 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
+from oomdoctor.program.assignments import assigned, names_filled, names_set, parts_of, plain_names, stored_in
 from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import Program, Scope, with_gradients
-from oomdoctor.program.names import (
-    assigned,
-    names_filled,
-    names_in,
-    names_set,
-    own_nodes,
-    parameters_of,
-    parts_of,
-    plain_names,
-    read_first,
-    root_of,
-    stored,
-    stored_in,
-)
+from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored
 from oomdoctor.program.training_loops import called_like_a_model
 
 __all__ = ["Graphs", "ModelCalls", "runs_model"]

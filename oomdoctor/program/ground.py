@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from oomdoctor.program import words
+from oomdoctor.program.assignments import plain_names
 from oomdoctor.program.definitions import Function, Program, Scope, is_gradless
 from oomdoctor.program.names import (
     blocks_of,
@@ -28,7 +29,6 @@ from oomdoctor.program.names import (
     loaded,
     outside,
     own_nodes,
-    plain_names,
     read_first,
     root_of,
     stored,
