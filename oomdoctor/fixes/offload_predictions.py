@@ -120,19 +120,17 @@ class _Uses:
 
         way = Flow(stops=_leaves_host, of_graphs=False, spreads=spreads).through(self._scope.body)
         yield self._scope, way
-        function = self._scope.function
+        is_top = self._scope.function is None
         given = (node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None)
-        if function is not None and any(way.carries(node, node.value) for node in given if node.value is not None):
-            own = self._scope.tail
-            flow = Flow(makes=lambda call: words.last_name(call) == own, stops=_leaves_host, of_graphs=False)
-            yield from ((scope, flow.through(scope.body)) for scope in self._program.scopes)
-        elif function is None:
-            flow = Flow(stops=_leaves_host, of_graphs=False)
-            others = [scope for scope in self._program.scopes if scope is not self._scope]
-            for scope in others:
-                own_names = stored(own_nodes(scope.body))
-                hidden = own_names if scope.function is not None else set[str]()
-                yield scope, flow.through(scope.body, way.now - hidden)
+        returns = not is_top and any(way.carries(node, node.value) for node in given if node.value is not None)
+        flow = Flow(
+            makes=lambda call: returns and words.last_name(call) == self._scope.tail,
+            stops=_leaves_host,
+            of_graphs=False,
+        )
+        for scope in (one for one in self._program.scopes if returns or (is_top and one is not self._scope)):
+            hidden = stored(own_nodes(scope.body)) if scope.function is not None else set[str]()
+            yield scope, flow.through(scope.body, way.now - hidden if is_top else ())
 
     def _of_use(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> str:
         """Return what one use makes of what was moved."""
@@ -171,17 +169,21 @@ class _Uses:
         """Whether a name that ``fill`` puts into a collection is written to in place anywhere in the scope."""
         values = fill.value.args if isinstance(fill, ast.Expr) and isinstance(fill.value, ast.Call) else []
         names = {value.id for value in values if isinstance(value, ast.Name)}
-        for node in own_nodes(self._scope.body):
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if words.is_in_place(method):
-                    pass
-                case ast.AugAssign(target=ast.Name(id=name)) | ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
-                    pass
-                case _:
-                    continue
-            if name in names:
-                return True
-        return False
+        return any(
+            root_of(target) in names and not isinstance(target, ast.Attribute)
+            for node in own_nodes(self._scope.body)
+            for target in _written(node)
+        )
+
+
+def _written(node: ast.AST) -> list[ast.expr]:
+    """Return what a node writes into in place."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=base, attr=method)) if words.is_in_place(method):
+            return [base]
+        case ast.AugAssign(target=target) | ast.Subscript(value=target, ctx=ast.Store()):
+            return [target]
+    return []
 
 
 def _leaves_host(call: ast.Call) -> bool:

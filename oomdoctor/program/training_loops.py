@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
@@ -35,8 +35,7 @@ _DRAWS: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Roles:
+class _Roles(NamedTuple):
     """What the names of one scope stand for."""
 
     kinds: Mapping[str, str]
@@ -44,6 +43,9 @@ class _Roles:
 
     def of(self, text: str) -> str | None:
         return self.kinds.get(self.stands_for.get(text, text))
+
+
+_NO_ROLES: Final = _Roles({}, {})
 
 
 def training_loops(
@@ -85,22 +87,25 @@ def called_like_a_model(text: str) -> bool:
 
 def _loops(program: Program, scope: Scope) -> Iterator[Loop]:
     """Yield the innermost loops of ``scope`` in which a step is taken, or backward is called if none is."""
-    loops = [node for node in own_nodes(scope.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
-    stepping = [loop for loop in loops if {"backward", "step"} <= _events_within(program, loop)]
-    trains = stepping or [loop for loop in loops if "backward" in _events_within(program, loop)]
+    events = [(loop, _events_within(program, loop, 2)) for loop in _all_loops(scope)]
+    stepping = [loop for loop, done in events if {"backward", "step"} <= done]
+    trains = stepping or [loop for loop, done in events if "backward" in done]
     for loop in trains:
         if not any(other is not loop and other in ast.walk(loop) for other in trains):
             yield loop
 
 
-def _events_within(program: Program, loop: Loop) -> set[str]:
-    roles = _Roles(kinds={}, stands_for={})
-    return {event for event, _ in _events(program, loop.body, roles, depth=2)}
+def _all_loops(scope: Scope) -> list[Loop]:
+    return [node for node in own_nodes(scope.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+
+
+def _events_within(program: Program, loop: Loop, depth: int) -> set[str]:
+    return {event for event, _ in _events(program, loop.body, _NO_ROLES, depth)}
 
 
 def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str]) -> TrainingLoop:
     arguments = program.given(scope) | dict(_attributes(program, scope))
-    roles = _Roles(kinds=kinds, stands_for=arguments)
+    roles = _Roles(kinds, arguments)
     events = list(_events(program, loop.body, roles, depth=2))
     loss, loss_call = _loss(loop, roles)
     return TrainingLoop(
@@ -171,30 +176,19 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
         text = ast.unparse(call.func)
         receiver, _, method = text.rpartition(".")
         event = _event(call, receiver, method, roles)
-        if (
-            event is not None
-            and event[0] == "forward"
-            and roles.of(text) is None
-            and program.function(text) is not None
-        ):
+        if event is not None and event[0] == "forward" and roles.of(text) is None and program.function(text):
             event = None  # a function of the cells, whatever its name sounds like
         if event is not None:
             yield event
             if method == "step" and call.args and (closure := program.function(call_name(call.args[0]))) is not None:
                 yield from _events(program, list(closure.body), roles, 0)
         elif depth and (called := program.function(method)) is not None and program.is_own(text):
-            if _has_loop_of_its_own(program, called, depth - 1):
+            if any("backward" in _events_within(program, loop, depth - 1) for loop in _all_loops(called)):
                 continue  # an epoch around a function that trains: the loop to change is the function's
             arguments = program.given(called)
-            inner = _Roles(kinds=roles.kinds, stands_for={k: roles.stands_for.get(v, v) for k, v in arguments.items()})
+            inner = _Roles(roles.kinds, {k: roles.stands_for.get(v, v) for k, v in arguments.items()})
             for kind, of in _events(program, list(called.body), inner, depth - 1):
                 yield kind, arguments.get(of, of)
-
-
-def _has_loop_of_its_own(program: Program, called: Scope, depth: int) -> bool:
-    roles = _Roles(kinds={}, stands_for={})
-    loops = [node for node in own_nodes(called.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
-    return any("backward" in {event for event, _ in _events(program, loop.body, roles, depth)} for loop in loops)
 
 
 def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[str, str] | None:
@@ -203,7 +197,7 @@ def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[s
     if method in _CLIPS:
         return "clip", receiver
     if method == "step" and receiver:
-        of = ast.unparse(call.args[0]) if call.args and _scales(receiver) else receiver
+        of = ast.unparse(call.args[0]) if call.args and "scaler" in receiver.lower() else receiver
         kind = roles.of(of) or ("scheduler" if _SCHEDULER.search(of) else "optimizer")
         return ("schedule" if kind == "scheduler" else "step"), of
     text = f"{receiver}.{method}" if receiver else method
@@ -212,23 +206,13 @@ def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[s
     return None
 
 
-def _scales(receiver: str) -> bool:
-    return "scaler" in receiver.lower()
-
-
-def _calls(body: list[ast.stmt]) -> Iterator[ast.Call]:
+def _calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """Yield calls, arguments before what they are passed to."""
     for node in body:
-        yield from _calls_of(node)
-
-
-def _calls_of(node: ast.AST) -> Iterator[ast.Call]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _calls_of(child)
-    if isinstance(node, ast.Call):
-        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _calls(ast.iter_child_nodes(node))
+            if isinstance(node, ast.Call):
+                yield node
 
 
 def _iterated(scope: Scope, loop: ast.For | ast.AsyncFor) -> ast.expr:
@@ -309,7 +293,7 @@ def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
         value: ast.AST = call.func.value if isinstance(call.func, ast.Attribute) else call
         if call.args and not isinstance(value, ast.Call) and ("accelerator" in receiver or receiver == "fabric"):
             value = call.args[0]
-        elif isinstance(value, ast.Call) and _scales(ast.unparse(value.func)) and value.args:
+        elif isinstance(value, ast.Call) and "scaler" in ast.unparse(value.func).lower() and value.args:
             value = value.args[0]
         if not isinstance(value, ast.Name):
             made = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
@@ -319,12 +303,9 @@ def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
 
 
 def _made(loop: Loop, name: str) -> str | None:
+    made = [node for node in own_nodes(loop.body) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     calls = [
-        ast.unparse(node.value)
-        for node in own_nodes(loop.body)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and any(name in target_names(target) for target in node.targets)
+        ast.unparse(node.value) for node in made if name in {one for to in node.targets for one in target_names(to)}
     ]
     return calls[-1] if calls else None
 
