@@ -26,7 +26,7 @@ from oomdoctor.program.names import blocks_of
 from oomdoctor.program.replay import node_of
 from oomdoctor.program.rewriting import within
 
-__all__ = ["Fused", "asks_for_eager", "fused"]
+__all__ = ["asks_for_eager", "fused"]
 
 _LONGEST: Final = 100
 _NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional"})
@@ -81,21 +81,6 @@ class Operation:
     code: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Fused:
-    """A cell with one attention exchanged.
-
-    Attributes:
-        function: qualified name of the function that it stands in.
-        drops: weights are dropped by a function, which no fact about the models announces.
-    """
-
-    parsed: rewriting.ParsedCell
-    module: cst.Module
-    function: str
-    drops: bool
-
-
 def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString | None:
     """Return the ``"eager"`` that a statement on ``line`` asks a model for."""
     statement = rewriting.statement_at(parsed, line)
@@ -105,8 +90,11 @@ def asks_for_eager(parsed: rewriting.ParsedCell, line: int) -> cst.SimpleString 
     return found[0] if len(found) == 1 else None
 
 
-def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
-    """Return ``cell`` with the attention whose softmax stands on ``line`` exchanged."""
+def fused(cells: Cells, cell: Cell, line: int) -> tuple[rewriting.ParsedCell, cst.Module, str] | Refused:
+    """Return ``cell`` with the attention whose softmax stands on ``line`` exchanged, parsed and as it becomes.
+
+    With it comes the name of its function where that drops weights by a function, which no fact about models announces.
+    """
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
@@ -127,7 +115,7 @@ def fused(cells: Cells, cell: Cell, line: int) -> Fused | Refused:
         module = reader.exchanged(parsed, function, _block(function.body, line), line, home)
     except NotRead as why:
         return Refused(str(why))
-    return Fused(parsed=parsed, module=module, function=".".join(node.name for node in around), drops=reader.drops)
+    return parsed, module, ".".join(node.name for node in around) if reader.drops else ""
 
 
 def _covers(node: ast.stmt, line: int) -> bool:

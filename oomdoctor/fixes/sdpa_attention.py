@@ -144,9 +144,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     made = fused(cells, cell, found.line)
     if isinstance(made, Refused):
         return made
-    if made.drops and any(model.training for model in evidence.code.models) and _dropout(evidence.code) is None:
-        return Refused(f"`{made.function}` drops attention weights: the fused kernel draws other random numbers")
-    return rewriting.join(cells, [rewriting.edit(cells, cell, made.parsed, made.module)])
+    parsed, module, dropping = made
+    if dropping and any(model.training for model in evidence.code.models) and _dropout(evidence.code) is None:
+        return Refused(f"`{dropping}` drops attention weights: the fused kernel draws other random numbers")
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 
 
 def _asked_otherwise(cells: Cells, cell: Cell, found: Site) -> Patch | Refused:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from running import session_of
 
-from oomdoctor import pipeline
-from oomdoctor.fixes import _ddp_ranks, fsdp2
-from oomdoctor.fixes.fsdp2 import FIX, patch, propose
+from oomdoctor import fixes, pipeline
+from oomdoctor.fixes import _ddp_ranks, rank_sharding
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
@@ -23,6 +22,9 @@ from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.retry import Transaction
 from oomdoctor.views.prices import fix_rows
+
+FIX = fixes.get("fsdp2")
+patch, propose = FIX.patch, FIX.propose
 
 NONE = Dose()
 DDP = "DistributedDataParallel"
@@ -167,7 +169,7 @@ def test_statistics_of_batches_and_old_versions_are_told(monkeypatch) -> None:
     (proposal,) = propose(live.INCIDENT, evidence(models=(model,)))
     assert proposal.caveat is not None
     assert "running statistics" in proposal.caveat
-    monkeypatch.setattr(fsdp2, "version", lambda name: "2.5.1+cu124")
+    monkeypatch.setattr(rank_sharding, "version", lambda name: "2.5.1+cu124")
     assert propose(live.INCIDENT, evidence()) == Refused("this torch has no `fully_shard`, which came with 2.6")
 
 

@@ -13,15 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optim
 
+from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import offload_optimizer_state
-from oomdoctor.fixes.offload_optimizer_state import FIX, patch, propose
+from oomdoctor.fixes import host_offload
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
 from oomdoctor.retry.transaction import Transaction
+
+FIX = fixes.get("offload_optimizer_state")
+patch, propose = FIX.patch, FIX.propose
 
 NONE = Dose()
 STATE = ((Role.OPTIMIZER_STATE, 8 << 20),)
@@ -68,9 +71,9 @@ GOLDEN = """\
 @pytest.fixture
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory plays the host, and all other memory of this machine the device; contents are copied for real."""
-    monkeypatch.setattr(offload_optimizer_state, "_is_on_host", lambda tensor: tensor.is_shared())
-    monkeypatch.setattr(offload_optimizer_state, "_on_host", lambda data: data.clone().share_memory_())
-    monkeypatch.setattr(offload_optimizer_state, "_on_device", lambda data, device: data.clone())
+    monkeypatch.setattr(host_offload, "_is_on_host", lambda tensor: tensor.is_shared())
+    monkeypatch.setattr(host_offload, "_on_host", lambda data: data.clone().share_memory_())
+    monkeypatch.setattr(host_offload, "_on_device", lambda data, device: data.clone())
 
 
 def program(device: str = "cpu") -> dict[str, Any]:
@@ -187,12 +190,12 @@ def test_where_the_device_has_no_room_at_the_end_the_next_step_brings_it(monkeyp
     def full(data: torch.Tensor, device: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    back = offload_optimizer_state._on_device
+    back = host_offload._on_device
     with FIX.apply(session_of(space), NONE):  # type: ignore[misc]
         space["model"](space["batches"][0])
-        monkeypatch.setattr(offload_optimizer_state, "_on_device", full)
+        monkeypatch.setattr(host_offload, "_on_device", full)
     assert all(one.is_shared() for one in large(space))
-    monkeypatch.setattr(offload_optimizer_state, "_on_device", back)
+    monkeypatch.setattr(host_offload, "_on_device", back)
     space["optimizer"].step()
     assert not any(one.is_shared() for one in large(space))
     assert not optim._global_optimizer_pre_hooks

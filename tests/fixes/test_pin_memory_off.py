@@ -115,20 +115,6 @@ def test_workers_that_stay_are_said() -> None:
     assert "are kept between epochs" in str(found[0].caveat)
 
 
-@pytest.mark.parametrize("fault", [None, KeyboardInterrupt])
-def test_undone_however_it_is_left(fault: Any) -> None:
-    space = loading.start(LOADERS)
-    before = loading.settings(space)
-    try:
-        with apply(loading.session(space, LOADERS, LOOP), DOSE):
-            assert space["train_loader"].pin_memory is False
-            if fault:
-                raise fault
-    except KeyboardInterrupt:
-        pass
-    assert loading.settings(space) == before
-
-
 def test_refusals() -> None:
     def why(source: str, incident: Incident = HOST, **more: Any) -> str:
         refused = propose(incident, loading.evidence(loading.start(source), source, LOOP, **more))

@@ -135,20 +135,6 @@ train_loader = DataLoader(data, batch_size=4, num_workers=2, prefetch_factor=4)
     assert estimate[-1].saves == pytest.approx(held[0] - held[1], rel=0.01)
 
 
-@pytest.mark.parametrize("fault", [None, KeyboardInterrupt])
-def test_undone_however_it_is_left(fault: Any) -> None:
-    space = loading.start(LOADERS)
-    before = loading.settings(space)
-    try:
-        with apply(loading.session(space, LOADERS, LOOP), Dose.of(prefetch_factor=1, loaders="train_loader")):
-            assert space["train_loader"].prefetch_factor == 1
-            if fault:
-                raise fault
-    except KeyboardInterrupt:
-        pass
-    assert loading.settings(space) == before
-
-
 def test_refusals() -> None:
     def why(*sources: str, incident: Any = HOST, **more: Any) -> str:
         refused = propose(incident, loading.evidence(loading.start(*sources[:-1]), *sources, **more))

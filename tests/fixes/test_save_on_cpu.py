@@ -12,12 +12,15 @@ from observed import facts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomdoctor.fixes.save_on_cpu import FIX, apply, patch, propose
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+
+FIX = fixes.get("save_on_cpu")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 PLAIN = Dose.of(pin_memory=False)
 PINNED = Dose.of(pin_memory=True)

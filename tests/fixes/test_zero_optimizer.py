@@ -9,14 +9,17 @@ import live
 import pytest
 import torch
 
+from oomdoctor import fixes
 from oomdoctor.fixes import _ddp_ranks
-from oomdoctor.fixes.zero_optimizer import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+
+FIX = fixes.get("zero_optimizer")
+patch, propose = FIX.patch, FIX.propose
 
 NONE = Dose()
 STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:700 _multi_tensor_adam")

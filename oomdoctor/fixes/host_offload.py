@@ -1,19 +1,28 @@
-"""Keeps the state of an optimizer in host memory except while it steps.
+"""What waits in host memory while nobody reads it: tensors saved for the backward pass, and optimizer state.
 
-Adam's two moments take twice the memory of the parameters, through every forward and backward pass in which nobody
-reads them. They are brought to the device before a step and taken back after it, bit for bit. The peak of the step
-itself stays what it was, so this is for failures outside of it.
+``save_on_cpu``: ``torch.autograd.graph.save_on_cpu`` packs every tensor that an operation saves. Plain copies come back
+with the same strides, so the same kernels run on the same numbers. Through page-locked memory the copies run beside the
+computation, but tensors come back contiguous; a kernel for another layout may round differently, so that dose promises
+results equal up to rounding. In the source, the ``with`` stands around the step from the first call of a model to
+``backward``; live, around the whole cell. What the operations themselves need at a moment stays on the device.
 
-Live, tensors change their memory and stay the objects that they are, and are back on the device on leaving. What is
-there at the beginning moves with the first forward pass, after those who watch optimizers (a snapshot that copies what
-is about to change) were told. In the source, two hooks stand where the optimizer is made; where it was made by an
-earlier cell and has its state already, the live form alone is offered, since it can be undone.
+``offload_optimizer_state``: Adam's two moments take twice the memory of the parameters, through every forward and
+backward pass in which nobody reads them. They are brought to the device before a step and taken back after it, bit for
+bit; the peak of the step itself stays what it was. Live, tensors change their memory and stay the objects that they
+are, and are back on the device on leaving. What is there at the beginning moves with the first forward pass, after
+those who watch optimizers (a snapshot that copies what is about to change) were told. In the source, two hooks stand
+where the optimizer is made; where an earlier cell made it and it has its state already, the live form alone is offered.
+
+On machines whose device memory is the host's nothing is gained.
+Source: https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu, and its ``pack_to_cpu``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -23,19 +32,30 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls, _host_room
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.rewriting import text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIXES"]
 
-_SLOWDOWN: Final = 1.5
+_HOME: Final = "torch.autograd.graph"
+_NAME: Final = "save_on_cpu"
+_HOOKED: Final = re.compile(r"\bsave_on_cpu\b|\bsaved_tensors_hooks\b")
+
+_SLOWDOWN: Final = {True: 1.5, False: 2.5}
+"""Time of a step by whether the copies are page-locked, as a ratio. Round figures, not measured."""
+
+_CONTIGUOUS: Final = "tensors come back contiguous, so that results are equal up to the rounding of other kernels"
+
+_COPIED: Final = 1.5
 """Time of a step with its state copied there and back, as a ratio. A round figure, not measured."""
 
 
@@ -52,7 +72,102 @@ _REGISTER: Final = """\
 """
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+def _propose_saved(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose page-locked copies where the device is CUDA's, and plain ones."""
+    del incident
+    code = evidence.code
+    if code.grad_disabled:
+        return Refused("gradients are off: nothing is kept for a backward pass")
+    if code.cuda_graphs is not None:
+        return Refused(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
+    activations = evidence.census.bytes_of(Role.ACTIVATION)
+    if not activations:
+        return Refused("the census found no activations that could wait in host memory")
+    if (refused := _host_room.refuse(evidence, activations)) is not None:
+        return refused
+    doses = (True, False) if evidence.device.tensor_device.startswith("cuda") else (False,)
+    return tuple(
+        Proposal(
+            dose=Dose.of(pin_memory=pinned),
+            effect=Effect.EQUIVALENT if pinned else Effect.EXACT,
+            saves=activations,
+            slowdown=_SLOWDOWN[pinned],
+            basis=f"the census found {format_size(activations)} of activations, which would wait in host memory",
+            caveat=_CONTIGUOUS if pinned else None,
+        )
+        for pinned in doses
+    )
+
+
+@contextmanager
+def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
+    """Save in host memory whatever operations of this thread save for a backward pass."""
+    from torch.autograd.graph import save_on_cpu
+
+    del session
+    with save_on_cpu(pin_memory=bool(dose["pin_memory"])):
+        yield
+
+
+def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the loops that the failing cell runs with ``save_on_cpu`` around forward and backward."""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused("no training loop was found in what the failing cell runs")
+    numbers = dict.fromkeys(loop.cell for loop in loops)
+    if any(_HOOKED.search(cells.get(number).source) for number in numbers):
+        return Refused("the code says already where saved tensors are kept")
+    return rewriting.at_sites(cells, loops, partial(_changed, cells=cells, dose=dose))
+
+
+def _changed(parsed: rewriting.ParsedCell, loops: list[TrainingLoop], cells: Cells, dose: Dose) -> cst.Module | Refused:
+    cell = cells.get(loops[0].cell)
+    if import_lines.knows_torch(cells.beside(cell)):
+        name = f"torch.autograd.graph.{_NAME}"
+        imports: list[str] = []
+    else:
+        name = import_lines.name_for(_HOME, _NAME, cells.beside(cell), "keep_on_host")
+        imports = [import_lines.source_of(_HOME, _NAME, name)]
+    context = cst.parse_expression(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})")
+    changes: dict[cst.CSTNode, tuple[rewriting.Statement, ...]] = {}
+    for loop in loops:
+        step = _step(parsed, loop)
+        if isinstance(step, Refused):
+            return step
+        first, *rest = step
+        changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
+    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+
+def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.Statement] | Refused:
+    """Return the statements of the loop from the first call of a model to the last ``backward``."""
+    node = next((one for one in rewriting.path_to(parsed, loop.line) if parsed.lines_of(one)[0] == loop.line), None)
+    if not isinstance(node, cst.For | cst.While) or not isinstance(node.body, cst.IndentedBlock):
+        return Refused(f"{loop.where} is not a loop that can be rewritten")
+    body = list(node.body.body)
+    forwards = [at for at, one in enumerate(body) if any(text in loop.models for text in _called(one))]
+    backwards = [at for at, one in enumerate(body) if any(text.endswith("backward") for text in _called(one))]
+    if not forwards or not backwards or backwards[-1] < forwards[0]:
+        return Refused("the forward and the backward pass are not both in the loop itself")
+    return body[forwards[0] : backwards[-1] + 1]  # type: ignore[return-value]
+
+
+def _called(node: cst.CSTNode) -> list[str]:
+    """Return the text of what is called within a statement, functions defined there left out."""
+    calls = within(cst.IndentedBlock([node]), cst.Call, (cst.FunctionDef, cst.ClassDef, cst.Lambda))  # type: ignore[list-item]
+    return [text_of(call.func) for call in calls]
+
+
+def _wrapped(step: list[rewriting.Statement], context: cst.BaseExpression) -> cst.With:
+    first, *rest = step
+    return cst.With(
+        items=[cst.WithItem(context)],
+        body=cst.IndentedBlock(body=[first.with_changes(leading_lines=()), *rest]),
+        leading_lines=first.leading_lines,
+    )
+
+
+def _propose_state(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found state on the device and the memory ran out outside of a step."""
     state = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
     if not state:
@@ -71,14 +186,14 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             dose=Dose(),
             effect=Effect.EXACT,
             saves=state,
-            slowdown=_SLOWDOWN,
+            slowdown=_COPIED,
             basis=f"the census found {format_size(state)} of optimizer state, which would wait in host memory",
         ),
     )
 
 
 @contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
+def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
     """Keep the state of every optimizer in host memory except while it steps; undone on exit.
 
     Raises:
@@ -190,7 +305,7 @@ def _on_device(data: Any, device: Any) -> Any:
     return data.to(device)
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with hooks on the optimizers that it makes."""
     del dose
     if not evidence.code.steppers:
@@ -233,12 +348,23 @@ def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:
     return [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *rest]
 
 
-FIX: Final = Fix(
-    id="offload_optimizer_state",
-    title="Keep optimizer state in host memory except while it steps",
-    effect=Effect.EXACT,
-    cost="a copy of the state to the device and back at each step",
-    propose=propose,
-    apply=apply,
-    patch=patch,
+FIXES: Final = (
+    Fix(
+        id="save_on_cpu",
+        title="Keep in host memory what the backward pass needs",
+        effect=Effect.EXACT,
+        cost="a copy to the host and back of everything that is saved",
+        propose=_propose_saved,
+        apply=_apply_saved,
+        patch=_patch_saved,
+    ),
+    Fix(
+        id="offload_optimizer_state",
+        title="Keep optimizer state in host memory except while it steps",
+        effect=Effect.EXACT,
+        cost="a copy of the state to the device and back at each step",
+        propose=_propose_state,
+        apply=_apply_state,
+        patch=_patch_state,
+    ),
 )

@@ -1,0 +1,364 @@
+"""Shares of what DistributedDataParallel repeats in every process: the optimizer's state, or all of the training.
+
+``zero_optimizer``: ``ZeroRedundancyOptimizer`` gives each parameter to one process, which keeps the state for it, steps
+it, and sends it to the others. Every process has the same gradients, so the numbers are the same to the bit as long as
+the optimizer treats each element for itself; those that look at several at once are refused. So is a program that reads
+or loads the optimizer's state, which no process has whole. There is no live form: the state would have to move on all
+processes at once.
+
+``fsdp2``: with ``torch.distributed.fsdp.fully_shard`` each process keeps its share of everything that training keeps,
+and a block is gathered whole for as long as it is used. It is advice: parameters become ``DTensor``, which changes what
+a checkpoint holds and what code that looks at weights finds, and the program has to be started again on every process.
+The patch is the plain case: one model that DDP wraps, its repeated blocks, and an optimizer that is made afterwards.
+Numbers are those of DDP up to the order of sums: the gradients are reduced in other pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+
+from oomdoctor.fixes import _class_calls, _ddp_ranks
+from oomdoctor.fixes.optimizer_settings import in_the_step
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import Role
+from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import arguments, import_lines, rewriting
+
+if TYPE_CHECKING:
+    from oomdoctor.model.incident import Incident
+    from oomdoctor.model.session import Cells
+
+__all__ = ["FIXES"]
+
+_SHARDED: Final = "ZeroRedundancyOptimizer"
+_OF_SHARDED: Final = "torch.distributed.optim"
+_STEPWISE: Final = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta")
+"""Optimizers of torch that treat each element for itself."""
+_TWO_VALUES: Final = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
+"""Those that keep two values for each element."""
+_WHOLE_STATE: Final = re.compile(r"(?P<name>[\w.\[\]'\"]+)\.(?P<use>state_dict|load_state_dict|state|share_memory)\b")
+_OPTIMIZER: Final = re.compile(r"optim|opt\b", re.IGNORECASE)
+_READABLE: Final = re.compile(r"[\w.\[\]]+\.parameters\(\)|(filter|list)\(|\[(?!\s*\w+\()")
+_GROUPS: Final = re.compile(r"[\"']params[\"']:\s*(.*)")
+_LISTED: Final = re.compile(r"list\(|\[")
+_EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+_BROADCASTS: Final = 1.05
+"""Time of a step that sends every parameter once more, as a ratio. A round figure, not measured."""
+
+_HOME: Final = "torch.distributed.fsdp"
+_SHARD: Final = "fully_shard"
+_SINCE: Final = (2, 6)
+"""The first torch that has it there. Source: release notes of PyTorch 2.6."""
+_TRAFFIC: Final = 1.5
+"""What is sent, as a ratio to DDP. Source: Rajbhandari et al., arXiv:1910.02054, section 7.2: 3Ψ in place of 2Ψ."""
+_KEPT: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+_MAKES_OPTIMIZER: Final = re.compile(r"\boptim\.\w+\(|\b(Adam|AdamW|SGD|RMSprop|Adagrad|Adafactor)\(")
+_OF_DDP: Final = re.compile(r"\.(module|no_sync|join|register_comm_hook)\b|\bZeroRedundancyOptimizer\b")
+_CAVEAT: Final = (
+    "`state_dict()` then holds the shares of one process (`torch.distributed.checkpoint.state_dict` gathers them), and "
+    "the program has to be started again on every process"
+)
+
+
+def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where processes repeat a state that the census found, or that the failing step was making."""
+    ranks = _ddp_ranks.shared_by(evidence)
+    if isinstance(ranks, Refused):
+        return ranks
+    steppers = evidence.code.steppers
+    if (why := _unfit(evidence)) is not None:
+        return Refused(why)
+    state, basis = _state(incident, evidence)
+    if not state:
+        return Refused("the census found no optimizer state on the device")
+    share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
+    if share >= 1:
+        return Refused("one parameter has all the state, and each parameter stays with one process")
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.EXACT,
+            saves=int(state * (1 - share)),
+            slowdown=_BROADCASTS,
+            basis=f"{basis}; each of {ranks} processes would keep about {share:.0%} of it",
+        ),
+    )
+
+
+def _unfit(evidence: Evidence) -> str | None:
+    for one in evidence.code.steppers:
+        if one.type_name == _SHARDED:
+            return f"`{one.path}` shares its state among the processes already"
+        if one.type_name not in _STEPWISE or not one.home.startswith("torch.optim."):
+            return f"`{one.path}` is a {one.type_name}, of which it is not known that it treats each element for itself"
+    if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
+        return "the parameters are of several types, which ZeroRedundancyOptimizer does not take"
+    return None
+
+
+def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
+    """Return the bytes of state that each process holds or would hold, and how that is known."""
+    found = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
+    making = sum(map(_made_by_a_step, evidence.code.steppers)) if in_the_step(incident) else 0
+    if making > found:
+        return making, f"analytic estimate: the step that failed makes {format_size(making)} of state"
+    return found, f"the census found {format_size(found)} of optimizer state"
+
+
+def _made_by_a_step(one: OptimizerFacts) -> int:
+    return 2 * one.parameter_bytes if one.type_name in _TWO_VALUES else 0
+
+
+def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
+    del dose
+    if any(_SHARDED in cell.source for cell in cells.history):
+        return Refused("the cells share the state of an optimizer already")
+    found = _stepped(cells, evidence.code)
+    if isinstance(found, Refused):
+        return found
+    if (use := _uses_whole_state(cells, [one.target for one in found if one.target])) is not None:
+        return Refused(f"`{use}` needs the whole state of the optimizer, which no process has then")
+    name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
+    shared, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, list[str]]()
+    for one in found:
+        new = _within(one, name)
+        if isinstance(new, Refused):
+            return new
+        shared[one] = new
+        if one.around is None and one.is_live(cells):
+            again = _with_its_state(cells, one, new)
+            if isinstance(again, Refused):
+                return again
+            live[one] = [again]
+    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)], live)
+
+
+def _stepped(cells: Cells, code: CodeFacts) -> list[_class_calls.Call] | Refused:
+    """Return the calls that make the optimizers which the failing run steps."""
+    found = _class_calls.find(cells, *_STEPWISE)
+    if isinstance(found, Refused):
+        return found
+    names = {one.path for one in code.steppers}
+    for loop in (one for one in code.loops if one.in_failing_run):
+        names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
+    made = [one for one in found if _is_of_torch(one, cells) and (not names or one.target in names)]
+    return made or Refused("no cell makes the optimizer from a class of torch under the name that it is stepped by")
+
+
+def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
+    # A cell may take ``optim`` from a cell that is not known.
+    name = import_lines.qualified_name(cells, _class_calls.code_of(one.node.func))
+    return name.removeprefix("torch.") == f"optim.{one.name}"
+
+
+def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:
+    for cell in cells.history:
+        for match in _WHOLE_STATE.finditer(cell.source):
+            if match["name"] in names or _OPTIMIZER.search(match["name"]):
+                return match[0] if match["use"] == "state" else f"{match[0]}()"
+    return None
+
+
+def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str | Refused:
+    """Return what makes the optimizer of an earlier cell anew from the state that it has by now."""
+    if one.target is None:
+        return Refused(f"{one.where} makes the optimizer under no name that leads to it")
+    kept = re.compile(rf"^[^\n#]*=[^\n#=]*\(\s*([^\n()#]*,\s*)?{one.target}\s*[,)]", re.MULTILINE)
+    for cell in cells.history[:-1]:
+        if (match := kept.search(cell.source)) is not None:
+            return Refused(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
+    state = rewriting.fresh_name("state", cells)
+    return (
+        f"{state} = {one.target}.state_dict()\n{one.target} = {_class_calls.code_of(new)}\n"
+        f"{one.target}.load_state_dict({state})\ndel {state}"
+    )
+
+
+def _within(one: _class_calls.Call, name: str) -> cst.Call | Refused:
+    """Return the call that makes the same optimizer for a share of the parameters."""
+    call = one.node
+    if any(arg.star for arg in call.args):
+        return Refused(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")
+    unnamed = [arg for arg in call.args if arg.keyword is None]
+    if len(unnamed) > 2 or not call.args or (call.args[0].keyword and call.args[0].keyword.value != "params"):
+        return Refused(f"{one.where} gives the optimizer's settings by position")
+    if not _is_read_again(one, call.args[0].value):
+        return Refused(f"{one.where} gives groups of parameters that may be readable once only, which would be lost")
+    if len(unnamed) == 2:
+        rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
+        call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
+    first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
+    added = arguments.with_keyword(call, "optimizer_class", _class_calls.code_of(call.func), first)
+    return added.with_changes(func=cst.Name(name))
+
+
+def _is_read_again(one: _class_calls.Call, given: cst.BaseExpression, depth: int = 2) -> bool:
+    """Whether ``given`` is no group of parameters, or one of lists: the class reads groups twice, and loses generators.
+
+    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
+    """
+    if isinstance(given, cst.Name):
+        values = _class_calls.assigned(one, given.value) if depth else []
+        return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
+    text = _class_calls.code_of(given)
+    groups = _GROUPS.findall(text)
+    return _READABLE.match(text) is not None and all(_LISTED.match(group) for group in groups)
+
+
+def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    """Propose it where a model with repeated blocks is repeated in several processes."""
+    del incident
+    ranks = _ddp_ranks.shared_by(evidence)
+    if isinstance(ranks, Refused):
+        return ranks
+    if (why := _too_old()) is not None:
+        return Refused(why)
+    model = _model(evidence)
+    if isinstance(model, Refused):
+        return model
+    kept = sum(map(evidence.census.bytes_of, _KEPT))
+    if not kept:
+        return Refused("the census found no parameters, gradients or optimizer state on the device")
+    coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
+    return (
+        Proposal(
+            dose=Dose(),
+            effect=Effect.ADVICE,
+            saves=int(kept * (1 - 1 / ranks)),
+            slowdown=_TRAFFIC,
+            basis=f"estimate: each of {ranks} processes keeps its share of {format_size(kept)} of parameters, "
+            "gradients and state; the blocks that are gathered at a time come on top",
+            caveat=_CAVEAT + coupled,
+        ),
+    )
+
+
+def _too_old() -> str | None:
+    try:
+        numbers = re.findall(r"\d+", version("torch"))[:2]
+    except PackageNotFoundError:
+        return None
+    return None if tuple(map(int, numbers)) >= _SINCE else "this torch has no `fully_shard`, which came with 2.6"
+
+
+def _model(evidence: Evidence) -> ModelFacts | Refused:
+    """Return the one model that DDP wraps, with its repeated blocks."""
+    paths = {one.path for one in evidence.code.replicas if one.type_name == _ddp_ranks.DDP}
+    found = [one for one in evidence.code.models if one.path in paths]
+    if len(found) != 1:
+        return Refused("there is not one model, known by its name, that DDP wraps")
+    if not any(path.startswith("module.") or path == "module" for path in found[0].blocks):
+        return Refused("the model has no repeated blocks, and sharded as one piece it would be gathered as one")
+    return found[0]
+
+
+def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the model sharded in the place of the wrapper."""
+    del dose
+    if any(_SHARD in cell.source for cell in cells.history):
+        return Refused("the cells shard a model already")
+    model = _model(evidence)
+    if isinstance(model, Refused):
+        return model
+    found = _class_calls.find(cells, _ddp_ranks.DDP)
+    if isinstance(found, Refused):
+        return found
+    if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
+        return Refused(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")
+    if (why := _why_not_sharded(cells, evidence, found[0])) is not None:
+        return Refused(why)
+    return _sharded(cells, found[0], model)
+
+
+def _why_not_sharded(cells: Cells, evidence: Evidence, one: _class_calls.Call) -> str | None:
+    for cell in cells.history:
+        if (match := _OF_DDP.search(cell.source)) is not None:
+            name = match[0].lstrip(".")
+            return f"`{name}` of {cell} belongs to DDP, and a sharded model has no such thing"
+        for number, line in enumerate(cell.source.splitlines(), 1):
+            is_before = (cell.number, number) < (one.cell.number, one.line)
+            if is_before and _MAKES_OPTIMIZER.search(line.partition("#")[0]):
+                return f"line {number} of {cell} makes an optimizer before the model is sharded"
+    is_set = any("set_device" in cell.source for cell in cells.history)
+    if evidence.device.name.startswith("cuda") and not is_set:
+        return "no cell chooses this process' device with `torch.cuda.set_device`, which says where the shares go"
+    return None
+
+
+def _sharded(cells: Cells, one: _class_calls.Call, model: ModelFacts) -> Patch | Refused:
+    given = next((arg.value for arg in one.node.args if arg.keyword is None or arg.keyword.value == "module"), None)
+    if given is None or not _is_whole_value(one):
+        return Refused(f"{one.where} does more than to wrap the model")
+    shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
+    block = rewriting.fresh_name("block", cells)
+    text = _class_calls.code_of(given)
+    lines = [] if text == model.path else [f"{model.path} = {text}"]
+    for path in _outermost(model):
+        lines += [f"for {block} in {path}:", f"    {shard}({block})"]
+    lines.append(f"{shard}({model.path})")
+    new = list(rewriting.statements("\n".join(lines) + "\n", one.parsed))
+    lead = getattr(one.statement, "leading_lines", ())
+    tail = getattr(one.statement, "trailing_whitespace", None)
+    new[0] = new[0].with_changes(leading_lines=lead)
+    if tail is not None and tail.comment is not None:
+        new[-1] = new[-1].with_changes(trailing_whitespace=tail)
+    module = rewriting.replace(one.parsed.module, one.statement, new)
+    imported = import_lines.source_of(_HOME, _SHARD, shard)
+    after = rewriting.write(one.parsed, import_lines.insert_at_top(one.parsed, module, [imported]))
+    if isinstance(after, Refused):
+        return after
+    # Advice is never run: what would be run for it is the whole cell.
+    return Patch(edits=(Edit(cell=one.cell.number, before=one.cell.source, after=after, replay=after),))
+
+
+def _is_whole_value(one: _class_calls.Call) -> bool:
+    """Whether the statement assigns the wrapper and nothing else of it."""
+    statement = one.statement
+    return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is one.node
+
+
+def _outermost(model: ModelFacts) -> Iterator[str]:
+    """Yield the expressions for the containers of repeated blocks that stand in no other one."""
+    kept: list[str] = []
+    for path in model.blocks:
+        if not any(path.startswith(f"{outer}.") for outer in kept):
+            kept.append(path)
+            expression = model.path
+            for name in path.split(".")[1:]:
+                expression = child_path(expression, name)
+            yield expression
+
+
+FIXES: Final = (
+    Fix(
+        id="zero_optimizer",
+        title="Share the optimizer's state out among the processes",
+        effect=Effect.EXACT,
+        cost="every parameter is sent once more in each step",
+        propose=_propose_zero,
+        apply=None,
+        patch=_patch_zero,
+        guard=_ddp_ranks.alone,
+        is_tried=False,
+    ),
+    Fix(
+        id="fsdp2",
+        title="Shard the model over the processes, block by block",
+        effect=Effect.ADVICE,
+        cost="half as much again to send, and checkpoints that hold shares",
+        propose=_propose_fsdp,
+        apply=None,
+        patch=_patch_fsdp,
+        guard=_ddp_ranks.never_applied,
+    ),
+)
