@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from oomdoctor.evidence._trainer_objects import Setting, length, of_lightning, of_loader, of_transformers
 from oomdoctor.model.code import TrainerFacts, TrainingLoop
-from oomdoctor.objects.frames import chained, home_of, locals_of, traceback_of
+from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, traceback_of
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.calls import Call, calls, imports_of
 from oomdoctor.program.definitions import Program
@@ -56,19 +56,12 @@ class Passed(NamedTuple):
 def passed(exc: BaseException | None) -> Passed | None:
     """Return the trainer whose own loop ``exc`` came out of."""
     for link in chained(exc):
-        frames = list(_frames(link))
+        frames = [step.tb_frame for step in steps_of(traceback_of(link))]
         for library, home in _HOMES.items():
             own = [frame for frame in frames if home.match(home_of(frame))]
             if own:
                 return _passed(library, own)
     return None
-
-
-def _frames(exc: BaseException) -> Iterator[FrameType]:
-    traceback = traceback_of(exc)
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _passed(library: str, frames: Sequence[FrameType]) -> Passed:

@@ -14,7 +14,7 @@ from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Census, DeviceMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.objects.alive import alive
-from oomdoctor.objects.frames import chained, frames_of, running_frames, traceback_of
+from oomdoctor.objects.frames import chained, frames_of, running_frames, steps_of, traceback_of
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.objects.named import class_attributes, output_cache
 from oomdoctor.program.names import bound_names, loop_targets
@@ -110,15 +110,8 @@ def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tupl
     if issubclass(type(last), BaseException) and id(last) not in own:
         found[id(last)] = last
     for error in alive(BaseException) if exc is not None else ():
-        if id(error) not in own and _passed(error, filenames):
+        if id(error) not in own and any(
+            step.tb_frame.f_code.co_filename in filenames for step in steps_of(traceback_of(error))
+        ):
             found.setdefault(id(error), error)
     return tuple(found.values())
-
-
-def _passed(error: BaseException, filenames: Container[str]) -> bool:
-    traceback: Any = traceback_of(error)
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename in filenames:
-            return True
-        traceback = traceback.tb_next
-    return False

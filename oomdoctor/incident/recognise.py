@@ -19,14 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from inspect import getattr_static
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Final
 
 from oomdoctor.incident.clean import clean
 from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.incident import CellLine, Family, Incident
-from oomdoctor.objects.frames import traceback_of
+from oomdoctor.objects.frames import steps_of, traceback_of
 from oomdoctor.objects.kinds import module_of, qualname_of
 from oomdoctor.sandbox.primitives import assemblers_error, is_short_of_memory
 
@@ -205,14 +204,12 @@ def _notes(exc: BaseException) -> list[str]:
 
 def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
     """Yield file, line and function of the traceback, outermost first; those of the virtual accelerator are ours."""
-    step: TracebackType | None = traceback_of(exc)
-    while step is not None:
+    for step in steps_of(traceback_of(exc)):
         code = step.tb_frame.f_code
         if not code.co_filename.startswith(_OWN_FILES):
             # What IPython 7.34 and 8 call the code of a cell itself.
             name = "<module>" if code.co_name.startswith("<cell line:") else code.co_name
             yield code.co_filename, step.tb_lineno, name
-        step = step.tb_next
 
 
 def _cell_lines(exc: BaseException, cells: Mapping[str, int] | None) -> tuple[CellLine | None, CellLine | None]:

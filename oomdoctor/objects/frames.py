@@ -25,6 +25,7 @@ __all__ = [
     "locals_of",
     "running_frames",
     "set_traceback",
+    "steps_of",
     "traceback_of",
 ]
 
@@ -57,6 +58,13 @@ def traceback_of(exc: BaseException) -> TracebackType | None:
     return found
 
 
+def steps_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield a traceback and what follows it, outermost first."""
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
 def is_of_signal(exc: BaseException) -> bool:
     """Whether the handler of a signal raised the exception, in whatever ran: as torch's does when a worker was killed.
 
@@ -64,12 +72,7 @@ def is_of_signal(exc: BaseException) -> bool:
     """
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
-    trace = traceback_of(exc)
-    while trace is not None:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
+    return any(step.tb_frame.f_code in codes for step in steps_of(traceback_of(exc)))
 
 
 def set_traceback(exc: BaseException, traceback: TracebackType | None) -> None:
@@ -147,10 +150,8 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
     """
     seen: set[int] = set()
     for link in chained(exc):
-        traceback = traceback_of(link)
-        while traceback is not None:
-            frame, line = traceback.tb_frame, traceback.tb_lineno
-            traceback = traceback.tb_next
+        for step in steps_of(traceback_of(link)):
+            frame, line = step.tb_frame, step.tb_lineno
             if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
                 seen.add(id(frame))
                 yield _read(frame, line, cells, namespace)
@@ -164,12 +165,8 @@ def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple
         through: one of those places, by which the exception is told from others that it is chained to.
     """
     for link in chained(exc):
-        found = []
-        traceback = traceback_of(link)
-        while traceback is not None:
-            number = cells.get(traceback.tb_frame.f_code.co_filename)
-            found += [(number, traceback.tb_lineno)] if number is not None else []
-            traceback = traceback.tb_next
+        steps = [(cells.get(step.tb_frame.f_code.co_filename), step.tb_lineno) for step in steps_of(traceback_of(link))]
+        found = [(number, line) for number, line in steps if number is not None]
         if through in found:
             return found
     return []

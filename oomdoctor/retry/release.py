@@ -16,7 +16,7 @@ from threading import Thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from oomdoctor.objects.frames import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.sandbox import reserve
 
 __all__ = ["release"]
@@ -79,11 +79,7 @@ def _clear_frames(traceback: TracebackType | None) -> None:
 
 def _stand_in(traceback: TracebackType) -> TracebackType | None:
     """Return a traceback of the same files, names and lines whose frames hold nothing, None where there is no room."""
-    places: list[tuple[CodeType, int]] = []
-    step: TracebackType | None = traceback
-    while step is not None:
-        places.append((step.tb_frame.f_code, step.tb_lineno))
-        step = step.tb_next
+    places = [(step.tb_frame.f_code, step.tb_lineno) for step in steps_of(traceback)]
     made: list[TracebackType] = []
     if not reserve.has_room(reserve.FOR_THREAD):  # ``start`` waits without an end for one that cannot begin
         return None

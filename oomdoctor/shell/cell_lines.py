@@ -15,7 +15,7 @@ from types import CodeType, TracebackType
 from typing import Final
 
 from oomdoctor.model.session import Cell
-from oomdoctor.objects.frames import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.program.compiled import defines
 
 __all__ = ["as_in_the_cell"]
@@ -36,7 +36,7 @@ def as_in_the_cell(failure: BaseException, cell: Cell, names: Mapping[str, int])
     magics, before = _head(cell.source)
     files = {name for name, number in names.items() if number == cell.number}
     bodies = next((_COMPILED_AS[one] for one in magics if one in _COMPILED_AS), ())
-    kept = [(link, list(_steps(traceback_of(link)))) for link in chained(failure)]
+    kept = [(link, list(steps_of(traceback_of(link)))) for link in chained(failure)]
     of_bodies = [step.tb_frame.f_code for _, steps in kept for step in steps if _file(step) in bodies]
     if (
         not before
@@ -72,12 +72,6 @@ def _head(source: str) -> tuple[list[str], int]:
             before = at
             break
     return magics, before
-
-
-def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
 
 
 def _file(step: TracebackType) -> str:
