@@ -21,7 +21,7 @@ import ast
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -68,6 +68,7 @@ switched; and what drops weights of the attention before it, its text being a la
 setting, ``model.config.attention_dropout``, of a model in training mode."""
 
 _PRODUCTS: Final = frozenset({"matmul", "bmm", "einsum", "baddbmm", "dot"})
+_SOFTMAX: Final = frozenset({"softmax"})
 _FUSED: Final = frozenset({"scaled_dot_product_attention", "flash_attn_func", "memory_efficient_attention"})
 _SHAPES: Final = frozenset({"size", "dim", "shape", "sqrt"})
 _HELD: Final = "_attn_implementation_internal"
@@ -238,10 +239,10 @@ def _weights_dropped(under: Ground, objects: Objects) -> str | None:
 
 def _dropping(scope: Scope) -> list[str]:
     """Return the attributes of ``self`` that are called with weights of attention and drop some, by their name."""
-    softmaxes = list(_nodes(scope, _is_softmax))
+    softmaxes = _nodes(scope, _SOFTMAX)
     weights = _bound_to(scope, softmaxes)
     calls = [node for node in own_nodes(scope.body) if isinstance(node, ast.Call)]
-    given = [ast.unparse(one.func) for one in calls if _mentions(_arguments(one), weights, softmaxes, through=False)]
+    given = [ast.unparse(one.func) for one in calls if _mentions(_operands(one), weights, softmaxes, through=False)]
     return [name.removeprefix("self.") for name in given if name.startswith("self.") and "drop" in name.lower()]
 
 
@@ -268,48 +269,39 @@ def _sets_it(node: ast.Assign) -> bool:
 
 
 def _softmax_of_scores(scope: Scope) -> ast.expr | None:
-    products = list(_nodes(scope, _is_product))
+    products = _nodes(scope, _PRODUCTS)
     scores = _bound_to(scope, products)
-    softmaxes = [node for node in _nodes(scope, _is_softmax) if _mentions(_arguments(node), scores, products)]
+    softmaxes = [node for node in _nodes(scope, _SOFTMAX) if _mentions(_operands(node), scores, products)]
     weights = _bound_to(scope, softmaxes)
-    for product in products:
-        factors = list(_factors(product))
-        for softmax in softmaxes:
-            if _mentions(factors, weights, [softmax]):
-                return softmax
-    return None
+    pairs = ((softmax, _operands(product)) for product in products for softmax in softmaxes)
+    return next((softmax for softmax, factors in pairs if _mentions(factors, weights, [softmax])), None)
 
 
-def _nodes(scope: Scope, holds: Callable[[ast.expr], bool]) -> Iterator[ast.expr]:
-    return (node for node in own_nodes(scope.body) if isinstance(node, ast.expr) and holds(node))
+def _nodes(scope: Scope, operations: Collection[str]) -> list[ast.expr]:
+    return [node for node in own_nodes(scope.body) if isinstance(node, ast.expr) and _operation(node) in operations]
 
 
-def _is_product(node: ast.expr) -> bool:
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.MatMult)
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _PRODUCTS
+def _operation(node: ast.AST) -> str:
+    """Return the last name of what is called, ``matmul`` for ``@``; the making of a layer is none."""
+    match node:
+        case ast.BinOp(op=ast.MatMult()):
+            return "matmul"
+        case ast.Call(func=ast.Call() as layer):  # nn.Softmax(dim=-1)(scores)
+            return call_name(layer).rpartition(".")[2].lower()
+        case ast.Call():
+            return ast.unparse(node.func).rpartition(".")[2]
+    return ""
 
 
-def _is_softmax(node: ast.expr) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    name = ast.unparse(node.func)
-    if isinstance(node.func, ast.Call):  # nn.Softmax(dim=-1)(scores)
-        return call_name(node.func).rpartition(".")[2] == "Softmax"
-    return name.rpartition(".")[2].lower() == "softmax" and not name.endswith("Softmax")
-
-
-def _arguments(node: ast.expr) -> list[ast.expr]:
-    assert isinstance(node, ast.Call)
-    own = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-    return [*own, *node.args]
-
-
-def _factors(product: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(product, ast.BinOp):
-        yield from (product.left, product.right)
-    elif isinstance(product, ast.Call):
-        yield from _arguments(product)
+def _operands(node: ast.expr) -> list[ast.expr]:
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case ast.Call(func=ast.Attribute(value=of), args=args):
+            return [of, *args]
+        case ast.Call(args=args):
+            return args
+    return []
 
 
 def _bound_to(scope: Scope, made: list[ast.expr]) -> set[str]:
@@ -337,7 +329,7 @@ def _mentions(values: list[ast.expr], names: set[str], made: list[ast.expr], *, 
             return True
         if isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _SHAPES:
             continue
-        if not through and isinstance(node, ast.expr) and (_is_product(node) or _is_softmax(node)):
+        if not through and _operation(node) in _PRODUCTS | _SOFTMAX:
             continue
         waiting += ast.iter_child_nodes(node)
     return False
