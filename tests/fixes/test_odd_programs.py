@@ -163,7 +163,7 @@ _COPIED: Final = _family("copied", _DATA, _BLOCK + _NET, _AVERAGED, models=("mod
                 models=("model", "ema"),
             ),
             (),
-            "stands between the backward pass and the step",
+            "the trial: ",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Family) else None,
