@@ -159,13 +159,9 @@ class Ledger:
 
     def keeps(self, since: int) -> bool:
         """Whether much is alive that was made since there were ``since`` events, and is not the state of training."""
-        return self.is_much(self.kept(since))
-
-    def kept(self, since: int, until: int | None = None) -> int:
-        """Return the bytes alive that were made between so many events and so many, and are no state of training."""
         alive = {entry.number for entry in self._entries.values()}
-        made = (event for event in self.events[since:until] if event[0] == "alloc" and event[1] in alive)
-        return sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING)
+        made = (event for event in self.events[since:] if event[0] == "alloc" and event[1] in alive)
+        return self.is_much(sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING))
 
     def has_risen(self, level: int) -> bool:
         """Whether much more is alive than there was at ``level``."""

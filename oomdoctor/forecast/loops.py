@@ -57,8 +57,9 @@ def follow_loops(pace: Pace, ledger: Ledger) -> None:
             pace.piled.complete(made, pace.cuts[before:])
         return made
 
-    def branch(outcome: Any, key: str, turns: Any, value: Any, is_target: bool) -> Any:
-        return pace.branches.answer(outcome, key, turns, value, is_target, pace.innermost)
+    def branch(outcome: Any) -> Any:
+        pace.branches()
+        return outcome
 
     install_hooks(
         LoopHooks(
@@ -146,15 +147,8 @@ class _Items:
         if self._others:
             self._loop.turns += 1
             return self._others.pop(0)
-        if not self._pace.forces(self._loop):
-            self._items = iter(())
-            raise StopIteration
-        self._loop.turns += 1
-        self._pace.insists = True
-        try:
-            return self._next()
-        finally:
-            self._pace.insists = False
+        self._items = iter(())
+        raise StopIteration
 
     def _next(self) -> Any:
         try:
@@ -184,7 +178,7 @@ class _Rounds:
         if self._ledger is not None:
             self._ledger.turn += 1
         self._is_cut = self._is_cut or not self._pace.wants_more(self._loop)
-        return not self._is_cut or self._pace.forces(self._loop)
+        return not self._is_cut
 
     def __del__(self) -> None:  # when the loop begins anew, or its function ends
         self._pace.ended(self._loop)

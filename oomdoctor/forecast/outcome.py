@@ -86,6 +86,7 @@ def reading_of(
         unknown=tuple(sorted(tracker.kernels.unknown)),
         is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
+        is_partial=pace.is_partial,
         is_uncompiled=tracker.is_uncompiled,
     )
 

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.forecast.branches import Branches
-from oomdoctor.forecast.rare import Rare
 from oomdoctor.forecast.steady import Cut
 from oomdoctor.forecast.windows import Windows
 
@@ -77,23 +75,18 @@ class Loop:
         varies: whether the last iteration made much of sizes that none before it had made; ``sizes``: those so far,
             and how many.
         is_known: whether it can be told what it would still go over.
-        begins: where in that trace each iteration began; ``cut``: place of its cut among those of all loops; ``rise``:
-            what its last iteration left behind, at the cut.
-        rare: the iterations that it was given for its branches, None before there are any.
+        branches: whether a counter decides in it what its iterations do.
     """
 
     __slots__ = (
-        *("__weakref__", "at", "backwards", "begins", "cut", "filled", "is_known", "level", "loader", "more"),
-        *("rare", "rise", "sizes", "steps", "total", "turns", "varies"),
+        *("__weakref__", "at", "backwards", "branches", "filled", "is_known", "level", "loader", "more"),
+        *("sizes", "steps", "total", "turns", "varies"),
     )
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
-        self.turns = self.backwards = self.at = self.level = self.more = self.rise = 0
-        self.begins: list[int] = []
-        self.cut: int | None = None
-        self.rare: Loop | None = None
-        self.filled = self.varies = self.is_known = False
+        self.turns = self.backwards = self.at = self.level = self.more = 0
+        self.filled = self.varies = self.is_known = self.branches = False
         self.steps: Counter[int] = Counter()
         self.sizes: Counter[int] = Counter()
 
@@ -109,8 +102,7 @@ class Pace:
         bounded: fills what piles up only so far, None for nothing; ``piled``: lengthens the lists that do without end.
         until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
         missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
-        branches: those that loops take only every so many steps.
-        insists: whether a loop that is cut asks its loader for one more batch.
+        is_partial: whether a loop was cut in which a counter decides, so that other steps may do what none has done.
     """
 
     def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger) -> None:
@@ -134,9 +126,8 @@ class Pace:
         self.bounded: Bounded | None = None
         self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
-        self.branches, self.insists = Branches(), False
+        self.is_partial = False
         self._windows = Windows(ledger)
-        self._rare = Rare(self.branches, ledger, self._windows, self.cuts, self._is_filled)
 
     @property
     def trains(self) -> bool:
@@ -214,13 +205,13 @@ class Pace:
             self._running.append(loop)
         loop.varies = self._is_unlike(loop)
         asker = Asker.LOOP if loop.loader is None else self._asker()
-        if asker is not Asker.CODE and not self.insists and self._is_seen(loop):
+        if asker is not Asker.CODE and self._is_seen(loop):
             left = None if loop.total is None else loop.total - loop.turns
             if not self._is_filled(loop, left) and not self._windows.may_close(loop, left):
                 self.ended_early = self.ended_early or loop.loader is not None
                 self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
                 if loop.turns and left != 0:
-                    loop.cut, loop.rise = len(self.cuts), self._ledger.live - loop.level
+                    self.is_partial = self.is_partial or loop.branches
                     self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
                     if self.piled is not None and left is not None:
                         self.piled.lengthen(loop, left)
@@ -228,20 +219,13 @@ class Pace:
         if self.piled is not None and (loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards):
             self.piled.note(loop)  # of others, which are many and short, none is cut
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
-        loop.begins.append(loop.at)
         return True
 
-    @property
-    def innermost(self) -> Loop | None:
-        """The innermost loop of the user's code that is running."""
-        return next((loop for loop in reversed(self._running) if loop.loader is None), None)
-
-    def forces(self, loop: Loop) -> bool:
-        """Whether a loop that is cut is to have one more iteration, for branches that its later ones take."""
-        loop.rare = loop.rare or Loop(None)
-        around = [one for one in self._running if one.loader is None and one is not loop]
-        is_over = loop.total is not None and loop.turns >= loop.total
-        return self._rare.goes_on(loop.rare, [*around, loop], is_over=is_over)
+    def branches(self) -> None:
+        """Note that a counter decides what the innermost loop of the user's code does."""
+        loop = next((loop for loop in reversed(self._running) if loop.loader is None), None)
+        if loop is not None:
+            loop.branches = True
 
     def _is_filled(self, loop: Loop, left: int | None) -> bool:
         """Fill what the loop piles up only so far, once; return whether there was anything."""
@@ -265,7 +249,6 @@ class Pace:
         """Note that a loop is over: it has come to its end, was cut or was left."""
         if loop in self._running:
             self._running.remove(loop)
-        self.branches.ended(loop)
         if self._first is None and loop.steps and loop.total and loop.turns:
             self._first = loop
 

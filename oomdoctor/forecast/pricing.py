@@ -140,6 +140,8 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         bases.append("what is compiled counts as if it were not")
     if reading.is_bound:
         bases.append("at the most that values may decide")
+    if reading.is_partial:
+        bases.append("may be larger in steps that were not seen")
     if reading.left_early:
         bases.append("what comes after the training of a library is not seen")
     return Forecast(

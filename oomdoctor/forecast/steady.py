@@ -33,14 +33,12 @@ class Cut(NamedTuple):
     Attributes:
         left: iterations that it would still have, None where that is not known.
         turns: iterations that it had.
-        every: of how many iterations one is such, where it is not known how many are left.
     """
 
     begin: int
     end: int
     left: int | None
     turns: int
-    every: float = 1.0
 
 
 class Tally:
@@ -141,7 +139,7 @@ class Lengthened:
             if (turn and self._added > _MOST_EVENTS) or (cut.left is None and rising == _ALIKE):
                 self.is_steady = False
                 self.growth += max(rise, 0) * ((cut.left or turn) - turn)
-                self.endless = max(self.endless, round(rise / cut.every) if cut.left is None else 0)
+                self.endless = max(self.endless, rise if cut.left is None else 0)
                 break
             allocated, reserved = self._allocator.allocated, self._allocator.peak_reserved
             yield from self._again(last, own, freed, kept)

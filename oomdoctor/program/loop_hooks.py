@@ -1,4 +1,4 @@
-"""Rewrites code so that each loop calls a hook before every iteration, and each branch that a counter decides asks one.
+"""Rewrites code so that each loop calls a hook before every iteration, and each branch that a counter decides another.
 
 The hooks stand in ``builtins`` of the process that runs the rewritten code: one that was forked to be thrown away. A
 loop that its hook ends does so as one that has run out: its ``else`` is run, and what follows is seen. Line numbers
@@ -12,7 +12,7 @@ import ast
 import builtins
 import dis
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from types import CodeType
 from typing import Any, Final, TypeAlias
@@ -33,12 +33,7 @@ FunctionKey: TypeAlias = tuple[str, int]
 """Qualified name and first line of a function."""
 
 HOOK_PREFIX: Final = "_oomdoctor_"
-_COUNT: Final = f"{HOOK_PREFIX}count"
 _JUMP_BACK: Final = frozenset(code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name)
-_PLAIN: Final = (
-    *(ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.Subscript),
-    *(ast.boolop, ast.unaryop, ast.operator, ast.cmpop, ast.expr_context),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +47,14 @@ class LoopHooks:
             looked at, and tells whether to go on.
         mark: called before a plain list comprehension.
         listed: takes what ``mark`` returned and the list that the comprehension made; returns the list.
-        branch: takes what an ``if`` decided that depends on one counter alone, a key of that ``if``, a function that
-            decides for another value of the counter, its value, and whether a ``for`` sets it; returns the decision.
+        branch: takes what an ``if`` decided in whose test there is a counter; returns the decision.
     """
 
     items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
     rounds: Callable[[bool], Callable[[], bool]] = lambda _is_outside: lambda: True
     mark: Callable[[], Any] = lambda: None
     listed: Callable[[Any, list[Any]], list[Any]] = lambda _mark, made: made
-    branch: Callable[[Any, str, Callable[[int], Any], Any, bool], Any] = lambda outcome, *_how: outcome
+    branch: Callable[[Any], Any] = lambda outcome: outcome
 
 
 def install_hooks(hooks: LoopHooks) -> None:
@@ -84,7 +78,7 @@ def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None
     if last is not None and tree.body and isinstance(end := tree.body[-1], ast.Expr):
         kept = ast.Assign(targets=[ast.Name(id=last, ctx=ast.Store())], value=end.value)
         tree.body[-1] = ast.copy_location(kept, end)
-    hooked = ast.fix_missing_locations(_Hooking(filename, _counters_of(tree)).visit(tree))
+    hooked = ast.fix_missing_locations(_Hooking(_counters_of(tree)).visit(tree))
     code: CodeType = compile(hooked, filename, "exec", flags=flags, dont_inherit=True)
     return code
 
@@ -115,8 +109,8 @@ def has_loop(code: CodeType) -> bool:
 class _Hooking(ast.NodeTransformer):
     """Puts calls of the hooks into a tree."""
 
-    def __init__(self, filename: str, counters: Mapping[str, bool]) -> None:
-        self._filename, self._counters = filename, counters
+    def __init__(self, counters: frozenset[str]) -> None:
+        self._counters = counters
         self._whiles = 0
         self._depth = 0
 
@@ -135,7 +129,9 @@ class _Hooking(ast.NodeTransformer):
 
     def visit_If(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.test = self._asking(node.test)
+        names = (part for part in ast.walk(node.test) if isinstance(part, (ast.Name, ast.Attribute)))
+        if not self._counters.isdisjoint(map(ast.unparse, names)):
+            node.test = ast.copy_location(_call("branch", node.test), node.test)
         return node
 
     visit_IfExp = visit_If  # noqa: N815
@@ -161,64 +157,17 @@ class _Hooking(ast.NodeTransformer):
         begun = ast.Assign(targets=[target], value=_call("rounds", ast.Constant(self._depth == 0)))
         return [ast.copy_location(begun, node), node]
 
-    def _asking(self, test: ast.expr) -> ast.expr:
-        """Return the test of an ``if`` as a question to the hook, or as it is where no counter decides it alone."""
-        counter = _counter(test, self._counters)
-        if counter is None:
-            return test
-        name = ast.unparse(counter)
-        turned = _Given(name).visit(ast.parse(ast.unparse(test), mode="eval").body)
-        parameter = ast.arguments(posonlyargs=[], args=[ast.arg(_COUNT)], kwonlyargs=[], kw_defaults=[], defaults=[])
-        key = ast.Constant(f"{self._filename}:{test.lineno}:{test.col_offset}")
-        value = ast.parse(name, mode="eval").body
-        asked = _call("branch", test, key, ast.Lambda(parameter, turned), value, ast.Constant(self._counters[name]))
-        for node in ast.walk(asked):
-            if isinstance(node, ast.expr) and node is not test:
-                ast.copy_location(node, test)
-        return asked
-
 
 def _call(hook: str, *args: ast.expr) -> ast.Call:
     return ast.Call(func=ast.Name(id=HOOK_PREFIX + hook, ctx=ast.Load()), args=list(args), keywords=[])
 
 
-def _counters_of(tree: ast.AST) -> dict[str, bool]:
-    """Return what counts in some code, and whether it is the target of a ``for``; otherwise it is added to."""
-    found: dict[str, bool] = {}
+def _counters_of(tree: ast.AST) -> frozenset[str]:
+    """Return what counts in some code: targets of a ``for``, and what is added to."""
+    found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.AsyncFor)):
-            found |= {part.id: True for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+            found |= {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            found.setdefault(ast.unparse(node.target), False)
-    return found
-
-
-def _counter(test: ast.expr, counters: Mapping[str, bool]) -> ast.expr | None:
-    """Return the one counter that decides a test, together with what does not change, as far as that shows."""
-    found: dict[str, ast.expr] = {}
-    todo: list[ast.AST] = [test]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.Name, ast.Attribute)) and (name := ast.unparse(node)) in counters:
-            found[name] = node
-        elif isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.func.id != "len" or node.keywords:
-                return None
-            todo += node.args
-        elif isinstance(node, _PLAIN):
-            todo += ast.iter_child_nodes(node)
-        else:
-            return None
-    return next(iter(found.values())) if len(found) == 1 else None
-
-
-class _Given(ast.NodeTransformer):
-    """Puts the parameter in the place of a counter."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) == self._name:
-            return ast.Name(id=_COUNT, ctx=ast.Load())
-        return self.generic_visit(node)
+            found.add(ast.unparse(node.target))
+    return frozenset(found)
