@@ -9,14 +9,11 @@ import pytest
 from observed import facts
 from torch import nn
 
+from oomdoctor import fixes
 from oomdoctor.fixes import (
-    autocast,
     checkpoint_blocks,
     chunked_forward,
     micro_batch,
-    smaller_batch,
-    smaller_image,
-    truncate_sequence,
 )
 from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.model.absence import Refused
@@ -86,11 +83,11 @@ def test_micro_batches_ask_once_the_loop_is_found_fit(monkeypatch) -> None:
     assert not isinstance(micro_batch.propose(live.INCIDENT, evidence(4, 100 << 20)), Refused)
 
 
-@pytest.mark.parametrize("fix", [autocast, micro_batch, smaller_batch, smaller_image, truncate_sequence])
+@pytest.mark.parametrize("fix", ["autocast", "micro_batch", "smaller_batch", "smaller_image", "truncate_sequence"])
 def test_a_loop_that_was_not_running_is_not_changed(fix) -> None:
     base = evidence(64 << 20, 100 << 20)
     after = replace(base, code=replace(base.code, loops=(replace(live.loop(2, 3), was_running=False),)))
-    refused = fix.propose(live.INCIDENT, after)
+    refused = fixes.get(fix).propose(live.INCIDENT, after)
     assert isinstance(refused, Refused)
     assert refused.reason == "memory ran out when the training loop of line 3 of cell 2 was not running"
 
