@@ -16,6 +16,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -27,7 +28,6 @@ from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
 from oomdoctor.forecast.alarm import begin_alarm, end_alarm
-from oomdoctor.forecast.bounded import Bounded, follow_cycles
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
@@ -39,7 +39,7 @@ from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
-from oomdoctor.forecast.piled import Piled
+from oomdoctor.forecast.piled import Piled, fills_up
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.settings import allocator_settings
@@ -246,8 +246,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) 
     """Put all that a shadow does otherwise into the place of what Python and torch do."""
     follow_loops(pace, tracker.ledger)
     follow_lengths(session.namespace)
-    follow_cycles(session.namespace)
-    pace.bounded = Bounded(tracker, start.deques)
+    pace.fills_up = partial(fills_up, start.deques)
     pace.piled = Piled(session.namespace, is_followed)
     follow_roles(tracker)
     replace_all(tracker, pace, session.shell)

@@ -87,6 +87,7 @@ def reading_of(
         is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
         is_partial=pace.is_partial,
+        is_counted_on=pace.is_counted_on,
         is_uncompiled=tracker.is_uncompiled,
     )
 

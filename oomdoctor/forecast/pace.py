@@ -21,7 +21,6 @@ from oomdoctor.forecast.steady import Cut
 from oomdoctor.forecast.windows import Windows
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.bounded import Bounded
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.piled import Piled
 
@@ -70,8 +69,7 @@ class Loop:
         turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began, ``level``:
             what was alive there.
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
-        more: iterations that it was given beyond those, because memory was rising; ``filled``: one after what piles up
-            only so far was filled.
+        more: iterations that it was given beyond those, because memory was rising.
         varies: whether the last iteration made much of sizes that none before it had made; ``sizes``: those so far,
             and how many.
         is_known: whether it can be told what it would still go over.
@@ -79,14 +77,14 @@ class Loop:
     """
 
     __slots__ = (
-        *("__weakref__", "at", "backwards", "branches", "filled", "is_known", "level", "loader", "more"),
+        *("__weakref__", "at", "backwards", "branches", "is_known", "level", "loader", "more"),
         *("sizes", "steps", "total", "turns", "varies"),
     )
 
     def __init__(self, total: int | None, loader: int | None = None) -> None:
         self.total, self.loader = total, loader
         self.turns = self.backwards = self.at = self.level = self.more = 0
-        self.filled = self.varies = self.is_known = self.branches = False
+        self.varies = self.is_known = self.branches = False
         self.steps: Counter[int] = Counter()
         self.sizes: Counter[int] = Counter()
 
@@ -99,7 +97,9 @@ class Pace:
         ended_early: whether a loader was ended before its time.
         has_trained: whether a training loop was followed to its steady state.
         cuts: the loops that were cut.
-        bounded: fills what piles up only so far, None for nothing; ``piled``: lengthens the lists that do without end.
+        fills_up: tells whether something is alive that piles up only so far; ``piled``: lengthens the lists that do
+            without end.
+        is_counted_on: whether such a thing may have been full before the end of a loop that was cut.
         until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
         missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
         is_partial: whether a loop was cut in which a counter decides, so that other steps may do what none has done.
@@ -123,7 +123,8 @@ class Pace:
         self._trained_on: set[int] = set()
         self._first: Loop | None = None
         self._depth = 0
-        self.bounded: Bounded | None = None
+        self.fills_up: Callable[[], bool] | None = None
+        self.is_counted_on = False
         self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
         self.is_partial = False
@@ -207,10 +208,12 @@ class Pace:
         asker = Asker.LOOP if loop.loader is None else self._asker()
         if asker is not Asker.CODE and self._is_seen(loop):
             left = None if loop.total is None else loop.total - loop.turns
-            if not self._is_filled(loop, left) and not self._windows.may_close(loop, left):
+            if not self._windows.may_close(loop, left):
                 self.ended_early = self.ended_early or loop.loader is not None
                 self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
                 if loop.turns and left != 0:
+                    if self._ledger.live > loop.level and self.fills_up is not None and not self.is_counted_on:
+                        self.is_counted_on = self.fills_up()
                     self.is_partial = self.is_partial or loop.branches
                     self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
                     if self.piled is not None and left is not None:
@@ -226,24 +229,6 @@ class Pace:
         loop = next((loop for loop in reversed(self._running) if loop.loader is None), None)
         if loop is not None:
             loop.branches = True
-
-    def _is_filled(self, loop: Loop, left: int | None) -> bool:
-        """Fill what the loop piles up only so far, once; return whether there was anything."""
-        if self.bounded is None or left == 0:
-            return False
-        if loop.filled:
-            self.bounded.take_back()
-            return False
-        if filled := [other for other in self._running if other.filled]:
-            # Of a loader and the loop that takes its batches, both ask for the same iteration.
-            return any(other.at == len(self._ledger.events) for other in filled)
-        if self._ledger.live <= loop.level:
-            return False
-        is_inner = any(other.at != loop.at for other in self._running)
-        loop.filled = self.bounded.fill(loop.at, left, is_inner=is_inner)
-        if loop.filled or self.bounded.stays_open:
-            self._windows.give_up()
-        return loop.filled
 
     def ended(self, loop: Loop) -> None:
         """Note that a loop is over: it has come to its end, was cut or was left."""

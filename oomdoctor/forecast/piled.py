@@ -11,19 +11,23 @@ no more is put in.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from oomdoctor.objects.alive import alive_exactly
 from oomdoctor.objects.kinds import module_of, plain_dict
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Loop
     from oomdoctor.forecast.steady import Cut
 
-__all__ = ["Piled"]
+__all__ = ["Piled", "fills_up"]
 
 _MOST_ITEMS: Final = 1 << 17
 _MOST_BYTES: Final = 1 << 28
@@ -86,6 +90,21 @@ class Piled:
                 if type(found) is dict:  # before Python 3.13 the frame keeps this copy, and so what its variables were
                     found.clear()
             frame = frame.f_back
+
+
+def fills_up(before: Iterable[weakref.ref[deque[Any]]]) -> bool:
+    """Return whether there is a deque of tensors that has a greatest length and is not full, or an ``itertools.cycle``.
+
+    Args:
+        before: the deques that were there before the cell; the garbage collector does not tell of them.
+    """
+    import torch
+    from torch.utils._pytree import tree_iter
+
+    found = [*alive_exactly(deque), *(one for reference in before if (one := reference()) is not None)]
+    filling = (one for one in found if one.maxlen is not None and 0 < len(one) < one.maxlen)
+    holds = any(isinstance(leaf, torch.Tensor) for one in filling for leaf in tree_iter(one[-1]))
+    return holds or bool(alive_exactly(itertools.cycle))
 
 
 def _extend(items: list[Any], added: int, times: int) -> None:

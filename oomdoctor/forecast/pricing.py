@@ -140,6 +140,8 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         bases.append("what is compiled counts as if it were not")
     if reading.is_bound:
         bases.append("at the most that values may decide")
+    if reading.is_counted_on:
+        bases.append("at the most, as if no deque and no cycle were ever full")
     if reading.is_partial:
         bases.append("may be larger in steps that were not seen")
     if reading.left_early:
@@ -154,7 +156,7 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
         peak_line=reading.peak_line,
         course=reading.course,
         at_least=bool(reading.endless) or reading.missed is not None or reading.left_early,
-        at_most=reading.is_bound,
+        at_most=reading.is_bound or reading.is_counted_on,
     )
 
 

@@ -39,6 +39,7 @@ class Reading:
         unknown: what is not known of operations that there were, in words.
         is_bound: whether sizes that values decide were taken for the largest that they may be.
         is_partial: whether a loop was cut in which a counter decides what a step does, so that others may need more.
+        is_counted_on: whether what piles up only so far was taken to go on.
         left_early: whether a library was left in its training, so that what comes after it was not seen.
         is_uncompiled: whether code ran as it is that is compiled in a real run.
         course: how the memory went on the way.
@@ -61,6 +62,7 @@ class Reading:
     unknown: tuple[str, ...] = ()
     is_bound: bool = False
     is_partial: bool = False
+    is_counted_on: bool = False
     left_early: bool = False
     is_uncompiled: bool = False
     course: Course | None = None

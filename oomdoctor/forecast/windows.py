@@ -39,10 +39,6 @@ class Windows:
         self._ledger, self._left = ledger, _MOST_OPERATIONS
         self._watched: WeakKeyDictionary[Loop, _Watch] = WeakKeyDictionary()
 
-    def give_up(self) -> None:
-        """Follow none any more: what piles up is known otherwise."""
-        self._left = 0
-
     def may_close(self, loop: Loop, left: int | None) -> bool:
         """Whether what the loop piles up may yet be let go of.
 

@@ -165,6 +165,18 @@ def test_the_peak_is_that_of_all_iterations(name):
     assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=0.05)
 
 
+@pytest.mark.parametrize("kept", ["collections.deque(maxlen=500)", "last"])
+def test_where_a_deque_may_be_full_before_the_end_less_may_be_needed(kept, monkeypatch):
+    monkeypatch.setattr(windows, "_MOST_OPERATIONS", 100)
+    body = STEP.format(indent="    ") + "    kept.append(out.detach())"
+    cell = f"kept = {kept}\nfor step in range(9000):\n    x, y = batch{body}"
+    found = forecast(program(), cell)
+    assert "as if no deque and no cycle were ever full" in found.basis
+    assert found.at_most
+    assert found.peak > 500 * 128 * 64 * 4
+    assert not forecast(program(), cell.replace("kept.append(", "print(")).at_most
+
+
 SAMPLES = """
 data = TensorDataset(torch.randn(200_000, 8))
 for (x,) in DataLoader(data, batch_size=100_000):
