@@ -49,6 +49,8 @@ _FASTER: Final = 4
 """How many times as many rows are taken next, where that takes no more than ``_PATIENCE`` times as long as before."""
 _PATIENCE: Final = 2
 _ALL: Final = 1 << 30
+_FAR: Final = 1e-3
+"""Relative difference that is told with what differs, though the control differs as much."""
 _NAMED: Final = 4
 _TOLD: Final = 600
 
@@ -211,7 +213,9 @@ class _Comparison:
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
             return Trial(same=False, basis=basis, why=_why(found), beside=beside, draws=draws)
-        equal = "bit for bit" if is_exact else f"up to {rounding(left, changed.leaves):.1g} of the largest value"
+        size, path = rounding(left, changed.leaves)
+        far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
+        equal = "bit for bit" if is_exact else f"up to {size:.1g} of the largest value{far}"
         return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside)
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:

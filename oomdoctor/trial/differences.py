@@ -63,11 +63,12 @@ def differences(
                 yield Difference(path=path, why=_told(leaf, other, size), size=size)
 
 
-def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> float:
-    """Return the largest difference of numbers between two ends, each as a share of its largest entry."""
+def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> tuple[float, str]:
+    """Return the largest difference of numbers between two ends, as a share of its largest entry, and its path."""
     steepest = _steepest(before)
-    pairs = ((leaf, after[path]) for path, leaf in before.items() if path in after and leaf.frame == after[path].frame)
-    return max((_size(leaf, other, steepest) or 0.0 for leaf, other in pairs), default=0.0)
+    pairs = [(path, leaf, after[path]) for path, leaf in before.items() if path in after]
+    sizes = [(_size(leaf, other, steepest) or 0.0, path) for path, leaf, other in pairs if leaf.frame == other.frame]
+    return max(sizes, default=(0.0, ""))
 
 
 def is_blurred(before: Mapping[str, Leaf], control: Mapping[str, Leaf]) -> bool:
