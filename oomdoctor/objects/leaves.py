@@ -65,6 +65,7 @@ class Leaf:
         exact: what has to be the same text for the value to be the same bit for bit.
         frame: what has to be the same for the numbers to be comparable: type, dtype and shape.
         numbers: the entries, or sums over stretches of them and of their squares; empty where it has none.
+        digits: of numbers in a text, what one is of the last digit that it is written with; empty for all else.
         scale: the largest of the entries, or of the sums of their absolute values.
         is_gradient: it is one, or is made of gradients: a state of an optimizer.
         rows: length of the first dimension of a tensor, None for all else.
@@ -74,6 +75,7 @@ class Leaf:
     exact: str
     frame: str
     numbers: tuple[float, ...] = ()
+    digits: tuple[float, ...] = ()
     scale: float = 0.0
     is_gradient: bool = False
     rows: int | None = None
@@ -232,14 +234,22 @@ def _number(value: complex) -> Leaf:
 
 def text_leaf(text: str) -> Leaf:
     """Return a text as its words, which have to be the same, and its numbers."""
-    numbers = tuple(float(one) for one in _NUMBER.findall(text))[:_WHOLE]
+    written = _NUMBER.findall(text)[:_WHOLE]
+    numbers = tuple(map(float, written))
     words = _hash(_NUMBER.sub("#", text).encode())
     return Leaf(
         exact=_hash(text.encode()),
         frame=f"{text.count(chr(10))} lines {words}",
         numbers=numbers,
+        digits=tuple(_last_digit(one) for one in written),
         scale=max(map(abs, numbers), default=0.0),
     )
+
+
+def _last_digit(number: str) -> float:
+    """Return what one is of the last digit of a fraction that is written out; whole numbers are not rounded."""
+    fraction, _, exponent = number.lower().partition(".")[2].partition("e")
+    return 10.0 ** (int(exponent or 0) - len(fraction)) if fraction else 0.0
 
 
 def _array(value: Any) -> Leaf:

@@ -45,8 +45,11 @@ AIM_S: Final = 2.0
 """Time that a trial aims to take."""
 _RUN_S: Final = 20.0
 """Time after which a single run is given up."""
+_FEW_STEPS: Final = 2
+_MOST_STEPS: Final = 8
 _FASTER: Final = 4
-"""How many times as many rows are taken next, where that takes no more than ``_PATIENCE`` times as long as before."""
+"""How many times as many rows, or steps of whole batches, are taken next, where that takes no more than ``_PATIENCE``
+times as long as before."""
 _PATIENCE: Final = 2
 _ALL: Final = 1 << 30
 _FAR: Final = 1e-3
@@ -136,7 +139,7 @@ class _Terms:
 
 def _found(terms: _Terms, changed: Sequence[Attempt], rows: int, deadline: float) -> Trial:
     """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
-    comparison, at, first = _Comparison(terms, rows), 0, None
+    comparison, at, first = _Comparison(terms, rows, _FEW_STEPS), 0, None
     while at < len(changed):
         begun = time.monotonic()
         trial = comparison.of(changed[at])
@@ -146,9 +149,9 @@ def _found(terms: _Terms, changed: Sequence[Attempt], rows: int, deadline: float
             first, at = first or trial, at + 1
             continue
         last, took_s = replace(trial, chosen=at), time.monotonic() - begun + comparison.took_s
-        if comparison.is_whole or took_s * _PATIENCE >= deadline - time.monotonic():
+        wider = comparison.wider()
+        if wider is None or took_s * _PATIENCE >= deadline - time.monotonic():
             return last
-        wider = _Comparison(terms, comparison.rows * _FASTER)
         if wider.of(changed[at]).same is None:
             return last
         comparison = wider
@@ -163,8 +166,8 @@ class _Comparison:
         took_s: what the runs of the unchanged program took.
     """
 
-    def __init__(self, terms: _Terms, rows: int) -> None:
-        self.rows, self.took_s, self._terms = rows, 0.0, terms
+    def __init__(self, terms: _Terms, rows: int, steps: int) -> None:
+        self.rows, self.took_s, self._terms, self._steps = rows, 0.0, terms, steps
         self._known: dict[Attempt, Trial] = {}
         self._unchanged = self._ended(terms.before)
 
@@ -172,6 +175,13 @@ class _Comparison:
     def is_whole(self) -> bool:
         """Whether whole batches are taken."""
         return self.rows >= self._unchanged.rows
+
+    def wider(self) -> _Comparison | None:
+        """Return one of more rows, or of more steps where the batches are whole; None where this is all there is."""
+        if not self.is_whole:
+            return _Comparison(self._terms, self.rows * _FASTER, self._steps)
+        is_all = not self._unchanged.was_cut or self._steps >= _MOST_STEPS
+        return None if is_all else _Comparison(self._terms, self.rows, min(self._steps * _FASTER, _MOST_STEPS))
 
     def of(self, after: Attempt) -> Trial:
         """Return what comes of a changed program."""
@@ -193,7 +203,7 @@ class _Comparison:
             raises, raised = f"the changed cell raises {changed.error}", f"it no longer raises {unchanged.error}"
             return Trial(same=False, basis=basis, why=raises if changed.error else raised)
         if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
-            return _Comparison(self._terms, _ALL).of(after)
+            return _Comparison(self._terms, _ALL, self._steps).of(after)
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
         found = list(differences(left, changed.leaves, None))
         is_exact = not found
@@ -220,7 +230,9 @@ class _Comparison:
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()
-        end = _end_of(lambda: run(self._terms.session, self._terms.stage, attempt, rows=self.rows, **given))
+        end = _end_of(
+            lambda: run(self._terms.session, self._terms.stage, attempt, rows=self.rows, steps=self._steps, **given)
+        )
         self.took_s += time.monotonic() - begun if attempt is self._terms.before else 0.0
         return end
 

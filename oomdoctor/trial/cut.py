@@ -1,6 +1,6 @@
 """A cell cut to a step or two on a few rows, in a process that was forked to be thrown away.
 
-A loop of the unchanged program ends after two optimizer steps, or after three batches where it takes none; a loop that
+A loop of the unchanged program ends after so many optimizer steps, or one batch more where it takes none; a loop that
 only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of the line that the
 loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``), fetched in this process.
 """
@@ -26,10 +26,8 @@ from oomdoctor.trial.rows import batch_size, few_rows
 
 __all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
 
-_STEPS: Final = 2
-_BATCHES: Final = 3
-_MOST_STEPS: Final = 8
-"""Optimizer steps after which the run ends wherever it is: the loop of a library's trainer does not ask."""
+_TIMES: Final = 4
+"""Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
 _MOST_TURNS: Final = 32
 """Turns of a loop with backward passes after which it ends though no optimizer has stepped."""
 
@@ -43,13 +41,14 @@ class Progress:
 
     Attributes:
         known: the lines of the unchanged program: its loops begin on them.
+        most: optimizer steps after which a loop ends.
         was_cut: whether a loop ended before its time.
         gradients: that optimizers have stepped by: a learning rate of nothing would leave no trace of them.
         begins: called before the first forward.
     """
 
-    def __init__(self, known: Collection[str]) -> None:
-        self.known = frozenset(known)
+    def __init__(self, known: Collection[str], most: int) -> None:
+        self.known, self.most = frozenset(known), most
         self.begins: Callable[[], None] = lambda: None
         self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
@@ -79,7 +78,8 @@ class Progress:
 
     def _stepped(self, *_args: Any) -> None:
         self.steps += 1
-        if self.steps >= _MOST_STEPS:
+        if self.steps >= _TIMES * self.most:
+            self.was_cut = True
             raise Enough
 
     def is_over(self, loop: Loop, *, gives_batches: bool) -> bool:
@@ -87,11 +87,11 @@ class Progress:
         if loop.line not in self.known:
             return False
         if self.steps > loop.steps:
-            over = self.steps - loop.steps >= _STEPS
+            over = self.steps - loop.steps >= self.most
         elif self.backwards > loop.backwards:
             over = loop.turns >= _MOST_TURNS
         else:
-            over = gives_batches and loop.turns >= _BATCHES
+            over = gives_batches and loop.turns > self.most
         self.was_cut = self.was_cut or over
         return over
 

@@ -20,6 +20,8 @@ _TIMES_NOISE: Final = 30.0
 """How many times as large as that of the control a difference may be: a part's sums round in another order."""
 _LEAST: Final = 2e-6
 """Relative difference that is rounding in any program: some twenty of float32's last digits."""
+_DIGITS: Final = 1.01
+"""How many of the last digit that it is printed with a number may be off by rounding."""
 _BLURRED: Final = 0.02
 """Relative noise from which on a leaf tells nothing."""
 _MOST_BLURRED: Final = 0.25
@@ -108,9 +110,10 @@ def _size(leaf: Leaf, other: Leaf, steepest: float) -> float | None:
     if not leaf.numbers or len(leaf.numbers) != len(other.numbers):
         return None
     scale, largest = max(_scale(leaf, steepest), other.scale), 0.0
-    for one, another in zip(leaf.numbers, other.numbers, strict=True):
+    digits = leaf.digits or (0.0,) * len(leaf.numbers)
+    for one, another, digit in zip(leaf.numbers, other.numbers, digits, strict=True):
         if one != another and not (math.isnan(one) and math.isnan(another)):
-            apart = abs(one - another)
+            apart = max(abs(one - another) - _DIGITS * digit, 0.0)
             largest = max(largest, apart if math.isfinite(apart) else math.inf)
     return largest / scale if scale and largest < math.inf else largest and math.inf
 

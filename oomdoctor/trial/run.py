@@ -56,6 +56,7 @@ class End:
     Attributes:
         names: the names of the user's at the end.
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
+        was_cut: whether a loop ended before its time.
         computes: whether it has called a module, or backward, or stepped.
         computes_in_16_bits: autocast was on, or a result has such a type.
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
@@ -67,6 +68,7 @@ class End:
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     steps: int = 0
+    was_cut: bool = False
     computes: bool = False
     rows: int = 0
     computes_in_16_bits: bool = False
@@ -82,6 +84,7 @@ def run(
     attempt: Attempt,
     *,
     rows: int,
+    steps: int,
     known: Collection[str] = (),
     names: Collection[str] = (),
     nudged: str | None = None,
@@ -93,7 +96,7 @@ def run(
         session: holds the namespace; its start has been brought back.
         stage: was set up in the process that this one was forked from.
         attempt: the program.
-        rows: how many rows of a batch are taken.
+        rows: how many rows of a batch are taken; ``steps``: how many optimizer steps of a loop.
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
         nudged: begin with parameters that are off in the last digit of ``fine`` or ``coarse`` arithmetic.
@@ -111,7 +114,7 @@ def run(
     told = (*texts, *files.values())
     known = known or stage.lines.union(line.strip() for text in told for line in text.splitlines())
     namespace, begun = session.namespace, dict[str, Leaf]()
-    progress = Progress(known)
+    progress = Progress(known, steps)
     if begins:
         progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
     cut_loops(progress)
@@ -131,6 +134,7 @@ def run(
         leaves=leaves,
         names=found,
         steps=progress.steps,
+        was_cut=progress.was_cut,
         computes=bool(progress.steps or progress.backwards or progress.forwards),
         rows=max(sizes, default=0),
         computes_in_16_bits=bool(stage.autocast) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
