@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
+    from oomdoctor.fixes._batch_parts import batch_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.reporting import report
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "batch_parts",
     "explain",
     "heal",
     "last_case",
@@ -32,6 +34,7 @@ __all__ = [
 __version__: Final = "0.1.0"
 
 _HOMES: Final = {
+    "batch_parts": "oomdoctor.fixes._batch_parts",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
     "last_case": "oomdoctor.pipeline",

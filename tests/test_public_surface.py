@@ -20,6 +20,7 @@ def loaded_by(statement):
 def test_the_surface_is_pinned():
     assert sorted(oomdoctor.__all__) == [
         "__version__",
+        "batch_parts",
         "explain",
         "heal",
         "last_case",

@@ -20,10 +20,14 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 
 class Writer:
-    """Writes one loop anew from its plan."""
+    """Writes one loop anew from its plan.
 
-    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int) -> None:
-        self._parsed, self._step, self._parts = parsed, step, parts
+    Args:
+        drawn_by: the name of ``batch_parts``, where the step draws random numbers.
+    """
+
+    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int, drawn_by: str = "") -> None:
+        self._parsed, self._step, self._parts, self._drawn_by = parsed, step, parts, drawn_by
         self._taken: list[str] = []
         self._cells = cells
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
@@ -78,7 +82,10 @@ class Writer:
             share = f" * ({self._share()})" if is_mean else ""
             body += self._statements([f"{self._sums[name]} += {name}.detach(){share}"])
         body += self._statements([f"{parts}.append({name}.detach())" for name, parts in self._lists.items()])
-        comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
+        draws = " and random numbers" if self._drawn_by else ""
+        comment = (
+            f"# In {self._parts} parts: the gradients{draws} of the whole batch, the activations of one part at a time."
+        )
         (loop,) = self._statements([f"{head}:", "    pass"])
         loop = cst.ensure_type(loop, cst.For)
         above = cst.EmptyLine(comment=cst.Comment(comment))
@@ -88,7 +95,10 @@ class Writer:
         """Return the head of the inner loop and the statements that it begins with."""
         step, parts = self._step, self._parts
         first: list[str] = []
-        if step.kind == "tensors":
+        if self._drawn_by:
+            head = f"for {', '.join(self._micro.values())} in {self._drawn_by}({parts}, {', '.join(step.names)})"
+            self._each = f"[*{next(iter(self._micro.values()))}.values()]" if step.kind == "dict" or step.keys else ""
+        elif step.kind == "tensors":
             chunks = [f"{name}.chunk({parts})" for name in step.names]
             head = f"for {', '.join(self._micro.values())} in "
             head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"

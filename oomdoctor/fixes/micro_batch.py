@@ -1,7 +1,8 @@
 """Gradient accumulation within one batch: the same effective batch, the activations of a part of it at a time.
 
 In the source, the step from the first use of the batch to ``backward`` becomes an inner loop over parts; everything
-else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. A loss that is a mean is weighted by
+else (zeroing, clipping, the step, schedulers, accounting) stays once per batch. Random
+numbers are drawn as for the whole batch (see ``batch_parts``). A loss that is a mean is weighted by
 the part's share of the batch, or of the entries that count. Reading guesses which; that the gradients are those of the
 whole batch up to rounding, and that the model treats its samples one by one, is shown by the trial of both programs,
 which takes another weight where the guess was wrong.
@@ -15,7 +16,7 @@ import libcst as cst
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short, why_not_training
-from oomdoctor.fixes._chunks import layer, model_facts, why_not
+from oomdoctor.fixes._chunks import model_facts, why_not
 from oomdoctor.fixes._micro_names import known_names
 from oomdoctor.fixes._micro_writer import Writer
 from oomdoctor.fixes._samples import CannotSplit
@@ -26,7 +27,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import rewriting
+from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.book import Book
 from oomdoctor.program.dataflow import loop_at
 
@@ -45,8 +46,6 @@ _PARTS: Final = (2, 4, 8, 16, 32)
 
 _WAYS: Final = tuple(Dose.of(weigh=over) for over in ("counted", "sum", "rows"))
 """What a part's loss may be: a mean over the entries of its target that are not -100, a sum, a mean over its rows."""
-
-_DIFFERS: Final = "draws other random numbers for parts of a batch than for the whole"
 
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
@@ -75,32 +74,22 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     doses = [parts for parts in _PARTS if parts <= max(sizes, default=_PARTS[-1])]
     if not doses:
         return Refused("the batch has one sample: there is nothing to split")
-    caveat = _draws(code, loops)
     return tuple(
         Proposal(
             dose=Dose.of(parts=parts),
-            effect=Effect.CHANGES_RESULT if caveat else Effect.EQUIVALENT,
+            effect=Effect.EQUIVALENT,
             saves=splittable * (parts - 1) // parts,
             slowdown=1 + _OVERHEAD * parts,
             basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
-            caveat=caveat,
         )
         for parts in doses
     )
 
 
-def _draws(code: CodeFacts, loops: list[TrainingLoop]) -> str | None:
-    """Return why random numbers fall differently in parts, None where none are drawn."""
-    for loop in loops:
-        if loop.draws:
-            return f"`{loop.draws[0]}` {_DIFFERS}"
-        for text in loop.models:
-            model = model_facts(code, loop, text)
-            if model is None:
-                return f"`{text}` is not among the notebook's objects: if it has dropout, its draws will differ"
-            if model.training and model.dropout:
-                return f"{layer(model, model.dropout[0])} {_DIFFERS}"
-    return None
+def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
+    """Tell whether the loop may draw random numbers, as a model that is not known may."""
+    models = [model_facts(code, loop, text) for text in loop.models]
+    return bool(loop.draws) or any(model is None or (model.training and model.dropout) for model in models)
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
@@ -136,6 +125,7 @@ def _cell(
     book = Book.read(cells)
     tree = book.page(cell.number).tree
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
+    imports, beside = dict[str, None](), cells.beside(cell)
     for facts in loops:
         try:
             if why := why_not(code, facts):
@@ -144,10 +134,15 @@ def _cell(
             if old is None or loop is None:
                 raise CannotSplit("the loop is not where it was found before")
             step = plan(tree, loop, known_names(book, code, facts, tree, loop), weigh)
-            changes[old] = [Writer(cells.beside(cell), parsed, step, parts).loop(old)]
+            drawn_by = (
+                import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if _draws(code, facts) else ""
+            )
+            imports |= {import_lines.source_of("oomdoctor", "batch_parts", drawn_by): None} if drawn_by else {}
+            changes[old] = [Writer(beside, parsed, step, parts, drawn_by).loop(old)]
         except CannotSplit as why:
             return Refused(str(why))
-    return rewriting.edit(cells, cell, parsed, rewriting.exchange(parsed.module, changes))
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), [*imports])
+    return rewriting.edit(cells, cell, parsed, module)
 
 
 FIX: Final = Fix(

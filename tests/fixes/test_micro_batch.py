@@ -714,9 +714,6 @@ UNFIT = {
     + TAIL,
     "all pairs": HEAD + "    z = model(x)\n    loss = criterion(z @ z.T, y)\n" + TAIL,
     "without the first row": HEAD + "    loss = criterion(model(x[1:]), y[1:])\n" + TAIL,
-    "noise for the whole batch": HEAD
-    + "    noise = torch.randn(len(x), 8)\n    loss = criterion(model(x + noise), y)\n"
-    + TAIL,
     "class weights": "w = nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0))\n"
     + HEAD
     + "    loss = w(model(x), y)\n"
@@ -850,17 +847,21 @@ def test_proposals_are_the_mildest_first_and_no_more_parts_than_samples() -> Non
     assert all("estimate" in one.basis and one.caveat is None for one in proposals)
 
 
-def test_random_draws_weaken_the_promise() -> None:
-    dropout = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1))
-    (first, *_) = propose_for(ZERO_FIRST, model=dropout)
-    assert (first.effect, first.caveat) == (
-        Effect.CHANGES_RESULT,
-        "model[1] draws other random numbers for parts of a batch than for the whole",
-    )
-    assert propose_for(ZERO_FIRST, model=dropout.eval())[0].effect is Effect.EQUIVALENT
-    noisy = ZERO_FIRST.replace("model(x)", "model(x + torch.randn_like(x))")
-    assert propose_for(noisy)[0].effect is Effect.CHANGES_RESULT
-    assert isinstance(patched(SETUP, noisy), Patch)
+NOISY = HEAD + "    noise = torch.randn(len(x), 8)\n    loss = criterion(model(x + noise), y)\n" + TAIL
+TEXTS = "for batch in dicts:\n    optimizer.zero_grad()\n    loss = criterion(model(batch['x']), batch['labels'])\n"
+
+
+@pytest.mark.parametrize("source", [ZERO_FIRST, NOISY, TEXTS + TAIL], ids=["dropout", "noise", "dictionaries"])
+def test_random_numbers_are_drawn_as_for_the_whole_batch(source: str) -> None:
+    source = textwrap.dedent(source)
+    made_of = nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4)
+    assert propose_for(source, model=nn.Sequential(*made_of))[0].effect is Effect.EQUIVALENT
+    made = patched(SETUP, source, model=nn.Sequential(*made_of))
+    assert isinstance(made, Patch), made
+    assert "from oomdoctor import batch_parts" in made.edits[-1].after
+    trial = tried(made, [SETUP_TEXT, source], program(model=nn.Sequential(*made_of)))
+    assert trial.same is True, trial
+    assert "batch_parts" not in patched(SETUP, ZERO_FIRST, model=nn.Sequential(*made_of).eval()).edits[-1].after
 
 
 @pytest.mark.parametrize(

@@ -273,15 +273,20 @@ DROPS: Final = CLASSES.replace("nn.Linear(512, 10)", "nn.Dropout(0.2), nn.Linear
         ("F.cross_entropy(model(x) - model(x).mean(0), y)", OutcomeKind.REFUSED),
     ],
 )
-def test_beside_random_numbers_that_fall_otherwise_nothing_may_differ(
-    shell: InteractiveShell, loss: str, kind: OutcomeKind
-) -> None:
-    ends(shell, DROPS, STEP.format(loss=loss))
-    assert known().outcome.kind is OutcomeKind.OFFERED, "it changes results, which nobody has asked for"
-    run(shell, "%oomdoctor fix micro_batch")
+def test_dropout_is_that_of_the_whole_batch(shell: InteractiveShell, loss: str, kind: OutcomeKind) -> None:
+    start, wanted, found = ends(shell, DROPS, STEP.format(loss=loss))
     assert known().outcome.kind is kind, known().outcome
-    told = known().outcome.checked if kind is OutcomeKind.HEALED else known().outcome.why
-    assert "without dropout" in told
+    assert alike(found, wanted if kind is OutcomeKind.HEALED else start)
+
+
+def test_beside_random_numbers_that_fall_otherwise_nothing_may_differ(shell: InteractiveShell) -> None:
+    few = {"chunked_forward": fixes.get("chunked_forward")}
+    with mock.patch.object(fixes, "catalogue", return_value=few):
+        ends(shell, DROPS, PLAIN)
+        assert known().outcome.kind is OutcomeKind.OFFERED, "it changes results, which nobody has asked for"
+        run(shell, "%oomdoctor fix chunked_forward")
+    assert known().outcome.kind is OutcomeKind.HEALED, known().outcome
+    assert "without dropout" in known().outcome.checked
 
 
 SABOTAGE: Final = {
@@ -306,7 +311,10 @@ def test_a_fix_that_is_made_wrong_on_purpose_is_caught(shell: InteractiveShell, 
 
     wrong: Fix = replace(true, patch=patch, ways=())
     setup = f"{CLASSES}scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
-    with mock.patch.object(fixes, "catalogue", return_value={"micro_batch": wrong}):
+    with (
+        mock.patch.object(fixes, "catalogue", return_value={"micro_batch": wrong}),
+        mock.patch.object(fixes, "get", return_value=wrong),
+    ):
         start, _, found = ends(shell, setup, f"{PLAIN}    scheduler.step()\n    print('batch')\n")
     assert known().outcome.kind is OutcomeKind.REFUSED, known().outcome
     assert "does not keep the results" in known().outcome.why

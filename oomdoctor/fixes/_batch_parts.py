@@ -1,0 +1,215 @@
+"""A batch in parts with the random draws of the whole batch: the same masks and noise, the same generators at the end.
+
+While the body of the loop runs on a part, each random operator draws for all rows, as the whole batch would have, and
+gives out those of the part; the generators are set back before each further part. So dropout, ``rand_like``,
+``bernoulli`` and their kin do not make parts of a batch another training.
+
+Which dimension of a draw is the batch is told by its size, and checked by another: the first part is smaller than the
+second, and what a part draws has to be as much larger. What stays the same in both is drawn once for the whole batch.
+
+Limit: operators that draw more or fewer numbers by the values that they are given (``RReLU``, Poisson, Gamma)
+draw others in parts; the trial of a change shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from oomdoctor.errors import StateError, UsageError
+
+__all__ = ["batch_parts"]
+
+_Batched: TypeAlias = tuple[int, int] | None
+"""The dimension of the batch, and how many entries of it there are for each row; None where there is none."""
+
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]
+_KERNELS: Final = ("dropout_state", "philox_seed", "rng_state")
+"""Arguments and results of kernels that draw by themselves: their draws cannot be cut into rows."""
+
+
+def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
+    """Yield a batch in parts, each of which draws the random numbers that it has in the whole batch.
+
+    Args:
+        parts: how many; no more than there are rows.
+        values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
+            tensors. What else is in them goes to every part as it is.
+        dim: the dimension of the batch.
+
+    Yields:
+        The part of the one value, or of each value as a tuple.
+
+    Raises:
+        UsageError: there is no tensor among the values.
+        StateError: in the body, from an operator of which it cannot be told what it draws for which row.
+    """
+    leaves, form = pytree.tree_flatten(values)
+    sizes = [leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
+    if not sizes:
+        raise UsageError("batch_parts was given no tensor with the rows of a batch")
+    rows, draws = sizes[0], _Draws(sizes[0])
+    generators = _generators(leaves)
+    begun = _states(generators)
+    start = 0
+    for count in _counts(rows, parts):
+        cut = [
+            leaf.narrow(dim, start, count)
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows
+            else leaf
+            for leaf in leaves
+        ]
+        part = pytree.tree_unflatten(cut, form)
+        if start:
+            _set_back(generators, begun)
+        with draws.of(start, count):
+            yield part if len(values) > 1 else part[0]
+        start += count
+
+
+def _counts(rows: int, parts: int) -> list[int]:
+    """Return the sizes of the parts: as even as may be, but for the first, which is smaller than another."""
+    parts = max(min(parts, rows), 1)
+    counts = [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
+    if parts > 1 and counts[0] == counts[-1] > 1:
+        counts[0], counts[1] = counts[0] - 1, counts[1] + 1
+    return counts
+
+
+def _generators(leaves: Sequence[Any]) -> list[torch.Generator]:
+    """Return torch's own generators of the host and of the devices that tensors lie on."""
+    found = [torch.default_generator]
+    for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+        module = getattr(torch, device.type, None)
+        several = getattr(module, "default_generators", ())
+        if several:
+            found.append(several[device.index or 0])
+        elif device.type == "mps":
+            found.append(torch.mps._get_default_mps_generator())
+    return found
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[Any]:
+    with _disable_current_modes():  # states have values, which a forecast's tensors have not
+        return [generator.get_state() for generator in generators]
+
+
+def _set_back(generators: Sequence[torch.Generator], states: Sequence[Any]) -> None:
+    with _disable_current_modes():
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws for all ``rows`` of the whole batch, and gives out those of the part that runs."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows, self._start, self._count, self._at = rows, 0, rows, 0
+        self._known: list[tuple[int, _Shapes, dict[str, _Batched]]] = []
+        self._own: dict[int, tuple[torch.Generator, Any]] = {}
+
+    def of(self, start: int, count: int) -> _Draws:
+        """Return the mode for a part: ``count`` rows from ``start`` on."""
+        self._start, self._count, self._at = start, count, 0
+        if start:
+            _set_back(*map(list, zip(*self._own.values(), strict=True))) if self._own else None
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator.
+
+        Raises:
+            StateError: which of what it draws belongs to which row cannot be told.
+        """
+        kwargs = kwargs or {}
+        schema = func._schema
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        drops = given.get("dropout_p", given.get("dropout", None))
+        if drops and any(one.name in _KERNELS for one in (*schema.arguments, *schema.returns)):
+            raise StateError(f"`{func}` draws random numbers inside of its kernel, which have no rows")
+        if torch.Tag.nondeterministic_seeded not in func.tags or drops == 0.0 or self._count == self._rows:
+            return func(*args, **kwargs)
+        if isinstance(own := kwargs.get("generator"), torch.Generator) and id(own) not in self._own:
+            self._own[id(own)] = own, _states([own])[0]
+        return self._drawn(func, args, kwargs, given)
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
+        written = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+        shapes = {name: tuple(shape) for name, value in given.items() if (shape := _shape(name, value)) is not None}
+        batched = self._batched(func, shapes)
+        whole = {
+            name: value if (where := batched.get(name)) is None else self._whole(value, *where)
+            for name, value in given.items()
+        }
+        made = func(
+            *(whole[name] for name, _ in zip(given, args, strict=False)), **{name: whole[name] for name in kwargs}
+        )
+        for name in written:
+            if (where := batched.get(name)) is not None:
+                given[name].copy_(self._part(whole[name], *where))
+        if any(one.alias_info is not None for one in func._schema.returns):
+            return next(given[name] for name in given if name in written)
+        where = next((one for one in batched.values() if one is not None), None)
+        return made if where is None else pytree.tree_map(lambda one: self._result(one, *where), made)
+
+    def _batched(self, func: Any, shapes: _Shapes) -> dict[str, _Batched]:
+        """Return which dimension of each size or tensor is the batch: by its size, or beside a part of another size."""
+        if self._at == len(self._known):
+            self._known.append((self._count, shapes, {name: self._guess(shape) for name, shape in shapes.items()}))
+        count, known, guess = self._known[self._at]
+        self._at += 1
+        if shapes.keys() != known.keys() or (count == self._count and shapes != known):
+            raise StateError(f"`{func}` draws something else for each part of the batch")
+        if count != self._count and guess != {name: self._grown(known[name], shapes[name], count) for name in shapes}:
+            raise StateError(
+                f"which dimension of {known} is the batch cannot be told beside parts of {count} rows: another number "
+                "of parts may do"
+            )
+        return guess
+
+    def _guess(self, shape: tuple[int, ...]) -> _Batched:
+        equal = [at for at, size in enumerate(shape) if size == self._count]
+        several = [at for at, size in enumerate(shape) if size and size % self._count == 0] if self._count > 1 else []
+        found = equal or several
+        return (found[0], shape[found[0]] // self._count) if found else None
+
+    def _grown(self, before: tuple[int, ...], now: tuple[int, ...], count: int) -> _Batched:
+        """Return the one dimension that differs as the numbers of rows do."""
+        found = [at for at, (one, other) in enumerate(zip(before, now, strict=False)) if one != other]
+        if len(found) != 1 or len(before) != len(now) or before[found[0]] % count:
+            return None
+        dim, factor = found[0], before[found[0]] // count
+        return (dim, factor) if now[dim] == factor * self._count else None
+
+    def _whole(self, value: Any, dim: int, factor: int) -> Any:
+        """Return a size or a tensor as it is for all rows, laid out as that of the part is: draws go by memory."""
+        if not isinstance(value, torch.Tensor):
+            return [*value[:dim], factor * self._rows, *value[dim + 1 :]]
+        shape = [*value.shape[:dim], factor * self._rows, *value.shape[dim + 1 :]]
+        order = sorted(range(value.ndim), key=lambda at: (-value.stride()[at], at))
+        made = torch.empty([shape[at] for at in order], dtype=value.dtype, device=value.device)
+        made = made.permute([order.index(at) for at in range(value.ndim)])
+        size, first = value.shape[dim], self._start * factor
+        for begin in range(first + (-first // size) * size, shape[dim], size):  # other rows are as good as any
+            low, high = max(begin, 0), min(begin + size, shape[dim])
+            made.narrow(dim, low, high - low).copy_(value.narrow(dim, low - begin, high - low))
+        return made
+
+    def _part(self, value: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
+        return value.narrow(dim, self._start * factor, self._count * factor)
+
+    def _result(self, value: Any, dim: int, factor: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == factor * self._rows:
+            return self._part(value, dim, factor).clone()
+        return value
+
+
+def _shape(name: str, value: Any) -> Sequence[int] | None:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return value if name == "size" and isinstance(value, list | tuple) else None

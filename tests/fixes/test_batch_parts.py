@@ -1,0 +1,193 @@
+"""A training in parts is that of whole batches, with every kind of random draw, and ends with the same generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from oomdoctor import batch_parts
+from oomdoctor.errors import StateError, UsageError
+
+STEPS: Final = 20
+ROWS: Final = 37
+
+
+class Noisy(nn.Module):
+    """Ends in a drawn choice: rows of probabilities, an exponential, a normal with a spread for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(40, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.body(x)
+        kept = torch.bernoulli(hidden.sigmoid().detach())
+        chosen = torch.multinomial(hidden.softmax(1).detach(), 3)
+        spread = torch.normal(hidden.detach(), hidden.detach().abs())
+        late = torch.empty_like(hidden).exponential_(2.0)
+        return self.head(hidden * kept + hidden.gather(1, chosen).sum(1, keepdim=True) + 0.1 * spread + 0.1 * late)
+
+
+class Autoencoder(nn.Module):
+    """Draws around a mean, as a variational one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            nn.Linear(40, 32),
+            nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 5)),
+        )
+
+    def forward(self, x: Any) -> Any:
+        mean, spread = self.encoder(x).chunk(2, 1)
+        return self.decoder(torch.distributions.Normal(mean, spread.exp()).rsample())
+
+
+class Encoder(nn.Module):
+    """A transformer with dropout, and a masked attention that gives its weights out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(40, 48)
+        self.layer = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(48, 4, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.layer(self.into(x).unsqueeze(1).repeat(1, 6, 1))
+        return self.head(self.attention(hidden, hidden, hidden)[0].mean(1))
+
+
+class Recurrent(nn.Module):
+    """Layers with dropout between them, in whose inside time comes before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.LSTM(10, 24, num_layers=2, dropout=0.3, batch_first=True), nn.Linear(24, 5)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.layers(x.view(len(x), 4, 10))[0].mean(1))
+
+
+def plain(model: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(model(x), y)
+
+
+def noisy_input(model: Any, x: Any, y: Any) -> Any:
+    return F.cross_entropy(model(x + 0.1 * torch.randn(len(x), 40) + 0.1 * torch.rand_like(x)), y)
+
+
+DRAWS: Final[dict[str, tuple[Callable[[], Any], Callable[..., Any]]]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Dropout(0.4), nn.Linear(64, 5)), plain),
+    "a transformer": (Encoder, plain),
+    "an LSTM": (Recurrent, plain),
+    "a variational autoencoder": (Autoencoder, plain),
+    "noise in the step": (lambda: nn.Linear(40, 5), noisy_input),
+    "choices": (Noisy, plain),
+    "dropout of channels": (
+        lambda: nn.Sequential(
+            *(nn.Linear(40, 64), nn.SELU(), nn.AlphaDropout(0.2), nn.Unflatten(1, (16, 2, 2))),
+            *(nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(64, 5)),
+        ),
+        plain,
+    ),
+}
+
+
+def trained(kind: str, parts: int) -> tuple[list[Any], Any]:
+    """Return the weights after some steps, and where the generator stands."""
+    make, loss_of = DRAWS[kind]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(STEPS):
+        x, y = torch.randn(ROWS, 40), torch.randint(0, 5, (ROWS,))
+        optimizer.zero_grad()
+        if parts == 1:
+            loss_of(model, x, y).backward()
+        else:
+            for part_x, part_y in batch_parts(parts, x, y):
+                (loss_of(model, part_x, part_y) * (len(part_x) / len(x))).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_training_in_parts_is_that_of_whole_batches(kind: str, parts: int) -> None:
+    weights, state = trained(kind, 1)
+    found, end = trained(kind, parts)
+    for one, other in zip(weights, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert torch.equal(state, end)
+
+
+def test_without_the_draws_of_the_whole_batch_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, _ = trained("dropout", 1)
+    monkeypatch.setattr(
+        "oomdoctor.fixes._batch_parts._Draws._drawn", lambda _self, func, args, kwargs, _given: func(*args, **kwargs)
+    )
+    found, _ = trained("dropout", 3)
+    assert not torch.allclose(weights[0], found[0], atol=1e-3)
+
+
+def test_what_has_no_rows_is_drawn_once_for_the_batch() -> None:
+    torch.manual_seed(1)
+    wanted = F.dropout(torch.ones(33, 50), 0.5)
+    torch.manual_seed(1)
+    for _ in batch_parts(4, torch.zeros(ROWS, 3)):
+        assert torch.equal(F.dropout(torch.ones(33, 50), 0.5), wanted)
+
+
+def test_a_generator_of_the_users_own_is_set_back_as_well() -> None:
+    own = torch.Generator().manual_seed(3)
+    wanted = torch.rand(ROWS, generator=own)
+    end = own.get_state()
+    own.manual_seed(3)
+    found = [torch.rand(len(part), generator=own) for part in batch_parts(4, torch.zeros(ROWS, 3))]
+    assert torch.equal(torch.cat(found), wanted)
+    assert torch.equal(own.get_state(), end)
+
+
+def test_dictionaries_lists_and_what_is_no_tensor_go_to_each_part() -> None:
+    batch = {"x": torch.arange(7), "pair": [torch.arange(14).view(7, 2), "text"], "scale": torch.tensor(2.0)}
+    parts = list(batch_parts(3, batch))
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert torch.equal(torch.cat([part["pair"][0] for part in parts]), batch["pair"][0])
+    assert all(part["pair"][1] == "text" and part["scale"] is batch["scale"] for part in parts)
+
+
+def test_the_batch_may_be_another_dimension() -> None:
+    time_major = torch.randn(5, ROWS, 3)
+    torch.manual_seed(1)
+    wanted = F.dropout(time_major, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(torch.cat([F.dropout(part, 0.5) for part in batch_parts(4, time_major, dim=1)], 1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (lambda part: torch.rand(len(part), len(part)), "cannot be told"),
+        (lambda part: F.dropout(torch.ones(7, 3)), "cannot be told"),
+        (lambda part: F.dropout(torch.ones(len(part), 3) if len(part) < 8 else torch.ones(1, 3, 4)), "cannot be told"),
+    ],
+    ids=["all pairs", "a size by chance", "another draw"],
+)
+def test_what_cannot_be_told_is_an_error(draw: Callable[[Any], Any], why: str) -> None:
+    def drawn() -> None:
+        for part in batch_parts(4, torch.zeros(32, 3)):
+            draw(part)
+
+    with pytest.raises(StateError, match=why):
+        drawn()
+
+
+def test_without_a_tensor_there_is_no_batch() -> None:
+    with pytest.raises(UsageError, match="no tensor"):
+        next(iter(batch_parts(2, "text")))
