@@ -44,8 +44,9 @@ TOLERANCE: Final = 1e-5
 
 _PARTS: Final = (2, 4, 8, 16, 32)
 
-_WAYS: Final = tuple(Dose.of(weigh=over) for over in ("counted", "sum", "rows"))
-"""What a part's loss may be: a mean over the entries of its target that are not -100, a sum, a mean over its rows."""
+_WAYS: Final = (Dose.of(draws=True), *(Dose.of(weigh=over) for over in ("counted", "sum", "rows")))
+"""A forward may draw random numbers that no layer and no line of the loop shows. And what a part's loss may be: a mean
+over the entries of its target that are not -100, a sum, a mean over its rows."""
 
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
@@ -97,32 +98,26 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainer_source.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
-    return _rewritten(cells, evidence.code, dose.number("parts"), str(dict(dose.values).get("weigh", "")))
+    return _rewritten(cells, evidence.code, dose)
 
 
-def _rewritten(cells: Cells, code: CodeFacts, parts: int, weigh: str = "") -> Patch | Refused:
-    """Return the patch that takes each batch of every loop of the failing run in ``parts`` parts.
-
-    Args:
-        weigh: what a part's loss is a mean or a sum over: ``counted``, ``sum`` or ``rows``; empty to read it.
-    """
+def _rewritten(cells: Cells, code: CodeFacts, dose: Dose) -> Patch | Refused:
+    """Return the patch that takes each batch of every loop of the failing run in parts."""
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
         return Refused("no training loop was found in what the failing cell runs")
     numbers = dict.fromkeys(loop.cell for loop in loops)
     return rewriting.join(
         cells,
-        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], parts, weigh) for n in numbers],
+        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], dose) for n in numbers],
     )
 
 
-def _cell(
-    cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], parts: int, weigh: str
-) -> Edit | Refused:
+def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], dose: Dose) -> Edit | Refused:
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    book = Book.read(cells)
+    book, given = Book.read(cells), dict(dose.values)
     tree = book.page(cell.number).tree
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     imports, beside = dict[str, None](), cells.beside(cell)
@@ -133,12 +128,11 @@ def _cell(
             old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
             if old is None or loop is None:
                 raise CannotSplit("the loop is not where it was found before")
-            step = plan(tree, loop, known_names(book, code, facts, tree, loop), weigh)
-            drawn_by = (
-                import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if _draws(code, facts) else ""
-            )
+            step = plan(tree, loop, known_names(book, code, facts, tree, loop), str(given.get("weigh", "")))
+            draws = given.get("draws", False) or _draws(code, facts)
+            drawn_by = import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if draws else ""
             imports |= {import_lines.source_of("oomdoctor", "batch_parts", drawn_by): None} if drawn_by else {}
-            changes[old] = [Writer(beside, parsed, step, parts, drawn_by).loop(old)]
+            changes[old] = [Writer(beside, parsed, step, dose.number("parts"), drawn_by).loop(old)]
         except CannotSplit as why:
             return Refused(str(why))
     module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), [*imports])

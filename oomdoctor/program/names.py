@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import takewhile
 from typing import Final
 
-from oomdoctor.program.magics import parsed
+from oomdoctor.program.magics import mask, parsed
 
 __all__ = [
     "FirstUse",
@@ -17,6 +17,7 @@ __all__ = [
     "arguments_of",
     "blocks_of",
     "bound_by",
+    "bound_in_other_loops",
     "bound_names",
     "bound_otherwise",
     "call_name",
@@ -193,6 +194,26 @@ def bound_names(source: str) -> frozenset[str]:
     for statement in _body(source):
         names.update(bound_by(statement))
     return frozenset(names)
+
+
+def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
+    """Return the names that a cell binds in loops alone whose first lines are not among those that are ``known``."""
+    lines, inside, outside = mask(source).text.splitlines(), set[str](), set[str]()
+
+    def follow(node: ast.stmt, *, is_other: bool) -> None:
+        if isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            is_other = is_other or lines[node.lineno - 1].strip() not in known
+        below = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not below:
+            (inside if is_other else outside).update(bound_by(node))
+            return
+        for one in ast.iter_child_nodes(node):
+            for part in [one] if isinstance(one, ast.stmt) else getattr(one, "body", ()):
+                follow(part, is_other=is_other)
+
+    for statement in _body(source):
+        follow(statement, is_other=False)
+    return frozenset(inside - outside)
 
 
 def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:

@@ -1,8 +1,8 @@
 """Compares two programs by running both in a sandbox: a copy of the process with the start of the cell brought back.
 
-The sandbox forks a run of the unchanged program, one of the changed one, and where they differ one of the
-unchanged program begun a last digit off, which shows how far rounding carries. First on a few rows, then on as many as
-the time allows: what depends on how many rows there are shows then.
+The sandbox forks a run of the unchanged program, one of the changed one, and where they differ some of the unchanged
+program begun a last digit off, which show how far rounding carries. First on a few rows, then on as many rows and steps
+as the time allows: what depends on how many there are shows then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import RANDOM, Leaf
-from oomdoctor.program.names import bound_names, read_names
+from oomdoctor.program.names import bound_in_other_loops, bound_names, read_names
 from oomdoctor.sandbox.fork import answered, forked
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
@@ -52,6 +52,8 @@ _FASTER: Final = 4
 times as long as before."""
 _PATIENCE: Final = 2
 _ALL: Final = 1 << 30
+_CONTROLS: Final = 3
+"""How often the unchanged program is begun a last digit off, where something differs by little more than that makes."""
 _FAR: Final = 1e-3
 """Relative difference that is told with what differs, though the control differs as much."""
 _NAMED: Final = 4
@@ -207,26 +209,33 @@ class _Comparison:
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
         found = list(differences(left, changed.leaves, None))
         is_exact = not found
-        if found and self._terms.effect is not Effect.EXACT:
-            control = self._ended(
-                self._terms.before, **given, nudged="coarse" if unchanged.computes_in_16_bits else "fine"
-            )
-            if not control.is_ours:
-                if is_blurred(left, control.leaves):
-                    return Trial(same=None, why="rounding alone changes what the cell leaves")
-                found = list(differences(left, changed.leaves, control.leaves))
-        beside = tuple(one.path for one in found if one.is_rows and one.path.isidentifier())
-        found = [one for one in found if one.path not in beside and not one.path.endswith(self._terms.leaves)]
+        controls: list[Mapping[str, Leaf]] = []
+        while found and self._terms.effect is not Effect.EXACT and len(controls) < _CONTROLS:
+            if controls and not any(one.size is not None and one.size <= _FAR for one in found):
+                break
+            nudge = {"nudged": len(controls) + 1, "is_coarse": unchanged.computes_in_16_bits}
+            control = self._ended(self._terms.before, **given, **nudge)
+            if control.is_ours:
+                break
+            if is_blurred(left, control.leaves):
+                return Trial(same=None, why="rounding alone changes what the cell leaves")
+            controls.append(control.leaves)
+            found = list(differences(left, changed.leaves, controls))
+        of_part = bound_in_other_loops(after.source, unchanged.known)
+        rows = {one.path: _root(one.path) for one in found if one.is_rows}
+        beside = {root for path, root in rows.items() if path == root or root in of_part}
+        beside_it = beside | {one.path for one in found if _root(one.path) in beside & of_part}
+        found = [one for one in found if one.path not in beside_it and not one.path.endswith(self._terms.leaves)]
         if any(left[one.path].is_of_library for one in found):
             begun = (self._ended(self._terms.before, begins=True).begun, self._ended(after, **given, begins=True).begun)
             found = [one for one in found if not _is_setting(one.path, left[one.path], *begun)]
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
-            return Trial(same=False, basis=basis, why=_why(found), beside=beside, draws=draws)
+            return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
         size, path = rounding(left, changed.leaves)
         far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
         equal = "bit for bit" if is_exact else f"up to {size:.1g} of the largest value{far}"
-        return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=beside)
+        return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()

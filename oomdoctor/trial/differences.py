@@ -8,7 +8,7 @@ gradient that is nothing but noise by its own size, that is as much as a whole s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,13 +44,13 @@ class Difference:
 
 
 def differences(
-    before: Mapping[str, Leaf], after: Mapping[str, Leaf], control: Mapping[str, Leaf] | None
+    before: Mapping[str, Leaf], after: Mapping[str, Leaf], controls: Sequence[Mapping[str, Leaf]] | None
 ) -> Iterator[Difference]:
     """Yield what the changed program leaves otherwise than the unchanged one; what it leaves besides is its own.
 
     Args:
         before: the end of the unchanged program; ``after``: of the changed one.
-        control: the end of the control; None asks for the same bit for bit.
+        controls: the ends of controls; None asks for the same bit for bit.
     """
     steepest = _steepest(before)
     for path, leaf in before.items():
@@ -61,7 +61,7 @@ def differences(
             yield _of_frames(path, leaf, other)
         elif leaf.exact != other.exact:
             size = _size(leaf, other, steepest)
-            if control is None or size is None or size > _allowed(leaf, control.get(path), steepest):
+            if controls is None or size is None or size > _allowed(leaf, path, controls, steepest):
                 yield Difference(path=path, why=_told(leaf, other, size), size=size)
 
 
@@ -124,5 +124,6 @@ def _noise(leaf: Leaf, control: Leaf | None, steepest: float) -> float:
     return _size(leaf, control, steepest) or 0.0
 
 
-def _allowed(leaf: Leaf, control: Leaf | None, steepest: float) -> float:
-    return max(_LEAST, _TIMES_NOISE * _noise(leaf, control, steepest))
+def _allowed(leaf: Leaf, path: str, controls: Sequence[Mapping[str, Leaf]], steepest: float) -> float:
+    noise = max((_noise(leaf, control.get(path), steepest) for control in controls), default=0.0)
+    return max(_LEAST, _TIMES_NOISE * noise)

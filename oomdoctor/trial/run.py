@@ -44,7 +44,6 @@ _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat
 """Relative size of the last digit of each type."""
 _COARSE: Final = 2.0**-9
 """What parameters in float32 are off by in a control where the program computes in 16 bits."""
-_NUDGED_BY: Final = 1234
 _OUT_OF_MEMORY: Final = "alloc_cpu.cpp"
 """Stands in what PyTorch's allocator of host memory raises where there is none."""
 
@@ -87,7 +86,8 @@ def run(
     steps: int,
     known: Collection[str] = (),
     names: Collection[str] = (),
-    nudged: str | None = None,
+    nudged: int = 0,
+    is_coarse: bool = False,
     begins: bool = False,
 ) -> End:
     """Run a program in this process, which is of no use for anything else afterwards.
@@ -99,7 +99,8 @@ def run(
         rows: how many rows of a batch are taken; ``steps``: how many optimizer steps of a loop.
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
-        nudged: begin with parameters that are off in the last digit of ``fine`` or ``coarse`` arithmetic.
+        nudged: begin with parameters that are off in the last digit, each number otherwise; 0 for those that there are.
+        is_coarse: let them be off by the last digit of arithmetic in 16 bits.
         begins: look at the leaves at the first forward as well.
     """
     masked = [mask(text) for text in (*attempt.replays, attempt.source)]
@@ -120,8 +121,8 @@ def run(
     cut_loops(progress)
     progress.count()
     sizes = cut_loaders(rows)
-    if nudged is not None:
-        _nudge(stage.parameters, _COARSE if nudged == "coarse" else 0.0)
+    if nudged:
+        _nudge(stage.parameters, _COARSE if is_coarse else 0.0, nudged)
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     texts_written = {name: file.getvalue() for name, file in stage.written.items()}
@@ -206,9 +207,9 @@ def _execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> Non
         asyncio._set_running_loop(None)
 
 
-def _nudge(parameters: Iterable[torch.nn.Parameter], size: float) -> None:
+def _nudge(parameters: Iterable[torch.nn.Parameter], size: float, seed: int) -> None:
     """Put parameters off by their last digit, or by ``size`` of them, by numbers of a generator of our own."""
-    generator = torch.Generator().manual_seed(_NUDGED_BY)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), _disable_current_modes():
         for found in parameters:
             if found.is_floating_point() and found.device.type == "cpu":

@@ -28,7 +28,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.session import Attempt, Cells
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.trial import compare
@@ -80,9 +80,7 @@ def check(fix: Fix, family: Family, settings: Settings) -> Outcome:
         if isinstance(patch, Patch):
             check_edits(patch, failure.cells)
         return Outcome(forms=(), refusals=() if isinstance(patch, Patch) else (patch.reason,))
-    refusals["patch"] = (
-        patch.reason if isinstance(patch, Refused) else _check_patch(fix, family, first, patch, settings)
-    )
+    refusals["patch"] = patch.reason if isinstance(patch, Refused) else _check_ways(fix, family, first, patch, settings)
     refusals["live"] = "it can only be a patch" if fix.apply is None else _check_live(fix, family, first, settings)
     for reason in filter(None, refusals.values()):
         assert _SENTENCE.fullmatch(reason), f"not a sentence: {reason!r}"
@@ -95,6 +93,17 @@ def check(fix: Fix, family: Family, settings: Settings) -> Outcome:
 def _refused(reason: str) -> Outcome:
     assert _SENTENCE.fullmatch(reason), f"not a sentence: {reason!r}"
     return Outcome(forms=(), refusals=(reason,))
+
+
+def _check_ways(fix: Fix, family: Family, proposal: Proposal, patch: Patch, settings: Settings) -> str | None:
+    """Check the patch, else those of the other ways to write it; return why the first is unfit, None if one is not."""
+    failure, why = fail(family), _check_patch(fix, family, proposal, patch, settings)
+    for way in fix.ways if why is not None else ():
+        other = replace(proposal, dose=Dose((*proposal.dose.values, *way.values)))
+        written = fix.patch(failure.cells, failure.evidence, other.dose)
+        if isinstance(written, Patch) and _check_patch(fix, family, other, written, settings) is None:
+            return None
+    return why
 
 
 # The patched source ----------------------------------------------------------------------------------------------

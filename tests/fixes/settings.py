@@ -107,17 +107,19 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     "lighter_optimizer": Settings(heals=("mlp", "gpt", "gan", "transformers", "wide")),
     "load_mmap": Settings(elsewhere="no family reads a checkpoint"),
     "micro_batch": Settings(
+        # AdamW moves biases of keys, whose gradients are rounding alone, by its learning rate: the trial, whose control
+        # does the same, compares the rest.
+        tolerance={"transformers": 2.0},
         refuses={
             "normalises over the batch": ("cnn", "unet"),
             "is known to hold the batch": ("lstm", "history"),
-            "the loop steps 2 optimizers": ("gan",),
+            "backward 2 times": ("gan",),
             "differs by": ("contrastive",),
-            "has drawn other numbers": ("vae",),
             "no training loop": ("evaluation", "prediction", "stateful"),
             # A second backward may follow, whose share is not known.
             "backward is called with arguments": ("retained",),
             "in the optimizer's step": ("wide",),
-        }
+        },
     ),
     "no_grad_eval": Settings(heals=("evaluation", "history", "stateful")),
     "offload_optimizer_state": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
