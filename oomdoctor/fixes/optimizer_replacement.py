@@ -122,8 +122,6 @@ def _has_optimizers(library: str) -> bool:
 
 def _propose_lighter(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose SGD with momentum, which halves the state, and Adafactor, which leaves next to none of it."""
-    import torch
-
     del incident
     through = _trainer_source.owner(evidence.code, "lighter_optimizer")
     found = _adams(evidence)
@@ -132,6 +130,8 @@ def _propose_lighter(incident: Incident, evidence: Evidence) -> tuple[Proposal, 
     parameters = sum(one.parameter_bytes for one in found)
     if not parameters:
         return Refused(_NO_PARAMETERS)
+    import torch  # an optimizer of it is there: where it is not loaded, nothing loads it after a failure
+
     state = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
     known = f"the census found {format_size(state)} of state" if state else "its state is still to come"
     saves = {"SGD": parameters, "Adafactor": 2 * parameters}
