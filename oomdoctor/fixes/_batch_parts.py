@@ -13,7 +13,8 @@ draw others in parts; the trial of a change shows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.errors import StateError, UsageError
+from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
 __all__ = ["batch_parts"]
 
@@ -38,7 +40,7 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     Args:
         parts: how many; no more than there are rows.
         values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
-            tensors. What else is in them goes to every part as it is.
+            tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
         dim: the dimension of the batch.
 
     Yields:
@@ -48,27 +50,20 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
         UsageError: there is no tensor among the values.
         StateError: in the body, from an operator of which it cannot be told what it draws for which row.
     """
-    leaves, form = pytree.tree_flatten(values)
-    sizes = [leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
-    if not sizes:
+    rows = batch_size(values, dim)
+    if rows is None:
         raise UsageError("batch_parts was given no tensor with the rows of a batch")
-    rows, draws = sizes[0], _Draws(sizes[0])
-    generators = _generators(leaves)
-    begun = _states(generators)
-    start = 0
+    draws, start = _Draws(rows, _generators(values)), 0
     for count in _counts(rows, parts):
-        cut = [
-            leaf.narrow(dim, start, count)
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows
-            else leaf
-            for leaf in leaves
-        ]
-        part = pytree.tree_unflatten(cut, form)
-        if start:
-            _set_back(generators, begun)
+        part = cut(values, rows, partial(_rows, start=start, count=count, dim=dim), dim)
         with draws.of(start, count):
             yield part if len(values) > 1 else part[0]
         start += count
+    draws.end()
+
+
+def _rows(whole: Any, *, start: int, count: int, dim: int) -> Any:
+    return whole.narrow(dim, start, count) if isinstance(whole, torch.Tensor) else whole[start : start + count]
 
 
 def _counts(rows: int, parts: int) -> list[int]:
@@ -80,12 +75,11 @@ def _counts(rows: int, parts: int) -> list[int]:
     return counts
 
 
-def _generators(leaves: Sequence[Any]) -> list[torch.Generator]:
+def _generators(values: Any) -> list[torch.Generator]:
     """Return torch's own generators of the host and of the devices that tensors lie on."""
     found = [torch.default_generator]
-    for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
-        module = getattr(torch, device.type, None)
-        several = getattr(module, "default_generators", ())
+    for device in {tensor.device for tensor in tensors_in(values)}:
+        several = getattr(getattr(torch, device.type, None), "default_generators", ())
         if several:
             found.append(several[device.index or 0])
         elif device.type == "mps":
@@ -93,32 +87,42 @@ def _generators(leaves: Sequence[Any]) -> list[torch.Generator]:
     return found
 
 
-def _states(generators: Sequence[torch.Generator]) -> list[Any]:
+def _states(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Any]]:
     with _disable_current_modes():  # states have values, which a forecast's tensors have not
-        return [generator.get_state() for generator in generators]
+        return [(generator, generator.get_state()) for generator in generators]
 
 
-def _set_back(generators: Sequence[torch.Generator], states: Sequence[Any]) -> None:
+def _set_back(states: Iterable[tuple[torch.Generator, Any]]) -> None:
     with _disable_current_modes():
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states:
             generator.set_state(state)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for all ``rows`` of the whole batch, and gives out those of the part that runs."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows, self._start, self._count, self._at = rows, 0, rows, 0
         self._known: list[tuple[int, _Shapes, dict[str, _Batched]]] = []
-        self._own: dict[int, tuple[torch.Generator, Any]] = {}
+        self._begun = _states(generators)
+        self._ended: list[tuple[torch.Generator, Any]] = []
 
     def of(self, start: int, count: int) -> _Draws:
         """Return the mode for a part: ``count`` rows from ``start`` on."""
+        self._note_end()
+        _set_back(self._begun)
         self._start, self._count, self._at = start, count, 0
-        if start:
-            _set_back(*map(list, zip(*self._own.values(), strict=True))) if self._own else None
         return self
+
+    def end(self) -> None:
+        """Leave the generators as after the whole batch, though the last part may have drawn nothing."""
+        self._note_end()
+        _set_back(self._ended)
+
+    def _note_end(self) -> None:
+        if self._at:
+            self._ended = _states(generator for generator, _ in self._begun)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator.
@@ -134,8 +138,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise StateError(f"`{func}` draws random numbers inside of its kernel, which have no rows")
         if torch.Tag.nondeterministic_seeded not in func.tags or drops == 0.0 or self._count == self._rows:
             return func(*args, **kwargs)
-        if isinstance(own := kwargs.get("generator"), torch.Generator) and id(own) not in self._own:
-            self._own[id(own)] = own, _states([own])[0]
+        if isinstance(own := kwargs.get("generator"), torch.Generator) and all(
+            own is not one for one, _ in self._begun
+        ):
+            self._begun += _states([own])
         return self._drawn(func, args, kwargs, given)
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:

@@ -23,16 +23,15 @@ class Writer:
     """Writes one loop anew from its plan.
 
     Args:
-        drawn_by: the name of ``batch_parts``, where the step draws random numbers.
+        by: the name of ``batch_parts``, where the batch is more than tensors or the step draws random numbers.
     """
 
-    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int, drawn_by: str = "") -> None:
-        self._parsed, self._step, self._parts, self._drawn_by = parsed, step, parts, drawn_by
+    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int, by: str = "") -> None:
+        self._parsed, self._step, self._parts, self._by = parsed, step, parts, by
         self._taken: list[str] = []
         self._cells = cells
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
-        self._each = ""
         self._sums = {name: self._fresh(f"batch_{name}") for name, _ in step.summed}
         self._lists = {name: self._fresh(f"{name}_parts") for name in step.gathered}
 
@@ -82,10 +81,7 @@ class Writer:
             share = f" * ({self._share()})" if is_mean else ""
             body += self._statements([f"{self._sums[name]} += {name}.detach(){share}"])
         body += self._statements([f"{parts}.append({name}.detach())" for name, parts in self._lists.items()])
-        draws = " and random numbers" if self._drawn_by else ""
-        comment = (
-            f"# In {self._parts} parts: the gradients{draws} of the whole batch, the activations of one part at a time."
-        )
+        comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
         (loop,) = self._statements([f"{head}:", "    pass"])
         loop = cst.ensure_type(loop, cst.For)
         above = cst.EmptyLine(comment=cst.Comment(comment))
@@ -93,28 +89,16 @@ class Writer:
 
     def _head(self) -> tuple[str, list[str]]:
         """Return the head of the inner loop and the statements that it begins with."""
-        step, parts = self._step, self._parts
-        first: list[str] = []
-        if self._drawn_by:
-            head = f"for {', '.join(self._micro.values())} in {self._drawn_by}({parts}, {', '.join(step.names)})"
-            self._each = f"[*{next(iter(self._micro.values()))}.values()]" if step.kind == "dict" or step.keys else ""
-        elif step.kind == "tensors":
-            chunks = [f"{name}.chunk({parts})" for name in step.names]
-            head = f"for {', '.join(self._micro.values())} in "
-            head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
-        elif step.keys:
-            ((name, micro),) = self._micro.items()
-            self._each = each = self._fresh("chunks")
-            keys = ", ".join(map(self._quoted, step.keys)) + ("," if len(step.keys) == 1 else "")
-            head = f"for {each} in zip(*({name}[key].chunk({parts}) for key in ({keys})), strict=True)"
-            first = [f"{micro} = dict(zip(({keys}), {each}, strict=True))"]
+        step, first = self._step, list[str]()
+        head = f"for {', '.join(self._micro.values())} in "
+        if self._by:
+            head += f"{self._by}({self._parts}, {', '.join(step.names)})"
+            if step.kind == "dict" and not step.key and step.form.counted is None:  # it may be emptied in the step
+                self._rows = self._fresh("rows")
+                first = [f"{self._rows} = len(next(iter({self._micro[step.names[0]]}.values())))"]
         else:
-            ((name, micro),) = self._micro.items()
-            values = f"{name}.values()" if step.kind == "dict" else name
-            self._each = each = self._fresh("chunks") if step.kind == "dict" else micro
-            head = f"for {each} in zip(*(value.chunk({parts}) for value in {values}), strict=True)"
-            if step.kind == "dict":
-                first = [f"{micro} = dict(zip({name}, {each}, strict=True))"]
+            chunks = [f"{name}.chunk({self._parts})" for name in step.names]
+            head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
         if step.form.counted is not None:
             if self._lists:
                 raise CannotSplit("the loss passes over some targets, and results are used after the step")
@@ -142,10 +126,11 @@ class Writer:
         if step.form.counted is not None:
             return f"{self._kept} / {self._counts(micro=False)}"
         name, micro = next(iter(self._micro.items()))
-        if step.keys:
-            return f"len({self._each}[0]) / len({name}[{self._quoted(step.keys[0])}])"
+        if step.key:
+            key = self._quoted(step.key)
+            return f"len({micro}[{key}]) / len({name}[{key}])"
         if step.kind == "dict":
-            return f"len({self._each}[0]) / len(next(iter({name}.values())))"
+            return f"{self._rows} / len(next(iter({name}.values())))"
         item = "[0]" if step.kind == "list" else ""
         return f"len({micro}{item}) / len({name}{item})"
 

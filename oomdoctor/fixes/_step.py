@@ -41,7 +41,7 @@ class Step:
     Attributes:
         names: what is split, in the order of the loop's target.
         kind: ``tensors`` (each name is one), ``dict`` or ``list`` (one name holds several).
-        keys: source texts of the entries that are taken of that one name, where nothing else is: others may be texts.
+        key: source text of an entry that is taken of that one name, empty where none is by itself.
         before, inner, after: statements up to ``backward``, which is the last of ``inner``.
         loss: the name of the loss, None if ``backward`` is called on an expression.
         form: its reduction: mean or sum, over all or over the counted entries of a target.
@@ -60,7 +60,7 @@ class Step:
     keeps_loss: bool
     gathered: tuple[str, ...]
     summed: tuple[tuple[str, bool], ...] = ()
-    keys: tuple[str, ...] = ()
+    key: str = ""
 
 
 def plan(tree: ast.Module, loop: Loop, split: Split, weigh: str = "") -> Step:
@@ -116,7 +116,7 @@ def plan(tree: ast.Module, loop: Loop, split: Split, weigh: str = "") -> Step:
         keeps_loss=name is not None and (name in used or top_level),
         gathered=joined,
         summed=summed,
-        keys=() if kind == "tensors" else _keys([loop.body[place] for place in inner], names[0]),
+        key="" if kind == "tensors" else _key([loop.body[place] for place in inner], names[0]),
     )
 
 
@@ -278,19 +278,11 @@ def _kind(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[st
     return "tensors"
 
 
-def _keys(block: Sequence[ast.stmt], name: str) -> tuple[str, ...]:
-    """Return the constants that ``name`` is subscripted with, empty where it is used in another way as well."""
-    parts = [part for node in block for part in ast.walk(node)]
-    keys = [
-        ast.unparse(part.slice)
-        for part in parts
-        if isinstance(part, ast.Subscript)
-        and isinstance(part.ctx, ast.Load)
-        and called(part.value) == name
-        and isinstance(part.slice, ast.Constant)
-    ]
-    uses = sum(isinstance(part, ast.Name) and part.id == name for part in parts)
-    return tuple(dict.fromkeys(keys)) if uses == len(keys) else ()
+def _key(block: Sequence[ast.stmt], name: str) -> str:
+    """Return the first constant that ``name`` is subscripted with, empty where there is none."""
+    parts = (part for node in block for part in ast.walk(node))
+    taken = (part for part in parts if isinstance(part, ast.Subscript) and called(part.value) == name)
+    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")
 
 
 def _check_carried(body: list[ast.stmt], inner: Sequence[int], names: Sequence[str]) -> None:

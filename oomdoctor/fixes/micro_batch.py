@@ -129,10 +129,10 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoo
             if old is None or loop is None:
                 raise CannotSplit("the loop is not where it was found before")
             step = plan(tree, loop, known_names(book, code, facts, tree, loop), str(given.get("weigh", "")))
-            draws = given.get("draws", False) or _draws(code, facts)
-            drawn_by = import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if draws else ""
-            imports |= {import_lines.source_of("oomdoctor", "batch_parts", drawn_by): None} if drawn_by else {}
-            changes[old] = [Writer(beside, parsed, step, dose.number("parts"), drawn_by).loop(old)]
+            cuts = step.kind != "tensors" or given.get("draws", False) or _draws(code, facts)
+            by = import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if cuts else ""
+            imports |= {import_lines.source_of("oomdoctor", "batch_parts", by): None} if by else {}
+            changes[old] = [Writer(beside, parsed, step, dose.number("parts"), by).loop(old)]
         except CannotSplit as why:
             return Refused(str(why))
     module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), [*imports])

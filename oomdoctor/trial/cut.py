@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from oomdoctor.objects.leaves import Leaf
+from oomdoctor.objects.rows import batch_size
 from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
 from oomdoctor.trial.ends import gradients_of
-from oomdoctor.trial.rows import batch_size, few_rows
+from oomdoctor.trial.rows import few_rows
 
 __all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
 

@@ -7,23 +7,17 @@ furthest from those that were taken.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
-__all__ = ["batch_size", "few_rows"]
+from oomdoctor.objects.rows import batch_size, cut, tensors_in
+
+__all__ = ["few_rows"]
 
 _IGNORED: Final = -100
 """The label that losses pass over. Source: ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
-
-
-def batch_size(batch: Any) -> int | None:
-    """Return how many rows a batch has: the first dimension that most of its tensors share. None where it has none."""
-    sizes = Counter(tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim)
-    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def few_rows(batch: Any, most: int) -> Any:
@@ -31,36 +25,8 @@ def few_rows(batch: Any, most: int) -> Any:
     size = batch_size(batch)
     if size is None or size <= most:
         return batch
-    rows = _unlike([tensor for tensor in _tensors(batch) if tensor.ndim and tensor.shape[0] == size], size, most)
-    return _cut(batch, rows, size)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _tensors(value)
-
-
-def _cut(batch: Any, rows: list[int], size: int) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[rows] if batch.ndim and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = _cut(value, rows, size)  # type: ignore[index]
-        return made
-    if isinstance(batch, tuple | list):
-        if len(batch) == size and not any(isinstance(item, torch.Tensor | Mapping) for item in batch):
-            items = [batch[row] for row in rows]
-        else:
-            items = [_cut(item, rows, size) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    rows = _unlike([tensor for tensor in tensors_in(batch) if tensor.ndim and tensor.shape[0] == size], size, most)
+    return cut(batch, size, lambda whole: whole[rows] if torch.is_tensor(whole) else [whole[row] for row in rows])
 
 
 def _unlike(tensors: list[torch.Tensor], size: int, most: int) -> list[int]:

