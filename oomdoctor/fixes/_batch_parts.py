@@ -149,7 +149,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shapes = {name: tuple(shape) for name, value in given.items() if (shape := _shape(name, value)) is not None}
         batched = self._batched(func, shapes)
         whole = {
-            name: value if (where := batched.get(name)) is None else self._whole(value, *where)
+            name: value if (where := batched.get(name)) is None else self._whole(func, value, *where)
             for name, value in given.items()
         }
         made = func(
@@ -192,14 +192,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim, factor = found[0], before[found[0]] // count
         return (dim, factor) if now[dim] == factor * self._count else None
 
-    def _whole(self, value: Any, dim: int, factor: int) -> Any:
+    def _whole(self, func: Any, value: Any, dim: int, factor: int) -> Any:
         """Return a size or a tensor as it is for all rows, laid out as that of the part is: draws go by memory."""
         if not isinstance(value, torch.Tensor):
             return [*value[:dim], factor * self._rows, *value[dim + 1 :]]
         shape = [*value.shape[:dim], factor * self._rows, *value.shape[dim + 1 :]]
         order = sorted(range(value.ndim), key=lambda at: (-value.stride()[at], at))
-        made = torch.empty([shape[at] for at in order], dtype=value.dtype, device=value.device)
+        is_mask = func is torch.ops.aten.bernoulli_.float  # which draws alike into every type, and overwrites all
+        dtype = torch.bool if is_mask else value.dtype
+        made = torch.empty([shape[at] for at in order], dtype=dtype, device=value.device)
         made = made.permute([order.index(at) for at in range(value.ndim)])
+        if is_mask:
+            return made
         size, first = value.shape[dim], self._start * factor
         for begin in range(first + (-first // size) * size, shape[dim], size):  # other rows are as good as any
             low, high = max(begin, 0), min(begin + size, shape[dim])

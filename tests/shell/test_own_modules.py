@@ -34,6 +34,9 @@ CELL = "from train import fit\nfit(model, loader, optimizer, losses)"
 CODE = "(fit.__code__.co_code.hex(), fit.__code__.co_firstlineno, sorted(fit.__code__.co_names))"
 
 
+DROPS = "model = nn.Sequential(*model[:2], nn.Dropout(0.2), *model[2:])"
+
+
 def begin(kernel: Kernel, folder: Path) -> None:
     kernel.run(f"import os, sys; os.chdir({str(folder)!r}); sys.path.insert(0, {str(folder)!r})", ok=True)
     kernel.run(MODEL, ok=True)
@@ -50,9 +53,11 @@ def ready(kernel: Kernel, tmp_path: Path) -> Kernel:
     return kernel
 
 
+@pytest.mark.parametrize("more", ["", DROPS], ids=["as it is", "dropout"])
 def test_the_loop_of_a_module_is_healed_as_the_changed_file_would_run(
-    ready: Kernel, start_kernel: Callable[..., Kernel], tmp_path: Path
+    ready: Kernel, start_kernel: Callable[..., Kernel], tmp_path: Path, more: str
 ) -> None:
+    ready.run(more, ok=True)
     ready.run(CELL, ok=False)
     case = "__import__('oomdoctor').last_case()"
     diff = ready.run("%oomdoctor diff 1", ok=True).stdout
@@ -68,6 +73,7 @@ def test_the_loop_of_a_module_is_healed_as_the_changed_file_would_run(
     (changed / "train.py").write_text(after)
     fresh = start_kernel()
     begin(fresh, changed)
+    fresh.run(more, ok=True)
     fresh.run(CELL, ok=True)
     assert ready.value(PARAMETERS) == fresh.value(PARAMETERS)
     assert ready.value("losses") == fresh.value("losses")
