@@ -79,7 +79,7 @@ def plain(model: Any, x: Any, y: Any) -> Any:
 
 
 def noisy_input(model: Any, x: Any, y: Any) -> Any:
-    return F.cross_entropy(model(x + 0.1 * torch.randn(len(x), 40) + 0.1 * torch.rand_like(x)), y)
+    return F.cross_entropy(model(x + 0.1 * torch.randn(len(x), 40, device=x.device) + 0.1 * torch.rand_like(x)), y)
 
 
 DRAWS: Final[dict[str, tuple[Callable[[], Any], Callable[..., Any]]]] = {
@@ -99,14 +99,14 @@ DRAWS: Final[dict[str, tuple[Callable[[], Any], Callable[..., Any]]]] = {
 }
 
 
-def trained(kind: str, parts: int) -> tuple[list[Any], Any]:
-    """Return the weights after some steps, and where the generator stands."""
+def trained(kind: str, parts: int, device: str = "cpu", steps: int = STEPS) -> tuple[list[Any], Any]:
+    """Return the weights after some steps, and where the generator of the device stands."""
     make, loss_of = DRAWS[kind]
     torch.manual_seed(0)
-    model = make()
+    model = make().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(STEPS):
-        x, y = torch.randn(ROWS, 40), torch.randint(0, 5, (ROWS,))
+    for _ in range(steps):
+        x, y = torch.randn(ROWS, 40).to(device), torch.randint(0, 5, (ROWS,)).to(device)
         optimizer.zero_grad()
         if parts == 1:
             loss_of(model, x, y).backward()
@@ -114,7 +114,8 @@ def trained(kind: str, parts: int) -> tuple[list[Any], Any]:
             for part_x, part_y in batch_parts(parts, x, y):
                 (loss_of(model, part_x, part_y) * (len(part_x) / len(x))).backward()
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()], torch.get_rng_state()
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    return [parameter.detach().cpu() for parameter in model.parameters()], state
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
@@ -125,6 +126,23 @@ def test_a_training_in_parts_is_that_of_whole_batches(kind: str, parts: int) -> 
     for one, other in zip(weights, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
     assert torch.equal(state, end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind not in ("a transformer", "an LSTM")])
+def test_a_training_in_parts_on_a_device_is_that_of_whole_batches(kind: str) -> None:
+    weights, state = trained(kind, 1, "cuda", steps=2)
+    found, end = trained(kind, 3, "cuda", steps=2)
+    for one, other in zip(weights, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert torch.equal(state, end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["a transformer", "an LSTM"])
+def test_kernels_that_draw_by_themselves_are_refused(kind: str) -> None:
+    with pytest.raises(StateError, match="inside of its kernel"):
+        trained(kind, 3, "cuda", steps=1)
 
 
 def test_without_the_draws_of_the_whole_batch_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
