@@ -13,6 +13,7 @@ from torch import nn
 from oomdoctor import batch_parts
 from oomdoctor.errors import StateError, UsageError
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 STEPS: Final = 20
 ROWS: Final = 37
 
@@ -128,6 +129,7 @@ def test_a_training_in_parts_is_that_of_whole_batches(kind: str, parts: int) -> 
     assert torch.equal(state, end)
 
 
+@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind not in ("a transformer", "an LSTM")])
 def test_a_training_in_parts_on_a_device_is_that_of_whole_batches(kind: str) -> None:
@@ -138,6 +140,7 @@ def test_a_training_in_parts_on_a_device_is_that_of_whole_batches(kind: str) -> 
     assert torch.equal(state, end)
 
 
+@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["a transformer", "an LSTM"])
 def test_kernels_that_draw_by_themselves_are_refused(kind: str) -> None:
