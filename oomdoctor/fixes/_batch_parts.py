@@ -38,7 +38,7 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     """Yield a batch in parts, each of which draws the random numbers that it has in the whole batch.
 
     Args:
-        parts: how many; no more than there are rows.
+        parts: how many; fewer than there are rows.
         values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
             tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
         dim: the dimension of the batch.
@@ -67,10 +67,13 @@ def _rows(whole: Any, *, start: int, count: int, dim: int) -> Any:
 
 
 def _counts(rows: int, parts: int) -> list[int]:
-    """Return the sizes of the parts: as even as may be, but for the first, which is smaller than another."""
-    parts = max(min(parts, rows), 1)
+    """Return the sizes of the parts: as even as may be, but for the first, which is smaller than another.
+
+    Parts of one row each would leave nothing to compare: one fewer has a part of two.
+    """
+    parts = max(min(parts, rows - 1), 1)
     counts = [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
-    if parts > 1 and counts[0] == counts[-1] > 1:
+    if parts > 1 and counts[0] == counts[-1]:
         counts[0], counts[1] = counts[0] - 1, counts[1] + 1
     return counts
 
@@ -180,8 +183,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _guess(self, shape: tuple[int, ...]) -> _Batched:
         equal = [at for at, size in enumerate(shape) if size == self._count]
-        several = [at for at, size in enumerate(shape) if size and size % self._count == 0] if self._count > 1 else []
-        found = equal or several
+        several = self._count > 1 and bool(shape) and shape[0] > 0 and shape[0] % self._count == 0
+        found = equal or [0] * several  # rows of heads or tokens, those of a sample side by side
         return (found[0], shape[found[0]] // self._count) if found else None
 
     def _grown(self, before: tuple[int, ...], now: tuple[int, ...], count: int) -> _Batched:

@@ -41,6 +41,7 @@ RANDOM: Final = "random numbers"
 
 _DEEPEST: Final = 12
 _MOST_ITEMS: Final = 2_000
+_LONGEST_LIST: Final = 1_000_000
 _FEW: Final = 8
 """Items up to which a list of plain values is told item by item."""
 _WHOLE: Final = 1_024
@@ -80,6 +81,11 @@ class Leaf:
     is_gradient: bool = False
     rows: int | None = None
     is_of_library: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor's, which is told wherever it is met."""
+        return self.frame.startswith("torch.")
 
 
 class Leaves:
@@ -162,7 +168,10 @@ class Leaves:
                 # A key that is an object (a parameter, in an optimizer's state) is known by its place.
                 yield f"[{key!r}]" if type(key) in (str, int, bool, float) else f"[{at}]", item
         elif kind in (Kind.SEQUENCE, Kind.TUPLE):
-            yield from ((f"[{at}]", item) for at, item in enumerate(items_of(value, kind, _MOST_ITEMS)))
+            items = list(enumerate(items_of(value, kind, _LONGEST_LIST)))
+            half = _MOST_ITEMS // 2  # what a training appends stands at the end
+            few = items if len(items) <= _MOST_ITEMS else [*items[:half], *items[-half:]]
+            yield from ((f"[{at}]", item) for at, item in few)
         elif kind is Kind.CALLABLE:  # what it is given by default is its code, which a change may have written anew
             yield from ((f".{name}", item) for name, item in held_by(value) if "defaults__" not in name)
             yield from ((f".{name}", item) for name, item in (plain_dict(value) or {}).items())
@@ -234,7 +243,7 @@ def _number(value: complex) -> Leaf:
 
 def text_leaf(text: str) -> Leaf:
     """Return a text as its words, which have to be the same, and its numbers."""
-    written = _NUMBER.findall(text)[:_WHOLE]
+    written = _NUMBER.findall(text)[:_LONGEST_LIST]
     numbers = tuple(map(float, written))
     words = _hash(_NUMBER.sub("#", text).encode())
     return Leaf(

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,6 +46,7 @@ AIM_S: Final = 2.0
 """Time that a trial aims to take."""
 _RUN_S: Final = 20.0
 """Time after which a single run is given up."""
+_ROWS_OF_PART: Final = 4
 _FEW_STEPS: Final = 2
 _MOST_STEPS: Final = 8
 _FASTER: Final = 4
@@ -89,7 +91,7 @@ def compare(
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
-    limit_s, rows = aim_s + 3 * (1 + len(changed)) * _RUN_S, max(_FEW_ROWS, 2 * parts - 1)
+    limit_s, rows = aim_s + 3 * (1 + len(changed)) * _RUN_S, max(_FEW_ROWS, _ROWS_OF_PART * parts - 1)
 
     in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
 
@@ -168,8 +170,9 @@ class _Comparison:
         took_s: what the runs of the unchanged program took.
     """
 
-    def __init__(self, terms: _Terms, rows: int, steps: int) -> None:
+    def __init__(self, terms: _Terms, rows: int, steps: int, *, is_precise: bool = False) -> None:
         self.rows, self.took_s, self._terms, self._steps = rows, 0.0, terms, steps
+        self._is_precise = is_precise
         self._known: dict[Attempt, Trial] = {}
         self._unchanged = self._ended(terms.before)
 
@@ -184,6 +187,10 @@ class _Comparison:
             return _Comparison(self._terms, self.rows * _FASTER, self._steps)
         is_all = not self._unchanged.was_cut or self._steps >= _MOST_STEPS
         return None if is_all else _Comparison(self._terms, self.rows, min(self._steps * _FASTER, _MOST_STEPS))
+
+    @cached_property
+    def _without_autocast(self) -> _Comparison:
+        return _Comparison(self._terms, self.rows, self._steps, is_precise=True)
 
     def of(self, after: Attempt) -> Trial:
         """Return what comes of a changed program."""
@@ -201,11 +208,16 @@ class _Comparison:
         changed = self._ended(after, **given)
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
+        if unchanged.error is not None and changed.error != unchanged.error:
+            return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         if changed.error != unchanged.error:
-            raises, raised = f"the changed cell raises {changed.error}", f"it no longer raises {unchanged.error}"
-            return Trial(same=False, basis=basis, why=raises if changed.error else raised)
+            return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
         if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
-            return _Comparison(self._terms, _ALL, self._steps).of(after)
+            return _Comparison(self._terms, _ALL, self._steps, is_precise=self._is_precise).of(after)
+        if unchanged.computes_in_16_bits and not self._is_precise and self._terms.effect is not Effect.EXACT:
+            precise = self._without_autocast.of(after)
+            if precise.same is False:
+                return precise
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
         found = list(differences(left, changed.leaves, None))
         is_exact = not found
@@ -224,15 +236,21 @@ class _Comparison:
         of_part = bound_in_other_loops(after.source, unchanged.known)
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
-        beside_it = beside | {one.path for one in found if _root(one.path) in beside & of_part}
-        found = [one for one in found if one.path not in beside_it and not one.path.endswith(self._terms.leaves)]
+        of_its = {one.path for one in found if _is_of(one.path, beside & of_part) and left[one.path].is_tensor}
+        excused = beside | of_its | {one.path for one in found if one.path.endswith(self._terms.leaves)}
+        found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
             begun = (self._ended(self._terms.before, begins=True).begun, self._ended(after, **given, begins=True).begun)
-            found = [one for one in found if not _is_setting(one.path, left[one.path], *begun)]
+            excused |= {one.path for one in found if _is_setting(one.path, left[one.path], *begun)}
+            found = [one for one in found if one.path not in excused]
+        if found:  # a clock or an id is another in each run
+            again = self._ended(self._terms.before, **given).leaves
+            excused |= {one.path for one in found if again.get(one.path) != unchanged.leaves[one.path]}
+            found = [one for one in found if one.path not in excused]
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
             return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
-        size, path = rounding(left, changed.leaves)
+        size, path = rounding({path: leaf for path, leaf in left.items() if path not in excused}, changed.leaves)
         far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
         equal = "bit for bit" if is_exact else f"up to {size:.1g} of the largest value{far}"
         return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
@@ -240,7 +258,15 @@ class _Comparison:
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()
         end = _end_of(
-            lambda: run(self._terms.session, self._terms.stage, attempt, rows=self.rows, steps=self._steps, **given)
+            lambda: run(
+                self._terms.session,
+                self._terms.stage,
+                attempt,
+                rows=self.rows,
+                steps=self._steps,
+                is_precise=self._is_precise,
+                **given,
+            )
         )
         self.took_s += time.monotonic() - begun if attempt is self._terms.before else 0.0
         return end
@@ -292,6 +318,12 @@ def _end_of(make: Callable[[], End]) -> End:
         return end
     late = f"it did not end within {_RUN_S:.0f} s"
     return End(error=late if status == signal.SIGKILL else f"its process ended with status {status}", is_ours=True)
+
+
+def _is_of(path: str, names: set[str]) -> bool:
+    """Tell whether a path is one step below a name: what lies deeper may be the program's, and was met there first."""
+    root = _root(path)
+    return root in names and re.fullmatch(r"\.\w+|\[[^][]*\]", path.removeprefix(root)) is not None
 
 
 def _root(path: str) -> str:

@@ -114,6 +114,8 @@ def _size(leaf: Leaf, other: Leaf, steepest: float) -> float | None:
     for one, another, digit in zip(leaf.numbers, other.numbers, digits, strict=True):
         if one != another and not (math.isnan(one) and math.isnan(another)):
             apart = max(abs(one - another) - _DIGITS * digit, 0.0)
+            if leaf.digits:  # of numbers in a text, each for itself: steps and losses stand side by side
+                apart *= scale / max(abs(one), abs(another)) if math.isfinite(apart) and apart else 1.0
             largest = max(largest, apart if math.isfinite(apart) else math.inf)
     return largest / scale if scale and largest < math.inf else largest and math.inf
 

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.objects.leaves import Leaf
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
@@ -57,7 +57,7 @@ class End:
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
         was_cut: whether a loop ended before its time.
         computes: whether it has called a module, or backward, or stepped.
-        computes_in_16_bits: autocast was on, or a result has such a type.
+        computes_in_16_bits: autocast was on, or a gradient has such a type.
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
             what a copy of the process may not do.
         known: the lines of the program and of the user's files.
@@ -88,6 +88,7 @@ def run(
     names: Collection[str] = (),
     nudged: int = 0,
     is_coarse: bool = False,
+    is_precise: bool = False,
     begins: bool = False,
 ) -> End:
     """Run a program in this process, which is of no use for anything else afterwards.
@@ -100,6 +101,7 @@ def run(
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
         nudged: begin with parameters that are off in the last digit, each number otherwise; 0 for those that there are.
+        is_precise: leave autocast off, whose rounding hides what differs by less.
         is_coarse: let them be off by the last digit of arithmetic in 16 bits.
         begins: look at the leaves at the first forward as well.
     """
@@ -118,6 +120,8 @@ def run(
     progress = Progress(known, steps)
     if begins:
         progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
+    if is_precise:
+        _leave_autocast_off()
     cut_loops(progress)
     progress.count()
     sizes = cut_loaders(rows)
@@ -138,7 +142,8 @@ def run(
         was_cut=progress.was_cut,
         computes=bool(progress.steps or progress.backwards or progress.forwards),
         rows=max(sizes, default=0),
-        computes_in_16_bits=bool(stage.autocast) or any(leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
+        computes_in_16_bits=bool(stage.autocast)
+        or any(leaf.is_gradient and leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
         error=error,
         is_ours=is_ours,
         known=progress.known,
@@ -169,6 +174,7 @@ def _ran(
                 put_in_place(edit, compile_hooked)
             for change in attempt.live:
                 changes.enter_context(change())
+            changes.enter_context(_Draws())  # type: ignore[no-untyped-call]
             for code in codes:
                 _execute(code, session.namespace, in_loop=stage.in_loop)
         except (SystemExit, Enough):
@@ -205,6 +211,37 @@ def _execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> Non
         exec(code, namespace)
     finally:
         asyncio._set_running_loop(None)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves a generator on by one number more after each draw.
+
+    Some kernels draw numbers one after the other: for sizes that suit them, parts of a batch would draw what the whole
+    does, by chance, and on other sizes or devices would not.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator") or torch.default_generator
+        before, made = generator.get_state(), func(*args, **kwargs)
+        if generator.device.type == "cpu" and not torch.equal(before, generator.get_state()):
+            torch.empty(1).random_(generator=generator)
+        return made
+
+
+def _leave_autocast_off() -> None:
+    """Have every ``autocast`` of this process change nothing."""
+    cls: Any = torch.autocast
+    enter = cls.__enter__
+
+    def entered(context: Any) -> Any:
+        context._enabled = False
+        return enter(context)
+
+    cls.__enter__ = entered
 
 
 def _nudge(parameters: Iterable[torch.nn.Parameter], size: float, seed: int) -> None:

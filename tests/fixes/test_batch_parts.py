@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import pytest
@@ -157,12 +158,26 @@ def test_without_the_draws_of_the_whole_batch_it_is_another(monkeypatch: pytest.
     assert not torch.allclose(weights[0], found[0], atol=1e-3)
 
 
-def test_what_has_no_rows_is_drawn_once_for_the_batch() -> None:
+@pytest.mark.parametrize("shape", [(33, 50), (1, 512), (1,)])
+@pytest.mark.parametrize("parts", [2, 4, 9])
+def test_what_has_no_rows_is_drawn_once_for_the_batch(shape: tuple[int, ...], parts: int) -> None:
     torch.manual_seed(1)
-    wanted = F.dropout(torch.ones(33, 50), 0.5)
+    wanted = F.dropout(torch.ones(shape), 0.5)
     torch.manual_seed(1)
-    for _ in batch_parts(4, torch.zeros(ROWS, 3)):
-        assert torch.equal(F.dropout(torch.ones(33, 50), 0.5), wanted)
+    for _ in batch_parts(parts, torch.zeros(ROWS, 3)):
+        assert torch.equal(F.dropout(torch.ones(shape), 0.5), wanted)
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_a_batch_of_few_rows_is_right_or_an_error(rows: int) -> None:
+    """A mask for all rows is not taken for one of a part with a single row."""
+    torch.manual_seed(1)
+    wanted = F.dropout(torch.ones(1, 512), 0.5)
+    torch.manual_seed(1)
+    with suppress(StateError):
+        for _ in batch_parts(4, torch.zeros(rows, 3)):
+            found = F.dropout(torch.ones(1, 512), 0.5)
+        assert torch.equal(found, wanted)
 
 
 def test_a_generator_of_the_users_own_is_set_back_as_well() -> None:

@@ -85,6 +85,16 @@ def test_what_differs_is_never_told_to_be_the_same(program: Path, tmp_path: Path
         assert float(trial.basis.partition("up to ")[2].split()[0]) > 1e-4
 
 
+def test_what_is_another_in_each_run_is_not_compared(tmp_path: Path) -> None:
+    """Clocks and ids: the loop of a training that is timed is the same program."""
+    (program,) = (one for one in PROGRAMS if one.stem == "same_class_weights")
+    cells = cells_of(program)
+    times = "import time, uuid\nname, began = str(uuid.uuid4()), {uuid.uuid4().hex: time.time()}\n"
+    for kind in ("before", "after"):
+        cells[kind] = [f"{times}{cells[kind][0]}took = time.time()\n"]
+    assert tried(cells, tmp_path).same is True
+
+
 @pytest.mark.parametrize("line", ["%run train.py", "%timeit -n1 fit()", "%%prun\nfit()"])
 def test_code_that_a_magic_runs_is_not_tried(line: str, tmp_path: Path) -> None:
     trial = tried({"setup": ["x = 1\n"], "before": [line], "after": [f"{line}\n"]}, tmp_path)
