@@ -252,7 +252,7 @@ class _Comparison:
             return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
         size, path = rounding({path: leaf for path, leaf in left.items() if path not in excused}, changed.leaves)
         far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
-        equal = "bit for bit" if is_exact else f"up to {size:.1g} of the largest value{far}"
+        equal = "bit for bit" if is_exact or not size else f"up to {size:.1g} of the largest value{far}"
         return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:

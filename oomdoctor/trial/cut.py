@@ -1,8 +1,8 @@
 """A cell cut to a step or two on a few rows, in a process that was forked to be thrown away.
 
-A loop of the unchanged program ends after so many optimizer steps, or one batch more where it takes none; a loop that
-only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of the line that the
-loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``), fetched in this process.
+A loop of the unchanged program ends after so many optimizer steps, or one batch more where it runs a model and takes
+none; a loop that only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of
+the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``), fetched in this process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Progress:
         elif self.backwards > loop.backwards:
             over = loop.turns >= _MOST_TURNS
         else:
-            over = gives_batches and loop.turns > self.most
+            over = gives_batches and loop.turns > self.most and self.forwards > loop.forwards
         self.was_cut = self.was_cut or over
         return over
 
@@ -100,11 +100,11 @@ class Progress:
 class Loop:
     """One loop that is running, with what had come to pass when it began."""
 
-    __slots__ = ("backwards", "line", "progress", "steps", "turns")
+    __slots__ = ("backwards", "forwards", "line", "progress", "steps", "turns")
 
     def __init__(self, progress: Progress, line: str) -> None:
         self.progress, self.line, self.turns = progress, line, 0
-        self.steps, self.backwards = progress.steps, progress.backwards
+        self.steps, self.backwards, self.forwards = progress.steps, progress.backwards, progress.forwards
 
 
 def _items(progress: Progress, iterable: Any, line: str) -> Iterator[Any]:
