@@ -2,7 +2,8 @@
 
 A loop of the unchanged program ends after so many optimizer steps, or one batch more where it runs a model and takes
 none; a loop that only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of
-the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch (see ``rows``), fetched in this process.
+the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch (see
+``rows``), fetched in this process.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def sabotaged_source(fix_id: str, old: str, new: str) -> Fix:
             )
         )
 
-    return replace(fix, patch=patch, apply=None)
+    return replace(fix, patch=patch, apply=None, ways=())
 
 
 def admitted(fix: Fix, family: str) -> None:
