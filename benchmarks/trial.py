@@ -30,7 +30,7 @@ from test_programs import PROGRAMS, cells_of, tried
 from oomdoctor import fixes
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.fix import Effect, Patch
 from oomdoctor.model.session import Attempt
 from oomdoctor.model.trial import Trial
 from oomdoctor.trial import compare
@@ -64,7 +64,7 @@ def of_families() -> Iterator[tuple[str, str, Trial, float]]:
             with begun(family.cells()) as namespace:
                 session = session_of(namespace, failure.cells)
                 unchanged = Attempt(source=failure.cells.failing.source)
-                doses = [Dose((*proposals[0].dose.values, *way.values)) for way in fix.ways]
+                doses = [proposals[0].dose | way for way in fix.ways]
                 ways = [patch, *(fix.patch(failure.cells, failure.evidence, dose) for dose in doses)]
                 attempts = dict.fromkeys(patched(failure.cells.failing, one) for one in ways if isinstance(one, Patch))
                 parts = max((value for _, value in proposals[0].dose.values if type(value) is int), default=1)

@@ -14,7 +14,7 @@ draw others in parts; the trial of a change shows it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -133,13 +133,14 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             StateError: which of what it draws belongs to which row cannot be told.
         """
-        kwargs = kwargs or {}
-        schema = func._schema
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        kwargs, (names, draws, draws_inside) = kwargs or {}, _signature(func)
+        if not draws and not draws_inside:
+            return func(*args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
         drops = given.get("dropout_p", given.get("dropout", None))
-        if drops and any(one.name in _KERNELS for one in (*schema.arguments, *schema.returns)):
+        if drops and draws_inside:
             raise StateError(f"`{func}` draws random numbers inside of its kernel, which have no rows")
-        if torch.Tag.nondeterministic_seeded not in func.tags or drops == 0.0 or self._count == self._rows:
+        if not draws or drops == 0.0 or self._count == self._rows:
             return func(*args, **kwargs)
         if isinstance(own := kwargs.get("generator"), torch.Generator) and all(
             own is not one for one, _ in self._begun
@@ -220,6 +221,14 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == factor * self._rows:
             return self._part(value, dim, factor).clone()
         return value
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], bool, bool]:
+    """Return the names of an operator's arguments, whether it draws random numbers, and whether a kernel of it does."""
+    names, schema = tuple(one.name for one in func._schema.arguments), func._schema
+    draws_inside = any(one.name in _KERNELS for one in (*schema.arguments, *schema.returns))
+    return names, torch.Tag.nondeterministic_seeded in func.tags, draws_inside
 
 
 def _shape(name: str, value: Any) -> Sequence[int] | None:

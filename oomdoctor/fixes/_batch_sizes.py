@@ -16,7 +16,10 @@ from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
 from oomdoctor.program.dataflow import Loop, bound, reads
 from oomdoctor.program.names import call_name
 
-__all__ = ["Steps", "fixed_schedule", "hard_coded", "loader_calls", "loader_sizes", "sizes_of", "smaller", "steps_of"]
+__all__ = [
+    *("Steps", "fixed_schedule", "hard_coded", "loader_calls", "loader_sizes", "own_class", "sizes_of", "smaller"),
+    "steps_of",
+]
 
 _DIVISORS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
@@ -123,8 +126,8 @@ def _returned(function: Function, index: int | None) -> Iterator[ast.expr]:
 
 
 def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]) -> tuple[Number, ...] | Refused:
-    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
-        return Refused("`DataLoader` is a class of the cells' own")
+    if (own := own_class(book)) is not None:
+        return own
     numbers: list[Number] = []
     for call, place in loaders:
         size = _size(book, call, place)
@@ -135,6 +138,12 @@ def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]
             return Refused(f"the batch size of `{text}`, `{ast.unparse(size[0])}`, is not set by a number in the cells")
         numbers += found
     return tuple({id(number.node): number for number in numbers}.values())
+
+
+def own_class(book: Book) -> Refused | None:
+    """Return a refusal where the cells define a ``DataLoader`` themselves, whose arguments are not known."""
+    is_there = any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for p in book.pages for n in ast.walk(p.tree))
+    return Refused("`DataLoader` is a class of the cells' own") if is_there else None
 
 
 def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place] | Refused:

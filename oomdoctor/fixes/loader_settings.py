@@ -28,7 +28,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._batch_sizes import loader_calls
+from oomdoctor.fixes._batch_sizes import loader_calls, own_class
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -281,8 +281,8 @@ def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch 
         settings |= dict.fromkeys(_NEEDS_WORKERS)
     book = Book.read(cells)
     end = Place(page=book.failing)
-    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for page in book.pages for n in ast.walk(page.tree)):
-        return Refused("`DataLoader` is a class of the cells' own")
+    if (own := own_class(book)) is not None:
+        return own
     wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
     live: dict[int, list[str]] = {}
     for loader in loaders:

@@ -98,11 +98,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainer_source.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
-    return _rewritten(cells, evidence.code, dose)
-
-
-def _rewritten(cells: Cells, code: CodeFacts, dose: Dose) -> Patch | Refused:
-    """Return the patch that takes each batch of every loop of the failing run in parts."""
+    code = evidence.code
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
         return Refused("no training loop was found in what the failing cell runs")

@@ -49,6 +49,10 @@ class Dose:
         """Make a dose of named values."""
         return cls(tuple(values.items()))
 
+    def __or__(self, other: Dose) -> Dose:
+        """Return the dose with what ``other`` adds."""
+        return Dose((*self.values, *other.values))
+
     def __getitem__(self, name: str) -> Value:
         return dict(self.values)[name]
 

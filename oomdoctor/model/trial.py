@@ -13,7 +13,6 @@ class Trial:
 
     Attributes:
         same: whether both left the same; None where that could not be found out.
-        is_exact: of what is the same, whether it is so bit for bit.
         basis: what was compared, and how close it is: ``2 steps of 13 rows, up to 3e-07 of the largest value``.
         why: what differs first, and by how much; or why it could not be found out.
         beside: names that hold other rows afterwards, as those that a loop over parts leaves.
@@ -24,7 +23,6 @@ class Trial:
     same: bool | None
     basis: str = ""
     why: str = ""
-    is_exact: bool = False
     beside: tuple[str, ...] = ()
     draws: bool = False
     chosen: int = 0

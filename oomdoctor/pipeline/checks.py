@@ -107,8 +107,8 @@ class Checks:
 
         ways = {Dose(): (candidate.patch, choice.attempt)}
         for way in () if candidate.parts else fixes.get(candidate.fix).ways:
-            dose = Dose((*candidate.dose.values, *way.values))
-            patch, attempt = attempt_with(fixes.get(candidate.fix), dose, self._session, self._evidence)
+            fix, dose = fixes.get(candidate.fix), candidate.dose | way
+            patch, attempt = attempt_with(fix, dose, self._session, self._evidence)
             if isinstance(attempt, Attempt) and (patch, attempt) not in ways.values():
                 ways[way] = patch, attempt
         return ways

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Final
 
 from oomdoctor.program.magics import mask, parsed
@@ -203,13 +203,12 @@ def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
     def follow(node: ast.stmt, *, is_other: bool) -> None:
         if isinstance(node, ast.For | ast.AsyncFor | ast.While):
             is_other = is_other or lines[node.lineno - 1].strip() not in known
-        below = [one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node]
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not below:
+        blocks = blocks_of(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not blocks:
             (inside if is_other else outside).update(bound_by(node))
             return
-        for one in ast.iter_child_nodes(node):
-            for part in [one] if isinstance(one, ast.stmt) else getattr(one, "body", ()):
-                follow(part, is_other=is_other)
+        for statement in chain.from_iterable(blocks):
+            follow(statement, is_other=is_other)
 
     for statement in _body(source):
         follow(statement, is_other=False)

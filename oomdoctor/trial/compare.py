@@ -174,6 +174,7 @@ class _Comparison:
         self.rows, self.took_s, self._terms, self._steps = rows, 0.0, terms, steps
         self._is_precise = is_precise
         self._known: dict[Attempt, Trial] = {}
+        self._runs: dict[tuple[int, bool], End] = {}
         self._unchanged = self._ended(terms.before)
 
     @property
@@ -219,20 +220,9 @@ class _Comparison:
             if precise.same is False:
                 return precise
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
-        found = list(differences(left, changed.leaves, None))
-        is_exact = not found
-        controls: list[Mapping[str, Leaf]] = []
-        while found and self._terms.effect is not Effect.EXACT and len(controls) < _CONTROLS:
-            if controls and not any(one.size is not None and one.size <= _FAR for one in found):
-                break
-            nudge = {"nudged": len(controls) + 1, "is_coarse": unchanged.computes_in_16_bits}
-            control = self._ended(self._terms.before, **given, **nudge)
-            if control.is_ours:
-                break
-            if is_blurred(left, control.leaves):
-                return Trial(same=None, why="rounding alone changes what the cell leaves")
-            controls.append(control.leaves)
-            found = list(differences(left, changed.leaves, controls))
+        found = self._beyond_rounding(left, changed.leaves)
+        if found is None:
+            return Trial(same=None, why="rounding alone changes what the cell leaves")
         of_part = bound_in_other_loops(after.source, unchanged.known)
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
@@ -240,11 +230,11 @@ class _Comparison:
         excused = beside | of_its | {one.path for one in found if one.path.endswith(self._terms.leaves)}
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
-            begun = (self._ended(self._terms.before, begins=True).begun, self._ended(after, **given, begins=True).begun)
+            begun = self._again(begins=True).begun, self._ended(after, **given, begins=True).begun
             excused |= {one.path for one in found if _is_setting(one.path, left[one.path], *begun)}
             found = [one for one in found if one.path not in excused]
         if found:  # a clock or an id is another in each run
-            again = self._ended(self._terms.before, **given).leaves
+            again = self._again().leaves
             excused |= {one.path for one in found if again.get(one.path) != unchanged.leaves[one.path]}
             found = [one for one in found if one.path not in excused]
         if found:
@@ -252,8 +242,31 @@ class _Comparison:
             return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
         size, path = rounding({path: leaf for path, leaf in left.items() if path not in excused}, changed.leaves)
         far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
-        equal = "bit for bit" if is_exact or not size else f"up to {size:.1g} of the largest value{far}"
-        return Trial(same=True, is_exact=is_exact, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
+        equal = "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
+        return Trial(same=True, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
+
+    def _beyond_rounding(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> list[Difference] | None:
+        """Return what differs by more than rounding, None where that alone changes too much of what is left."""
+        found, controls = list(differences(left, after, None)), list[Mapping[str, Leaf]]()
+        while found and self._terms.effect is not Effect.EXACT and len(controls) < _CONTROLS:
+            if controls and not any(one.size is not None and one.size <= _FAR for one in found):
+                break
+            control = self._again(nudged=len(controls) + 1)
+            if control.is_ours:
+                break
+            if is_blurred(left, control.leaves):
+                return None
+            controls.append(control.leaves)
+            found = list(differences(left, after, controls))
+        return found
+
+    def _again(self, *, nudged: int = 0, begins: bool = False) -> End:
+        """Run the unchanged program once more, once for all that are compared with it. See ``run`` for the terms."""
+        if (nudged, begins) not in self._runs:
+            unchanged = self._unchanged
+            given = {"known": unchanged.known, "names": unchanged.names, "is_coarse": unchanged.computes_in_16_bits}
+            self._runs[nudged, begins] = self._ended(self._terms.before, **given, nudged=nudged, begins=begins)
+        return self._runs[nudged, begins]
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()

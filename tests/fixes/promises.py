@@ -28,7 +28,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
 from oomdoctor.model.session import Attempt, Cells
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.trial import compare
@@ -99,7 +99,7 @@ def _check_ways(fix: Fix, family: Family, proposal: Proposal, patch: Patch, sett
     """Check the patch, else those of the other ways to write it; return why the first is unfit, None if one is not."""
     failure, why = fail(family), _check_patch(fix, family, proposal, patch, settings)
     for way in fix.ways if why is not None else ():
-        other = replace(proposal, dose=Dose((*proposal.dose.values, *way.values)))
+        other = replace(proposal, dose=proposal.dose | way)
         written = fix.patch(failure.cells, failure.evidence, other.dose)
         if isinstance(written, Patch) and _check_patch(fix, family, other, written, settings) is None:
             return None
