@@ -21,13 +21,16 @@ import ast
 import inspect
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import libcst as cst
+
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
-from oomdoctor.fixes._attention_source import asks_for_eager, fused
+from oomdoctor.fixes._attention_source import fused, operation
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
@@ -35,18 +38,18 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.kinds import child_path, name_of, plain_dict, submodules
+from oomdoctor.objects.kinds import child_path, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.definitions import Program, Scope, site
-from oomdoctor.program.ground import Ground, ground
+from oomdoctor.program.ground import ground
 from oomdoctor.program.import_lines import insert_at_top
 from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes, target_names
+from oomdoctor.program.rewriting import within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cell, Cells, Session
-    from oomdoctor.model.site import Site
+    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["DROPS", "FIX", "TOLERANCE", "WRITTEN", "detect", "guard", "patch", "propose"]
 
@@ -64,11 +67,10 @@ WRITTEN: Final = "written out"
 ASKED: Final = "asked for"
 DROPS: Final = "drops weights"
 """Kinds of sites: a softmax of scores; a setting of a model, with the paths of the models that stand at it and can be
-switched; and what drops weights of the attention before it, its text being a layer, ``model.layers[0].drop``, or a
-setting, ``model.config.attention_dropout``, of a model in training mode."""
+switched; and what drops weights of the attention before it, its text being a setting of a model in training mode,
+``model.config.attention_dropout``."""
 
 _PRODUCTS: Final = frozenset({"matmul", "bmm", "einsum", "baddbmm", "dot"})
-_SOFTMAX: Final = frozenset({"softmax"})
 _FUSED: Final = frozenset({"scaled_dot_product_attention", "flash_attn_func", "memory_efficient_attention"})
 _SHAPES: Final = frozenset({"size", "dim", "shape", "sqrt"})
 _HELD: Final = "_attn_implementation_internal"
@@ -132,41 +134,27 @@ def _dropout(code: CodeFacts) -> str | None:
     return drops[0] if drops else None
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the attention that evidence names as a call of the fused kernel."""
-    found = evidence.code.first("sdpa_attention")
-    if found is None:
-        return Refused(_NO_PLACE)
-    cell = next((one for one in cells.history if one.number == found.cell), None)
-    if cell is None:
-        return Refused(f"{found.where} is no longer there")
-    if found.kind == ASKED:
-        return _asked_otherwise(cells, cell, found)
-    made = fused(cells, cell, found.line)
-    if isinstance(made, Refused):
-        return made
-    parsed, module, dropping = made
-    if dropping and any(model.training for model in evidence.code.models) and _dropout(evidence.code) is None:
-        return Refused(f"`{dropping}` drops attention weights: the fused kernel draws other random numbers")
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
-
-
-def _asked_otherwise(cells: Cells, cell: Cell, found: Site) -> Patch | Refused:
-    """Return the cell that makes the model asking for the kernel, or the failing one switching the model to it."""
-    failing = rewriting.read(cells.failing.source)
-    if isinstance(failing, Refused):
-        return failing
+    del dose
+    found = need(evidence.code.first("sdpa_attention"), _NO_PLACE)
+    cell = need(next((one for one in cells.history if one.number == found.cell), None), f"{found.where} is not there")
+    if found.kind != ASKED:
+        return rewriting.join(cells, [fused(cells, cell, found.line)])
+    failing = need(rewriting.read(cells.failing.source))
     if cell.number == cells.failing.number:
-        if (eager := asks_for_eager(failing, found.line)) is None:
-            return Refused(_NO_PLACE)
+        statement = need(rewriting.statement_at(failing, found.line), _NO_PLACE)
+        texts = (one for one in within(statement, cst.SimpleString) if one.evaluated_value == "eager")
+        eager = need(next(texts, None), _NO_PLACE)
         new = eager.with_changes(value=eager.value.replace("eager", "sdpa"))
         module = rewriting.replace(failing.module, eager, new)
-        return rewriting.join(cells, [rewriting.edit(cells, cell, failing, module)])
-    models = [path for path in found.names if path.isidentifier()]
-    if not models or any(first_uses(cells.failing.source).get(path) is FirstUse.BINDS for path in models):
-        return Refused("no model that the failing cell is given has eager attention that can be switched")
-    lines = [f'{path}.set_attn_implementation("sdpa")' for path in models]
-    module = insert_at_top(failing, failing.module, lines)
+    else:
+        models = [path for path in found.names if path.isidentifier()]
+        if not models or any(first_uses(cells.failing.source).get(path) is FirstUse.BINDS for path in models):
+            raise Unfit("no model that the failing cell is given has eager attention that can be switched")
+        lines = [f'{path}.set_attn_implementation("sdpa")' for path in models]
+        module = insert_at_top(failing, failing.module, lines)
     return rewriting.join(cells, [rewriting.edit(cells, cells.failing, failing, module)])
 
 
@@ -185,28 +173,20 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find the softmax of scores, or the call that asks a model to write them out, and what drops weights."""
+    """Find the softmax of scores, or the call that asks a model to write them out, and what drops weights then."""
     under = ground(program)
-    first = next(_written(under), None) or next(_asked(under, objects), None)
-    if first is None:
-        return ()
-    drops = _weights_dropped(under, objects)
-    return (first,) if drops is None else (first, replace(first, kind=DROPS, text=drops, names=()))
-
-
-def _written(under: Ground) -> Iterator[Site]:
     for scope in under.reach:
-        names = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
-        if not names & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
-            yield site(WRITTEN, scope, softmax)
-
-
-def _asked(under: Ground, objects: Objects) -> Iterator[Site]:
+        called = {made.name for node in own_nodes(scope.body) if (made := operation(node)) is not None}
+        if not called & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
+            return (site(WRITTEN, scope, softmax),)
     eager = [path for path, model in objects.modules if _can_be_switched(model)]
     for scope in under.basis:
         for node in own_nodes(scope.body):
             if (isinstance(node, ast.Call) and _asks_for_it(node)) or (isinstance(node, ast.Assign) and _sets_it(node)):
-                yield site(ASKED, scope, node, eager)
+                first = site(ASKED, scope, node, eager)
+                drops = next(filter(None, map(_setting, objects.modules)), None)
+                return (first,) if drops is None else (first, replace(first, kind=DROPS, text=drops, names=()))
+    return ()
 
 
 def _can_be_switched(model: Any) -> bool:
@@ -224,36 +204,13 @@ def _can_be_switched(model: Any) -> bool:
     return not returns and any(held[_HELD] == "eager" for held in found.values())
 
 
-def _weights_dropped(under: Ground, objects: Objects) -> str | None:
-    """Return what drops weights of the attention, as far as it is known to."""
-    parts = {path: part for name, root in objects.modules for path, part in submodules(root, name)}
-    training = {path: held for path, part in parts.items() if (held := plain_dict(part) or {}).get("training") is True}
-    for scope in under.reach:
-        if scope.function is not None and _softmax_of_scores(scope) is not None:
-            owner, layers = scope.owner, _dropping(scope)
-            owners = [path for path in training if name_of(type(parts[path])) == owner]
-            found = [f"{path}.{layer}" for path in owners for layer in layers]
-            return next((path for path in found if _is_positive(training.get(path, {}).get("p"))), None)
-    return next(filter(None, (_setting(path, held) for path, held in training.items())), None)
-
-
-def _dropping(scope: Scope) -> list[str]:
-    """Return the attributes of ``self`` that are called with weights of attention and drop some, by their name."""
-    softmaxes = _nodes(scope, _SOFTMAX)
-    weights = _bound_to(scope, softmaxes)
-    calls = [node for node in own_nodes(scope.body) if isinstance(node, ast.Call)]
-    given = [ast.unparse(one.func) for one in calls if _mentions(_operands(one), weights, softmaxes, through=False)]
-    return [name.removeprefix("self.") for name in given if name.startswith("self.") and "drop" in name.lower()]
-
-
-def _setting(path: str, held: Mapping[str, Any]) -> str | None:
-    settings = plain_dict(held.get("config")) or {}
-    named = [name for name, value in settings.items() if "drop" in name and "att" in name and _is_positive(value)]
-    return f"{path}.config.{named[0]}" if named else None
-
-
-def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and value > 0  # type: ignore[operator]
+def _setting(model: tuple[str, Any]) -> str | None:
+    """Return the setting by which a model in training mode drops weights of its attention."""
+    held = plain_dict(model[1]) or {}
+    settings = (plain_dict(held.get("config")) or {}).items() if held.get("training") is True else ()
+    positive = (name for name, value in settings if type(value) in (int, float) and value > 0)
+    named = next((name for name in positive if "drop" in name and "att" in name), None)
+    return named and f"{model[0]}.config.{named}"
 
 
 def _asks_for_it(call: ast.Call) -> bool:
@@ -269,42 +226,21 @@ def _sets_it(node: ast.Assign) -> bool:
 
 
 def _softmax_of_scores(scope: Scope) -> ast.expr | None:
-    products = _nodes(scope, _PRODUCTS)
-    scores = _bound_to(scope, products)
-    softmaxes = [node for node in _nodes(scope, _SOFTMAX) if _mentions(_operands(node), scores, products)]
-    weights = _bound_to(scope, softmaxes)
-    pairs = ((softmax, _operands(product)) for product in products for softmax in softmaxes)
-    return next((softmax for softmax, factors in pairs if _mentions(factors, weights, [softmax])), None)
+    """Return the softmax of what has a product in it that goes into a further product."""
+    done = [(node, made) for node in own_nodes(scope.body) if (made := operation(node)) is not None]
+    products = [(node, made.operands) for node, made in done if made.name in _PRODUCTS]
+    softmaxes = [(node, made.operands) for node, made in done if made.name == "softmax"]
+    scores = _bound_to(scope, [node for node, _ in products])
+    for softmax, of in softmaxes:
+        weights = _bound_to(scope, [softmax])
+        if _mentions(of, scores, [node for node, _ in products]) and any(
+            _mentions(factors, weights, [softmax]) for _, factors in products
+        ):
+            return softmax  # type: ignore[return-value]
+    return None
 
 
-def _nodes(scope: Scope, operations: Collection[str]) -> list[ast.expr]:
-    return [node for node in own_nodes(scope.body) if isinstance(node, ast.expr) and _operation(node) in operations]
-
-
-def _operation(node: ast.AST) -> str:
-    """Return the last name of what is called, ``matmul`` for ``@``; the making of a layer is none."""
-    match node:
-        case ast.BinOp(op=ast.MatMult()):
-            return "matmul"
-        case ast.Call(func=ast.Call() as layer):  # nn.Softmax(dim=-1)(scores)
-            return call_name(layer).rpartition(".")[2].lower()
-        case ast.Call():
-            return ast.unparse(node.func).rpartition(".")[2]
-    return ""
-
-
-def _operands(node: ast.expr) -> list[ast.expr]:
-    match node:
-        case ast.BinOp(left=left, right=right):
-            return [left, right]
-        case ast.Call(func=ast.Attribute(value=of), args=args):
-            return [of, *args]
-        case ast.Call(args=args):
-            return args
-    return []
-
-
-def _bound_to(scope: Scope, made: list[ast.expr]) -> set[str]:
+def _bound_to(scope: Scope, made: list[ast.AST]) -> set[str]:
     """Return the names that hold one of ``made``, scaled, masked or dropped out."""
     names: set[str] = set()
     while True:
@@ -320,18 +256,15 @@ def _bound_to(scope: Scope, made: list[ast.expr]) -> set[str]:
         names |= more
 
 
-def _mentions(values: list[ast.expr], names: set[str], made: list[ast.expr], *, through: bool = True) -> bool:
+def _mentions(values: Iterable[ast.AST], names: set[str], made: list[ast.AST], *, through: bool = True) -> bool:
     """Whether one of ``values`` is made of ``names`` or of ``made``; with ``through`` off, not by another product."""
-    waiting: list[ast.AST] = list(values)
-    while waiting:
-        node = waiting.pop()
+    for node in values:
         if any(node is one for one in made) or (isinstance(node, ast.Name) and node.id in names):
             return True
-        if isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _SHAPES:
-            continue
-        if not through and _operation(node) in _PRODUCTS | _SOFTMAX:
-            continue
-        waiting += ast.iter_child_nodes(node)
+        called = operation(node)
+        ends = called is not None and called.name in (_SHAPES if through else _SHAPES | _PRODUCTS | {"softmax"})
+        if not ends and _mentions(ast.iter_child_nodes(node), names, made, through=through):
+            return True
     return False
 
 
