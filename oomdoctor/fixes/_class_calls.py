@@ -10,21 +10,22 @@ where one made it. Limits: classes that a helper returns, and names that are att
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import libcst as cst
 
+from oomdoctor.fixes._unfit import Unfit, need
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
-from oomdoctor.model.fix import Patch
+from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.bindings import last_binding
 from oomdoctor.program.rewriting import exchange, text_of, within
 
-__all__ = ["Call", "assigned", "code_of", "exchanged", "find", "keyword", "last_name", "made", "with_keyword"]
+__all__ = ["Call", "advised", "code_of", "exchanged", "find", "keyword", "last_name", "made", "with_keyword"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,30 +61,30 @@ class Call:
         """The place in words."""
         return f"line {self.line} of {self.cell}"
 
+    @property
+    def is_whole_value(self) -> bool:
+        """Whether the statement assigns what it makes and nothing else of it."""
+        statement = self.statement
+        return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is self.node
+
     def is_live(self, cells: Cells) -> bool:
         """Whether what it makes is there before the failing cell begins, and not only in a function."""
         home = self.cell if self.around is None else self.bound_in
         return home is not None and (self.bound_in or home).number != cells.failing.number
 
 
-def find(cells: Cells, *names: str) -> tuple[Call, ...] | Refused:
+def find(cells: Cells, *names: str) -> tuple[Call, ...]:
     """Return the calls of the classes ``names``, in the order of the cells."""
     text = "\n".join(cell.source for cell in cells.history)
     own = {alias: name for name in names for alias in (name, *re.findall(rf"\b{name} as (\w+)", text))}
     mentions = re.compile(rf"\b({'|'.join(own)})\b")
     found: dict[tuple[str, str], Call] = {}
-    for cell in cells.history:
-        if not mentions.search(cell.source):
-            continue
-        parsed = rewriting.read(cell.source)
-        if isinstance(parsed, Refused):
-            return parsed
-        for node in within(parsed.module, cst.Call):
-            if last_name(node) not in own:
-                continue
+    for cell in (one for one in cells.history if mentions.search(one.source)):
+        parsed = need(rewriting.read(cell.source))
+        for node in (one for one in within(parsed.module, cst.Call) if last_name(one) in own):
             path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
             if not path:
-                return Refused(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
+                raise Unfit(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
             one = _call(cell, parsed, node, path, own[last_name(node)])
             key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
             found.pop(key, None)
@@ -107,44 +108,31 @@ def _call(
     return Call(cell=cell, parsed=parsed, node=node, statement=path[-1], target=target, around=around, name=name)
 
 
-def made(cells: Cells, optimizers: Iterable[OptimizerFacts]) -> dict[OptimizerFacts, Call] | Refused:
-    """Return where each of ``optimizers`` is made, or why that is not known of one."""
-    found = {}
-    for facts in optimizers:
-        one = _made(cells, facts)
-        if isinstance(one, Refused):
-            return one
-        found[facts] = one
-    return found
-
-
-def _made(cells: Cells, facts: OptimizerFacts) -> Call | Refused:
+def made(cells: Cells, facts: OptimizerFacts) -> Call:
+    """Return where an optimizer is made."""
     path = facts.path
     if not facts.home.startswith("torch.optim."):
-        return Refused(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
+        raise Unfit(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
     if not path.isidentifier():
-        return Refused(f"`{path}` is not a name of its own, so where it is made is not followed")
+        raise Unfit(f"`{path}` is not a name of its own, so where it is made is not followed")
     for cell in (one for one in reversed(cells.history) if path in one.source):
-        parsed = rewriting.read(cell.source)
-        if isinstance(parsed, Refused):
-            return parsed
+        parsed = need(rewriting.read(cell.source))
         bound = last_binding(parsed, path)
         if bound is None:
             continue
         if bound.whole is not bound.statement:
-            return Refused(f"which of several branches of {cell} makes `{path}` is not followed")
+            raise Unfit(f"which of several branches of {cell} makes `{path}` is not followed")
         value, statement = bound.value, bound.statement
         if isinstance(value, cst.Call) and isinstance(statement, cst.SimpleStatementLine):
             if last_name(value) == facts.type_name:
                 one = _call(cell, parsed, value, [statement], facts.type_name)
                 return replace(one, target=path, bound_by=statement)
             found = find(cells, facts.type_name) if isinstance(value.func, cst.Name) else ()
-            own = [one for one in found if one.around is not None and one.around.name.value == last_name(value)]  # type: ignore[union-attr]
+            own = [one for one in found if one.around is not None and one.around.name.value == last_name(value)]
             if len(own) == 1:
                 return replace(own[0], target=path, bound_in=cell, bound_by=statement)
-        line = parsed.lines_of(statement)[0]
-        return Refused(f"line {line} of {cell} makes `{path}` in a way that is not followed")
-    return Refused(f"no cell makes `{path}`")
+        raise Unfit(f"line {parsed.lines_of(statement)[0]} of {cell} makes `{path}` in a way that is not followed")
+    raise Unfit(f"no cell makes `{path}`")
 
 
 def exchanged(
@@ -171,14 +159,10 @@ def exchanged(
     return rewriting.join(cells, edits)
 
 
-def assigned(one: Call, name: str) -> list[cst.BaseExpression]:
-    """Return what is assigned to ``name`` in the function of ``one``, or at the top level of its cell."""
-    return [
-        node.value
-        for node in within(one.around or one.parsed.module, cst.Assign)
-        for target in node.targets
-        if isinstance(target.target, cst.Name) and target.target.value == name
-    ]
+def advised(cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module) -> Edit:
+    """Return the change of a cell that is only advice and never run: what would be run for it is the whole cell."""
+    after = need(rewriting.write(parsed, module))
+    return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
 
 
 def last_name(node: cst.BaseExpression) -> str:
@@ -194,11 +178,11 @@ def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
     return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
-def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call | Refused:
+def with_keyword(call: cst.Call, name: str, value: str, after: str | None = None) -> cst.Call:
     """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
     if any(arg.star for arg in call.args):
-        return Refused("the optimizer's options are unpacked from something that may hold this one already")
-    return arguments.with_keyword(call, name, value)
+        raise Unfit("the settings are unpacked from something that may hold this one already")
+    return arguments.with_keyword(call, name, value, after)
 
 
 def code_of(node: cst.CSTNode) -> str:

@@ -30,11 +30,12 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls, _host_room
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
@@ -305,41 +306,33 @@ def _on_device(data: Any, device: Any) -> Any:
     return data.to(device)
 
 
+@refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with hooks on the optimizers that it makes."""
     del dose
-    if not evidence.code.steppers:
-        return Refused("no optimizer was found among the notebook's objects")
-    found = _class_calls.made(cells, evidence.code.steppers)
-    if isinstance(found, Refused):
-        return found
-    for one in found.values():
+    found = [_class_calls.made(cells, facts) for facts in evidence.code.steppers]
+    if not found:
+        raise Unfit("no optimizer was found among the notebook's objects")
+    for one in found:
         if one.is_live(cells):
-            return Refused(
-                f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object"
-            )
+            raise Unfit(f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object")
     if "register_step_pre_hook" in cells.failing.source:
-        return Refused("the cell sets hooks around its steps already")
-    return rewriting.join(cells, [_hooked(cells, list(found.values()))])
-
-
-def _hooked(cells: Cells, found: Sequence[_class_calls.Call]) -> Edit | Refused:
-    parsed = rewriting.read(cells.failing.source)
-    if isinstance(parsed, Refused):
-        return parsed
+        raise Unfit("the cell sets hooks around its steps already")
+    parsed = need(rewriting.read(cells.failing.source))
     move = rewriting.fresh_name("move_state", cells)
     at = {id(node): index for index, node in enumerate(parsed.module.body)}
     changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
     for one in sorted(found, key=lambda one: at.get(id(one.bound_by), -1)):
         if one.bound_by is None or id(one.bound_by) not in at:
-            return Refused(f"`{one.target}` is made in a block: whether that is run is not known")
+            raise Unfit(f"`{one.target}` is made in a block: whether that is run is not known")
         hooks = list(rewriting.statements(_REGISTER.format(name=one.target, move=move), parsed))
         if not changes:
             hooks = [*_set_off(rewriting.statements(_HOOKS.format(move=move), parsed)), *_set_off(hooks)]
         changes[one.bound_by] = [one.bound_by, *hooks]
     module = rewriting.exchange(parsed.module, changes)
     imports = [] if import_lines.knows_torch(cells) else ["import torch"]
-    return rewriting.edit(cells, cells.failing, parsed, import_lines.insert_at_top(parsed, module, imports))
+    module = import_lines.insert_at_top(parsed, module, imports)
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
 
 
 def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:

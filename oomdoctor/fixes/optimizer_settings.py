@@ -27,6 +27,7 @@ import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
+from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -142,21 +143,14 @@ def _apply_one_by_one(session: Session, dose: Dose) -> Iterator[None]:
                 group["foreach"] = before
 
 
+@refusing
 def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with ``foreach=False`` where the optimizers are made."""
-    listed = _listed(evidence)
-    if not listed:
-        return Refused("no optimizer was found whose step goes through lists of all parameters at once")
-    found = _class_calls.made(cells, listed)
-    if isinstance(found, Refused):
-        return found
-    told, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, tuple[str, ...]]()
-    for facts, one in found.items():
-        new = _class_calls.with_keyword(one.node, "foreach", "False")
-        if isinstance(new, Refused):
-            return new
-        told[one] = new
-        live |= {one: _told_now(facts.path)} if one.is_live(cells) else {}
+    found = {_class_calls.made(cells, facts): facts for facts in _listed(evidence)}
+    if not found:
+        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
+    told = {one: _class_calls.with_keyword(one.node, "foreach", "False") for one in found}
+    live = {one: _told_now(facts.path) for one, facts in found.items() if one.is_live(cells)}
     return _class_calls.exchanged(cells, told, live=live)
 
 

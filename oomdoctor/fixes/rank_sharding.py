@@ -17,21 +17,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
 from oomdoctor.fixes import _class_calls, _ddp_ranks
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
+from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
-from oomdoctor.program import arguments, import_lines, rewriting
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -69,20 +70,23 @@ _CAVEAT: Final = (
 )
 
 
-def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where processes repeat a state that the census found, or that the failing step was making."""
-    ranks = _ddp_ranks.shared_by(evidence)
-    if isinstance(ranks, Refused):
-        return ranks
-    steppers = evidence.code.steppers
-    if (why := _unfit(evidence)) is not None:
-        return Refused(why)
+    ranks, steppers = need(_ddp_ranks.shared_by(evidence)), evidence.code.steppers
+    for one in steppers:
+        if one.type_name == _SHARDED:
+            raise Unfit(f"`{one.path}` shares its state among the processes already")
+        if one.type_name not in _STEPWISE or not one.home.startswith("torch.optim."):
+            raise Unfit(f"`{one.path}` is a {one.type_name}, which is not known to treat each element for itself")
+    if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
+        raise Unfit("the parameters are of several types, which ZeroRedundancyOptimizer does not take")
     state, basis = _state(incident, evidence)
     if not state:
-        return Refused("the census found no optimizer state on the device")
+        raise Unfit("the census found no optimizer state on the device")
     share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
     if share >= 1:
-        return Refused("one parameter has all the state, and each parameter stays with one process")
+        raise Unfit("one parameter has all the state, and each parameter stays with one process")
     return (
         Proposal(
             dose=Dose(),
@@ -94,65 +98,40 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     )
 
 
-def _unfit(evidence: Evidence) -> str | None:
-    for one in evidence.code.steppers:
-        if one.type_name == _SHARDED:
-            return f"`{one.path}` shares its state among the processes already"
-        if one.type_name not in _STEPWISE or not one.home.startswith("torch.optim."):
-            return f"`{one.path}` is a {one.type_name}, of which it is not known that it treats each element for itself"
-    if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
-        return "the parameters are of several types, which ZeroRedundancyOptimizer does not take"
-    return None
-
-
 def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
     """Return the bytes of state that each process holds or would hold, and how that is known."""
     found = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
-    making = sum(map(_made_by_a_step, evidence.code.steppers)) if in_the_step(incident) else 0
+    twice = [one.parameter_bytes for one in evidence.code.steppers if one.type_name in _TWO_VALUES]
+    making = 2 * sum(twice) if in_the_step(incident) else 0
     if making > found:
         return making, f"analytic estimate: the step that failed makes {format_size(making)} of state"
     return found, f"the census found {format_size(found)} of optimizer state"
 
 
-def _made_by_a_step(one: OptimizerFacts) -> int:
-    return 2 * one.parameter_bytes if one.type_name in _TWO_VALUES else 0
-
-
+@refusing
 def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
     del dose
     if any(_SHARDED in cell.source for cell in cells.history):
-        return Refused("the cells share the state of an optimizer already")
-    found = _stepped(cells, evidence.code)
-    if isinstance(found, Refused):
-        return found
-    if (use := _uses_whole_state(cells, [one.target for one in found if one.target])) is not None:
-        return Refused(f"`{use}` needs the whole state of the optimizer, which no process has then")
-    name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
-    shared, live = dict[_class_calls.Call, cst.Call](), dict[_class_calls.Call, list[str]]()
-    for one in found:
-        new = _within(one, name)
-        if isinstance(new, Refused):
-            return new
-        shared[one] = new
-        if one.around is None and one.is_live(cells):
-            again = _with_its_state(cells, one, new)
-            if isinstance(again, Refused):
-                return again
-            live[one] = [again]
-    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)], live)
-
-
-def _stepped(cells: Cells, code: CodeFacts) -> list[_class_calls.Call] | Refused:
-    """Return the calls that make the optimizers which the failing run steps."""
-    found = _class_calls.find(cells, *_STEPWISE)
-    if isinstance(found, Refused):
-        return found
+        raise Unfit("the cells share the state of an optimizer already")
+    code = evidence.code
     names = {one.path for one in code.steppers}
     for loop in (one for one in code.loops if one.in_failing_run):
         names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
-    made = [one for one in found if _is_of_torch(one, cells) and (not names or one.target in names)]
-    return made or Refused("no cell makes the optimizer from a class of torch under the name that it is stepped by")
+    found = _class_calls.find(cells, *_STEPWISE)
+    found = tuple(one for one in found if _is_of_torch(one, cells) and (not names or one.target in names))
+    if not found:
+        raise Unfit("no cell makes the optimizer from a class of torch under the name that it is stepped by")
+    targets = {one.target for one in found if one.target}
+    for use in (match for cell in cells.history for match in _WHOLE_STATE.finditer(cell.source)):
+        if use["name"] in targets or _OPTIMIZER.search(use["name"]):
+            text = use[0] if use["use"] == "state" else f"{use[0]}()"
+            raise Unfit(f"`{text}` needs the whole state of the optimizer, which no process has then")
+    name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
+    shared = {one: _within(one, name) for one in found}
+    there = [one for one in found if one.around is None and one.is_live(cells)]
+    live = {one: [_with_its_state(cells, one, shared[one])] for one in there}
+    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)], live)
 
 
 def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
@@ -161,22 +140,14 @@ def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
     return name.removeprefix("torch.") == f"optim.{one.name}"
 
 
-def _uses_whole_state(cells: Cells, names: list[str]) -> str | None:
-    for cell in cells.history:
-        for match in _WHOLE_STATE.finditer(cell.source):
-            if match["name"] in names or _OPTIMIZER.search(match["name"]):
-                return match[0] if match["use"] == "state" else f"{match[0]}()"
-    return None
-
-
-def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str | Refused:
+def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str:
     """Return what makes the optimizer of an earlier cell anew from the state that it has by now."""
     if one.target is None:
-        return Refused(f"{one.where} makes the optimizer under no name that leads to it")
+        raise Unfit(f"{one.where} makes the optimizer under no name that leads to it")
     kept = re.compile(rf"^[^\n#]*=[^\n#=]*\(\s*([^\n()#]*,\s*)?{one.target}\s*[,)]", re.MULTILINE)
     for cell in cells.history[:-1]:
         if (match := kept.search(cell.source)) is not None:
-            return Refused(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
+            raise Unfit(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
     state = rewriting.fresh_name("state", cells)
     return (
         f"{state} = {one.target}.state_dict()\n{one.target} = {_class_calls.code_of(new)}\n"
@@ -184,51 +155,44 @@ def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str 
     )
 
 
-def _within(one: _class_calls.Call, name: str) -> cst.Call | Refused:
-    """Return the call that makes the same optimizer for a share of the parameters."""
+def _within(one: _class_calls.Call, name: str) -> cst.Call:
+    """Return the call that makes the same optimizer for a share of the parameters.
+
+    The class reads groups of parameters twice, and loses those that are generators.
+    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
+    """
     call = one.node
     if any(arg.star for arg in call.args):
-        return Refused(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")
+        raise Unfit(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")
     unnamed = [arg for arg in call.args if arg.keyword is None]
     if len(unnamed) > 2 or not call.args or (call.args[0].keyword and call.args[0].keyword.value != "params"):
-        return Refused(f"{one.where} gives the optimizer's settings by position")
-    if not _is_read_again(one, call.args[0].value):
-        return Refused(f"{one.where} gives groups of parameters that may be readable once only, which would be lost")
+        raise Unfit(f"{one.where} gives the optimizer's settings by position")
+    given = _class_calls.code_of(call.args[0].value)
+    if given.isidentifier():
+        made = re.findall(rf"^[ \t]*{given} = (.*(?:\n[ \t]+.*|\n\].*)*)", one.cell.source, re.MULTILINE)
+        given = made[0] if len(made) == 1 else ""
+    if not _READABLE.match(given) or not all(map(_LISTED.match, _GROUPS.findall(given))):
+        raise Unfit(f"{one.where} gives groups of parameters that may be readable once only, which would be lost")
     if len(unnamed) == 2:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
     first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
-    added = arguments.with_keyword(call, "optimizer_class", _class_calls.code_of(call.func), first)
+    added = _class_calls.with_keyword(call, "optimizer_class", _class_calls.code_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 
-def _is_read_again(one: _class_calls.Call, given: cst.BaseExpression, depth: int = 2) -> bool:
-    """Whether ``given`` is no group of parameters, or one of lists: the class reads groups twice, and loses generators.
-
-    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
-    """
-    if isinstance(given, cst.Name):
-        values = _class_calls.assigned(one, given.value) if depth else []
-        return len(values) == 1 and _is_read_again(one, values[0], depth - 1)
-    text = _class_calls.code_of(given)
-    groups = _GROUPS.findall(text)
-    return _READABLE.match(text) is not None and all(_LISTED.match(group) for group in groups)
-
-
-def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where a model with repeated blocks is repeated in several processes."""
     del incident
-    ranks = _ddp_ranks.shared_by(evidence)
-    if isinstance(ranks, Refused):
-        return ranks
-    if (why := _too_old()) is not None:
-        return Refused(why)
+    ranks = need(_ddp_ranks.shared_by(evidence))
+    numbers = re.findall(r"\d+", version("torch"))[:2]
+    if tuple(map(int, numbers)) < _SINCE:
+        raise Unfit("this torch has no `fully_shard`, which came with 2.6")
     model = _model(evidence)
-    if isinstance(model, Refused):
-        return model
     kept = sum(map(evidence.census.bytes_of, _KEPT))
     if not kept:
-        return Refused("the census found no parameters, gradients or optimizer state on the device")
+        raise Unfit("the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
     return (
         Proposal(
@@ -243,88 +207,56 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     )
 
 
-def _too_old() -> str | None:
-    try:
-        numbers = re.findall(r"\d+", version("torch"))[:2]
-    except PackageNotFoundError:
-        return None
-    return None if tuple(map(int, numbers)) >= _SINCE else "this torch has no `fully_shard`, which came with 2.6"
-
-
-def _model(evidence: Evidence) -> ModelFacts | Refused:
+def _model(evidence: Evidence) -> ModelFacts:
     """Return the one model that DDP wraps, with its repeated blocks."""
     paths = {one.path for one in evidence.code.replicas if one.type_name == _ddp_ranks.DDP}
     found = [one for one in evidence.code.models if one.path in paths]
     if len(found) != 1:
-        return Refused("there is not one model, known by its name, that DDP wraps")
+        raise Unfit("there is not one model, known by its name, that DDP wraps")
     if not any(path.startswith("module.") or path == "module" for path in found[0].blocks):
-        return Refused("the model has no repeated blocks, and sharded as one piece it would be gathered as one")
+        raise Unfit("the model has no repeated blocks, and sharded as one piece it would be gathered as one")
     return found[0]
 
 
+@refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the model sharded in the place of the wrapper."""
     del dose
     if any(_SHARD in cell.source for cell in cells.history):
-        return Refused("the cells shard a model already")
-    model = _model(evidence)
-    if isinstance(model, Refused):
-        return model
-    found = _class_calls.find(cells, _ddp_ranks.DDP)
-    if isinstance(found, Refused):
-        return found
+        raise Unfit("the cells shard a model already")
+    model, found = _model(evidence), _class_calls.find(cells, _ddp_ranks.DDP)
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
-        return Refused(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")
-    if (why := _why_not_sharded(cells, evidence, found[0])) is not None:
-        return Refused(why)
-    return _sharded(cells, found[0], model)
-
-
-def _why_not_sharded(cells: Cells, evidence: Evidence, one: _class_calls.Call) -> str | None:
+        raise Unfit(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")
+    (one,) = found
     for cell in cells.history:
         if (match := _OF_DDP.search(cell.source)) is not None:
-            name = match[0].lstrip(".")
-            return f"`{name}` of {cell} belongs to DDP, and a sharded model has no such thing"
+            raise Unfit(f"`{match[0].lstrip('.')}` of {cell} belongs to DDP, and a sharded model has no such thing")
         for number, line in enumerate(cell.source.splitlines(), 1):
             is_before = (cell.number, number) < (one.cell.number, one.line)
             if is_before and _MAKES_OPTIMIZER.search(line.partition("#")[0]):
-                return f"line {number} of {cell} makes an optimizer before the model is sharded"
-    is_set = any("set_device" in cell.source for cell in cells.history)
-    if evidence.device.name.startswith("cuda") and not is_set:
-        return "no cell chooses this process' device with `torch.cuda.set_device`, which says where the shares go"
-    return None
+                raise Unfit(f"line {number} of {cell} makes an optimizer before the model is sharded")
+    if evidence.device.name.startswith("cuda") and not any("set_device" in cell.source for cell in cells.history):
+        raise Unfit("no cell chooses this process' device with `torch.cuda.set_device`, which says where the shares go")
+    return _sharded(cells, one, model)
 
 
 def _sharded(cells: Cells, one: _class_calls.Call, model: ModelFacts) -> Patch | Refused:
-    given = next((arg.value for arg in one.node.args if arg.keyword is None or arg.keyword.value == "module"), None)
-    if given is None or not _is_whole_value(one):
-        return Refused(f"{one.where} does more than to wrap the model")
+    if not one.node.args or not one.is_whole_value:
+        raise Unfit(f"{one.where} does more than to wrap the model")
     shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
     block = rewriting.fresh_name("block", cells)
-    text = _class_calls.code_of(given)
+    text = _class_calls.code_of(one.node.args[0].value)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
     for path in _outermost(model):
         lines += [f"for {block} in {path}:", f"    {shard}({block})"]
-    lines.append(f"{shard}({model.path})")
-    new = list(rewriting.statements("\n".join(lines) + "\n", one.parsed))
-    lead = getattr(one.statement, "leading_lines", ())
-    tail = getattr(one.statement, "trailing_whitespace", None)
-    new[0] = new[0].with_changes(leading_lines=lead)
-    if tail is not None and tail.comment is not None:
-        new[-1] = new[-1].with_changes(trailing_whitespace=tail)
-    module = rewriting.replace(one.parsed.module, one.statement, new)
-    imported = import_lines.source_of(_HOME, _SHARD, shard)
-    after = rewriting.write(one.parsed, import_lines.insert_at_top(one.parsed, module, [imported]))
-    if isinstance(after, Refused):
-        return after
-    # Advice is never run: what would be run for it is the whole cell.
-    return Patch(edits=(Edit(cell=one.cell.number, before=one.cell.source, after=after, replay=after),))
-
-
-def _is_whole_value(one: _class_calls.Call) -> bool:
-    """Whether the statement assigns the wrapper and nothing else of it."""
-    statement = one.statement
-    return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is one.node
+    new = list(rewriting.statements("\n".join([*lines, f"{shard}({model.path})"]) + "\n", one.parsed))
+    old = cst.ensure_type(one.statement, cst.SimpleStatementLine)
+    new[0] = new[0].with_changes(leading_lines=old.leading_lines)
+    if old.trailing_whitespace.comment is not None:
+        new[-1] = new[-1].with_changes(trailing_whitespace=old.trailing_whitespace)
+    module = rewriting.replace(one.parsed.module, old, new)
+    module = import_lines.insert_at_top(one.parsed, module, [import_lines.source_of(_HOME, _SHARD, shard)])
+    return rewriting.join(cells, [_class_calls.advised(one.cell, one.parsed, module)])
 
 
 def _outermost(model: ModelFacts) -> Iterator[str]:
