@@ -19,10 +19,10 @@ Source: https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -30,6 +30,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls, _host_room
+from oomdoctor.fixes._step_lines import step_lines
 from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
@@ -39,7 +40,7 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.rewriting import text_of, within
+from oomdoctor.program.dataflow import own
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
@@ -110,62 +111,35 @@ def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
         yield
 
 
+@refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with ``save_on_cpu`` around forward and backward."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if not loops:
-        return Refused("no training loop was found in what the failing cell runs")
-    numbers = dict.fromkeys(loop.cell for loop in loops)
-    if any(_HOOKED.search(cells.get(number).source) for number in numbers):
-        return Refused("the code says already where saved tensors are kept")
-    return rewriting.at_sites(cells, loops, partial(_changed, cells=cells, dose=dose))
+        raise Unfit("no training loop was found in what the failing cell runs")
+    if any(_HOOKED.search(cells.get(loop.cell).source) for loop in loops):
+        raise Unfit("the code says already where saved tensors are kept")
+
+    def change(parsed: rewriting.ParsedCell, here: list[TrainingLoop]) -> cst.Module:
+        beside = cells.beside(cells.get(here[0].cell))
+        name, imports = f"{_HOME}.{_NAME}", list[str]()
+        if not import_lines.knows_torch(beside):
+            name = import_lines.name_for(_HOME, _NAME, beside, "keep_on_host")
+            imports = [import_lines.source_of(_HOME, _NAME, name)]
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for loop in here:
+            step = step_lines(parsed, loop)
+            last = [at for at, one in enumerate(step.node.body) if _goes_back(one)][-1:]
+            if not last or last[0] < step.first:
+                raise Unfit("the forward and the backward pass are not both in the loop itself")
+            changes[step.loop] = step.under(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", last[0])
+        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+    return rewriting.at_sites(cells, loops, change)
 
 
-def _changed(parsed: rewriting.ParsedCell, loops: list[TrainingLoop], cells: Cells, dose: Dose) -> cst.Module | Refused:
-    cell = cells.get(loops[0].cell)
-    if import_lines.knows_torch(cells.beside(cell)):
-        name = f"torch.autograd.graph.{_NAME}"
-        imports: list[str] = []
-    else:
-        name = import_lines.name_for(_HOME, _NAME, cells.beside(cell), "keep_on_host")
-        imports = [import_lines.source_of(_HOME, _NAME, name)]
-    context = cst.parse_expression(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})")
-    changes: dict[cst.CSTNode, tuple[rewriting.Statement, ...]] = {}
-    for loop in loops:
-        step = _step(parsed, loop)
-        if isinstance(step, Refused):
-            return step
-        first, *rest = step
-        changes |= {first: (_wrapped(step, context),), **dict.fromkeys(rest, ())}
-    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
-
-
-def _step(parsed: rewriting.ParsedCell, loop: TrainingLoop) -> list[rewriting.Statement] | Refused:
-    """Return the statements of the loop from the first call of a model to the last ``backward``."""
-    node = next((one for one in rewriting.path_to(parsed, loop.line) if parsed.lines_of(one)[0] == loop.line), None)
-    if not isinstance(node, cst.For | cst.While) or not isinstance(node.body, cst.IndentedBlock):
-        return Refused(f"{loop.where} is not a loop that can be rewritten")
-    body = list(node.body.body)
-    forwards = [at for at, one in enumerate(body) if any(text in loop.models for text in _called(one))]
-    backwards = [at for at, one in enumerate(body) if any(text.endswith("backward") for text in _called(one))]
-    if not forwards or not backwards or backwards[-1] < forwards[0]:
-        return Refused("the forward and the backward pass are not both in the loop itself")
-    return body[forwards[0] : backwards[-1] + 1]  # type: ignore[return-value]
-
-
-def _called(node: cst.CSTNode) -> list[str]:
-    """Return the text of what is called within a statement, functions defined there left out."""
-    calls = within(cst.IndentedBlock([node]), cst.Call, (cst.FunctionDef, cst.ClassDef, cst.Lambda))  # type: ignore[list-item]
-    return [text_of(call.func) for call in calls]
-
-
-def _wrapped(step: list[rewriting.Statement], context: cst.BaseExpression) -> cst.With:
-    first, *rest = step
-    return cst.With(
-        items=[cst.WithItem(context)],
-        body=cst.IndentedBlock(body=[first.with_changes(leading_lines=()), *rest]),
-        leading_lines=first.leading_lines,
-    )
+def _goes_back(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) and ast.unparse(part.func).endswith("backward") for part in own(node))
 
 
 def _propose_state(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:

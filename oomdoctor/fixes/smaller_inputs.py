@@ -21,6 +21,8 @@ import libcst as cst
 
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._chunks import layer, model_facts
+from oomdoctor.fixes._step_lines import step_lines
+from oomdoctor.fixes._unfit import need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -29,7 +31,7 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import Book, Number, calls
-from oomdoctor.program.dataflow import bound, loop_at, own, reads
+from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchange_numbers
@@ -115,6 +117,7 @@ def _length(evidence: Evidence) -> int | None:
     return max((held.shape[1] for held in _tokens(evidence) if held.shape), default=None)
 
 
+@refusing
 def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with sequences of ``dose["length"]`` tokens at most."""
     loops, length = _loops(evidence, _not_shorter), dose.number("length")
@@ -237,6 +240,7 @@ def _side(evidence: Evidence) -> int | Refused:
     return side
 
 
+@refusing
 def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with images of ``dose["size"]`` pixels a side."""
     loops, side, size = _loops(evidence, _not_smaller), _side(evidence), dose.number("size")
@@ -282,40 +286,17 @@ def _written(
     cells: Cells, loops: Sequence[TrainingLoop], told: Patch | Refused | None, line_of: Line
 ) -> Patch | Refused:
     """Return the cells with other sizes where they are told, else with a line before the model is run in each loop."""
-    return told if isinstance(told, Patch) else rewriting.at_sites(cells, loops, partial(_changes, line_of=line_of))
 
+    def change(parsed: rewriting.ParsedCell, here: list[TrainingLoop]) -> dict[cst.CSTNode, rewriting.New]:
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for facts in here:
+            step = step_lines(parsed, facts)
+            known = {name for node in step.node.body[: step.first] for name in bound(node)} | set(facts.batch)
+            line = need(line_of(facts, known & reads(step.node.body[step.first])))
+            changes[step.loop] = step.preceded_by(line)
+        return changes
 
-def _changes(
-    parsed: rewriting.ParsedCell, loops: list[TrainingLoop], line_of: Line
-) -> dict[cst.CSTNode, rewriting.New] | Refused:
-    tree = parsed.tree
-    changes: dict[cst.CSTNode, rewriting.New] = {}
-    for facts in loops:
-        loop = loop_at(tree, facts.line)
-        at = next((i for i, node in enumerate(loop.body) if _runs(node, facts)), None) if loop is not None else None
-        if loop is None or at is None:
-            return Refused("the model is not called by a statement of the loop itself")
-        known = {name for node in loop.body[:at] for name in bound(node)} | set(facts.batch)
-        line = line_of(facts, known & reads(loop.body[at]))
-        if isinstance(line, Refused):
-            return line
-        old = rewriting.statement_at(parsed, loop.body[at].lineno)
-        path = rewriting.path_to(parsed, loop.body[at].lineno)
-        # The statement of the loop's own level, where the model is called in a block of it.
-        old = next((node for node in path if parsed.lines_of(node).start == loop.body[at].lineno), old)
-        if old is None or (isinstance(old, cst.SimpleStatementLine) and len(old.body) != 1):
-            return Refused("several statements of the loop share a line")
-        (new,) = rewriting.statements(line + "\n", parsed)
-        changes[old] = [new.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
-    return changes
-
-
-def _runs(node: ast.AST, facts: TrainingLoop) -> bool:
-    return any(
-        ast.unparse(part.func) in facts.models or any(ast.unparse(arg) in facts.models for arg in part.args)
-        for part in own(node)
-        if isinstance(part, ast.Call)
-    )
+    return told if isinstance(told, Patch) else rewriting.at_sites(cells, loops, change)
 
 
 FIXES: Final = (

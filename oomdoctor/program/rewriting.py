@@ -229,9 +229,9 @@ def replace(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode | Sequence[St
     return exchange(module, {old: new})
 
 
-def exchange(module: cst.Module, changes: Mapping[cst.CSTNode, New]) -> cst.Module:
-    """Return ``module`` with each of these very nodes exchanged."""
-    return module.visit(_Exchange(changes))
+def exchange(tree: Kind, changes: Mapping[cst.CSTNode, New]) -> Kind:
+    """Return ``tree`` with each of these very nodes below it exchanged."""
+    return tree.visit(_Exchange(changes))  # type: ignore[return-value]
 
 
 def fresh_name(stem: str, cells: Cells, taken: Collection[str] = ()) -> str:

@@ -302,7 +302,7 @@ def test_a_scaler_for_a_function_is_made_once_before_it() -> None:
     assert isinstance(made, Patch)
     lines = made.edits[0].after.splitlines()
     assert lines[1:5] == ["# one epoch", 'scaler = torch.amp.GradScaler("cpu")', "", ""]
-    assert made.edits[0].replay.startswith('scaler = torch.amp.GradScaler("cpu")\n')
+    assert made.edits[0].replay.endswith('\n\nscaler = torch.amp.GradScaler("cpu")')
     assert "# one epoch" not in made.edits[0].replay
 
 
