@@ -108,13 +108,12 @@ def test_patched_cells_predict_with_a_quarter_of_the_weights(name: str) -> None:
 GOLDEN = """\
 --- In[2]
 +++ In[2] fixed
-@@ -1,5 +1,6 @@
+@@ -1,3 +1,5 @@
++
++torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
 \x20
  # every batch once
-+torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
  with torch.no_grad():
-     for x in batches:
-         predictions.append(model(x))
 """
 
 
