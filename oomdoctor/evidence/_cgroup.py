@@ -21,8 +21,6 @@ from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
 
-__all__ = ["Cgroup", "read"]
-
 _UNLIMITED: Final = 1 << 60
 """v1 writes the largest count of pages for no limit, which is a little less than 2**63 bytes."""
 _NO_LIMIT: Final = Unavailable("the memory cgroup sets no limit")

@@ -23,8 +23,6 @@ from oomdoctor.program.training_loops import looped
 from oomdoctor.sandbox.fork import answered
 from oomdoctor.sandbox.walls import raise_limits
 
-__all__ = ["batch_sizes", "loaders", "sharing_strategy"]
-
 _AT_ONCE: Final = frozenset(
     {
         *("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"),

@@ -13,8 +13,6 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.model.code import LossFacts, ModelFacts, OptimizerFacts
 from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict, submodules
 
-__all__ = ["classes", "losses", "models", "optimizers", "parameters", "sizes", "typed"]
-
 _LOSS_HOME: Final = "torch.nn.modules.loss"
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
 _CONTAINERS: Final = frozenset({"ModuleList", "Sequential"})

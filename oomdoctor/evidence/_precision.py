@@ -11,8 +11,6 @@ from oomdoctor.objects.kinds import module_of, registered, submodules
 from oomdoctor.sandbox.fork import answered
 from oomdoctor.sandbox.walls import raise_limits
 
-__all__ = ["float32_only", "native_bfloat16"]
-
 _MOST_TRIED: Final = 64 << 20
 """Bytes of weights from which on a layer is not tried: it is copied for that."""
 _TRIAL_S: Final = 10.0

@@ -16,8 +16,6 @@ from typing import Final
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
 
-__all__ = ["ROOT", "Table", "less", "may_exist", "number", "table", "text", "total"]
-
 ROOT: Final = Path("/")
 
 _LARGEST_FILE: Final = 16 << 20

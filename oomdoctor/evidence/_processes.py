@@ -28,8 +28,6 @@ from oomdoctor.model.sizes import GIB
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, spelled
 from oomdoctor.objects.named import is_users
 
-__all__ = ["LEFT_OUT", "Processes", "names", "read", "resident_only"]
-
 _MOST_WALKED: Final = 16 * GIB
 LEFT_OUT: Final = Unavailable("it was not read, to save time")
 _ENDED: Final = Unavailable("it has ended and holds no memory")

@@ -15,8 +15,6 @@ from oomdoctor.evidence._models import parameters
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 
-__all__ = ["replicas", "world_size"]
-
 _WRAPPERS: Final = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "DataParallel",

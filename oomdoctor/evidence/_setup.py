@@ -16,8 +16,6 @@ from oomdoctor.program.calls import Call, calls, calls_at, decorators, imported_
 from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
 
-__all__ = ["told"]
-
 _FRAMEWORKS: Final = (
     *("tensorflow", "jax", "cupy", "paddle", "jittor", "mxnet", "vllm", "deepspeed", "rmm", "bitsandbytes"),
 )

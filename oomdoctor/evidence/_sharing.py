@@ -11,8 +11,6 @@ from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceProcess, Measured
 from oomdoctor.model.sizes import GIB
 
-__all__ = ["Shares", "shares"]
-
 _MOST_CONTEXT_BYTES: Final = GIB * 3 // 2
 """What a process with torch uses beside its segments, at most.
 

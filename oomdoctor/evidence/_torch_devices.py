@@ -18,14 +18,6 @@ from oomdoctor.evidence._sharing import shares
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
 
-__all__ = [
-    "TorchAccelerator",
-    "initialised",
-    "largest_free_block",
-    "private_pools",
-    "unused",
-]
-
 Segments: TypeAlias = list[dict[str, Any]] | Unavailable
 
 _KEYS: Final = {

@@ -14,8 +14,6 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.calls import calls_in_text
 
-__all__ = ["Setting", "length", "of_lightning", "of_loader", "of_transformers"]
-
 Setting: TypeAlias = int | float | str | bool | None
 Modules: TypeAlias = Sequence[tuple[str, Any]]
 

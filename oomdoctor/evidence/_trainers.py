@@ -21,8 +21,6 @@ from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.training_loops import steps_within
 
-__all__ = ["Passed", "passed", "trainers"]
-
 _HOMES: Final = {
     "transformers": re.compile(r"^transformers\.trainer(_seq2seq)?$"),
     "lightning": re.compile(r"^(lightning\.pytorch|pytorch_lightning)\."),

@@ -22,8 +22,6 @@ from oomdoctor.objects.frames import leads_nowhere
 from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of
 
-__all__ = ["largest"]
-
 _MOST_OBJECTS: Final = 300_000
 _AT_ONCE: Final = 10_000
 _LISTED: Final = 5

@@ -33,8 +33,6 @@ from oomdoctor.objects.paths import Found, Origin, Path, Root, member
 from oomdoctor.objects.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.objects.walk import CACHE_NAMES, Walk, tensors_in
 
-__all__ = ["Program", "take"]
-
 _GRAPH: Final = " → graph"
 _NAMELESS: Final = Path(Root(""), None, "(no name leads here)")
 _FEW: Final = 3

@@ -34,8 +34,6 @@ from oomdoctor.program.names import FirstUse, first_uses
 from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
 
-__all__ = ["facts"]
-
 
 def facts(
     cells: Cells,

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from oomdoctor.errors import NotAvailable
 
-__all__ = ["check", "dump"]
-
 _VIEWER: Final = "https://docs.pytorch.org/memory_viz"
 
 

@@ -15,8 +15,6 @@ from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured
 from oomdoctor.model.session import Accelerator
 
-__all__ = ["MetalAccelerator", "TorchAccelerator", "absent", "in_use", "not_in_use", "of_name"]
-
 
 class MetalAccelerator:
     """The one ``mps`` device.

@@ -20,8 +20,6 @@ from oomdoctor.errors import NotAvailable
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceProcess, Measured
 
-__all__ = ["Card", "ask", "card", "opened", "pids_agree", "visible_cards"]
-
 _WORDS: Final = {
     "LibraryNotFound": "this machine has no NVIDIA driver",
     "DriverNotLoaded": "the NVIDIA driver is installed but not loaded",

@@ -22,8 +22,6 @@ from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, HostMemory, Measured, Pressure
 from oomdoctor.sandbox import reserve
 
-__all__ = ["HostAccelerator", "binding_limit", "maps", "pressure", "read"]
-
 _NO_FILES: Final = Unavailable("the system does not tell how many files are open")
 _NOT_NOTED: Final = Unavailable("it was not noted while the modules were loaded, as no limit on this process was set")
 _LINUX_ONLY: Final = Unavailable("only Linux tells this")

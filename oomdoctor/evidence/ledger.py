@@ -20,8 +20,6 @@ from oomdoctor.objects.lines import Holder, Ways
 from oomdoctor.objects.paths import Path, Root
 from oomdoctor.objects.storages import Bare, is_plain, plain_storages, storages_of
 
-__all__ = ["Entry", "Ledger", "Place"]
-
 Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]
 """A device, and what tells whether the memory of a plain tensor is there."""
 

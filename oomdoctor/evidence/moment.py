@@ -26,8 +26,6 @@ from oomdoctor.objects.frames import lines_of
 from oomdoctor.objects.kinds import Kind, spelled
 from oomdoctor.objects.named import user_names
 
-__all__ = ["collect", "unlooked"]
-
 T = TypeVar("T")
 
 _SHORT: Final = Unavailable("there was no memory left to look")

@@ -12,8 +12,6 @@ import torch
 from oomdoctor.objects.alive import alive, without_apart
 from oomdoctor.objects.storages import Bare, storages_of, unobserved
 
-__all__ = ["C_COUNTS", "all_tensors", "bases_of", "held_by_c", "out_of_sight"]
-
 _OF_A_START: Final = 10_000
 """More objects than a start of the interpreter puts out of the collector's sight: 375 in CPython 3.12, else none."""
 

@@ -29,8 +29,6 @@ from oomdoctor.objects.graph import LEAF, Graphs
 from oomdoctor.objects.paths import Path
 from oomdoctor.objects.storages import plain_storages, storages_of
 
-__all__ = ["Modules", "note_modules"]
-
 _LISTS: Final = frozenset(
     map(id, (torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict, torch.nn.ParameterList))
 )

@@ -19,8 +19,6 @@ from oomdoctor.objects.kinds import spelled
 from oomdoctor.objects.named import class_attributes, output_cache
 from oomdoctor.program.names import bound_names, loop_targets
 
-__all__ = ["counted", "earlier_errors", "places_of", "unused"]
-
 
 def places_of(accelerator: Accelerator) -> list[Accelerator]:
     """Return ``accelerator`` and the other devices in use."""

@@ -10,8 +10,6 @@ from itertools import chain, compress, repeat, starmap
 from typing import Any, Final
 from weakref import ref
 
-__all__ = ["alive", "alive_exactly", "classes_below", "is_apart", "keep_apart", "without_apart"]
-
 _MOST_TYPES: Final = 40
 """To search for what refers to one of so many types costs less than a list of all objects; to more, more."""
 _MADE_AT_RUN_TIME: Final = 1 << 9

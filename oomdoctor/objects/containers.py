@@ -15,23 +15,6 @@ from typing import Any, Final
 
 from oomdoctor.model.session import Kind
 
-__all__ = [
-    "CONTAINERS",
-    "LIGHT_TYPES",
-    "PLAIN_CONTAINERS",
-    "REFILLED",
-    "Light",
-    "SetCopy",
-    "builtin_of",
-    "copied",
-    "holds",
-    "is_light",
-    "items_of",
-    "length_of",
-    "pairs_of",
-    "refill",
-]
-
 CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE})
 LIGHT_TYPES: Final = frozenset({int, float, str, bool, bytes, complex, type(None)})
 """Of values that lead to nothing else."""

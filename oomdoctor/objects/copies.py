@@ -19,8 +19,6 @@ from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
 from oomdoctor.objects.recipes import GONE, living
 
-__all__ = ["LIGHT_BYTES", "LONG", "Allowance", "Contents", "Long"]
-
 LIGHT_BYTES: Final = 64 << 10
 """Contents of so many bytes are copied before every cell."""
 LONG: Final = 20_000

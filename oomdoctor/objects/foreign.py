@@ -16,8 +16,6 @@ from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
 from oomdoctor.objects.recipes import GONE, Weak, living, weak
 
-__all__ = ["Cached", "Foreign", "Frame", "is_cached", "is_frame"]
-
 _COPIED: Final = (list, dict, set)
 _FEW: Final = 20_000
 _SHORT: Final = 256

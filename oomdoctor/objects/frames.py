@@ -12,23 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.objects.kinds import module_of, spelled
 
-__all__ = [
-    "Frame",
-    "chained",
-    "frames_of",
-    "holds_the_users",
-    "home_of",
-    "in_backward_elsewhere",
-    "is_of_signal",
-    "leads_nowhere",
-    "lines_of",
-    "locals_of",
-    "running_frames",
-    "set_traceback",
-    "steps_of",
-    "traceback_of",
-]
-
 _cause: Final = vars(BaseException)["__cause__"].__get__
 _context: Final = vars(BaseException)["__context__"].__get__
 _traceback: Final = vars(BaseException)["__traceback__"]

@@ -18,8 +18,6 @@ import torch
 from oomdoctor.objects.kinds import Kind, PerType, held_by, kind_of, module_of, plain_dict, qualname_of
 from oomdoctor.objects.walk import tensors_in
 
-__all__ = ["DEEPEST", "LEAF", "Graphs", "Saved"]
-
 DEEPEST: Final = 10_000
 """A node that Python has looked at is freed by recursion (torch 2.13; others by a loop): about 45,000 nodes in a row
 overflow a stack of 8 MiB, by experiment."""

@@ -50,22 +50,6 @@ from oomdoctor.objects.kinds import (
 from oomdoctor.objects.named import is_home_of_users, of_class
 from oomdoctor.objects.paths import ARROW, is_attribute, member
 
-__all__ = [
-    "Apart",
-    "Sort",
-    "attributes",
-    "base_of",
-    "bounds_of",
-    "class_members",
-    "elements_of",
-    "hangs_on",
-    "held_in",
-    "is_users_class",
-    "keys_in",
-    "objects_of",
-    "sort_of",
-]
-
 _SIMPLE: Final = frozenset(map(id, (bool, int, float, str, type(None))))
 _BARE: Final = frozenset(map(id, (dict, list, set, frozenset, tuple, deque)))
 """Containers that hold their items alone: they have no attributes."""

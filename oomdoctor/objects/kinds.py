@@ -17,32 +17,7 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, Meth
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
-from oomdoctor.model.session import Kind
-
-__all__ = [
-    "BUILTIN",
-    "Kind",
-    "PerType",
-    "child_path",
-    "closure_of",
-    "has_slots",
-    "held_by",
-    "is_made_in_c",
-    "is_plain_key",
-    "kind_of",
-    "kinds_of",
-    "members_of",
-    "module_of",
-    "mro_of",
-    "name_of",
-    "parts_of",
-    "plain_dict",
-    "qualname_of",
-    "registered",
-    "slots_of",
-    "spelled",
-    "submodules",
-]
+from oomdoctor.model.session import Kind as Kind
 
 _KEY_BITS: Final = 256
 _STR: Final = frozenset({id(str)})

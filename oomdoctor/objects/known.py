@@ -8,8 +8,6 @@ from typing import Any
 
 from oomdoctor.model.code import LossFacts, ModelFacts, TrainingLoop
 
-__all__ = ["Objects"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objects:

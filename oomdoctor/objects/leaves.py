@@ -25,17 +25,6 @@ from oomdoctor.objects.named import is_installed, is_ours, is_users
 from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
 from oomdoctor.objects.rng import generator_state
 
-__all__ = [
-    "RANDOM",
-    "Leaf",
-    "Leaves",
-    "generators",
-    "plain_leaf",
-    "state_digests",
-    "tensor_leaf",
-    "text_leaf",
-]
-
 RANDOM: Final = "random numbers"
 """Frame of a leaf that is the state of a generator."""
 

@@ -13,8 +13,6 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.objects.paths import Found, Origin, Path, Root
 
-__all__ = ["Holder", "Ways", "are_all_known", "line"]
-
 _MOST_NAMES: Final = 6
 _MOST_ROOTS: Final = 3 * _MOST_NAMES
 """One object that was shown has up to five names: its own, ``Out[7]``, ``_``, ``__`` and ``___``."""

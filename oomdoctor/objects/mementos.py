@@ -16,22 +16,6 @@ from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.places import Place
 from oomdoctor.objects.recipes import GONE, Recipe, fill, living, revive, still_holds
 
-__all__ = [
-    "ADVANCES",
-    "CLOSED",
-    "DEEP",
-    "LOCKED",
-    "WRITTEN",
-    "Attributes",
-    "Code",
-    "Memento",
-    "Numbers",
-    "Parts",
-    "Reached",
-    "Registered",
-    "is_lock",
-]
-
 
 class Code(Protocol):
     """What the code of a cell may do, erring towards yes."""

@@ -24,20 +24,6 @@ from oomdoctor.objects.kinds import (
     spelled,
 )
 
-__all__ = [
-    "class_attributes",
-    "find",
-    "is_home_of_users",
-    "is_installed",
-    "is_ours",
-    "is_users",
-    "is_users_file",
-    "of_class",
-    "output_cache",
-    "own_modules",
-    "user_names",
-]
-
 _FOLDERS: Final = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _OURS: Final = __name__.partition(".")[0]

@@ -11,8 +11,6 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.kinds import is_plain_key, module_of, mro_of, name_of
 
-__all__ = ["ARROW", "Found", "Origin", "Path", "Root", "is_attribute", "member"]
-
 ARROW: Final = " → "
 """Begins a step that no expression can follow."""
 _INDEXED: Final = frozenset(

@@ -29,19 +29,6 @@ from oomdoctor.objects.kinds import (
 from oomdoctor.objects.named import is_installed
 from oomdoctor.objects.recipes import attribute_path
 
-__all__ = [
-    "ATTRIBUTES",
-    "ITEMS",
-    "STATE",
-    "Place",
-    "functions_in",
-    "has_state",
-    "is_bare",
-    "is_closed",
-    "is_memory",
-    "places_of",
-]
-
 _DESCRIPTORS: Final = frozenset({GetSetDescriptorType, MemberDescriptorType})
 _WRAPPED: Final = frozenset({FunctionType, staticmethod, classmethod, property})
 

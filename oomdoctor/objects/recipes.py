@@ -18,8 +18,6 @@ from weakref import ref
 from oomdoctor.objects.containers import builtin_of, items_of, refill
 from oomdoctor.objects.kinds import Kind, kind_of, module_of
 
-__all__ = ["GONE", "Recipe", "Weak", "attribute_path", "fill", "living", "revive", "still_holds", "weak"]
-
 
 class _Gone:
     """Stands for a value that was held weakly and died."""

@@ -12,8 +12,6 @@ from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.kinds import module_of, mro_of, name_of
 from oomdoctor.objects.mementos import Code, Memento
 
-__all__ = ["RandomState", "Stream", "generator_state", "is_random"]
-
 _SOURCES: Final = frozenset(
     {("numpy.random.bit_generator", "BitGenerator"), ("numpy.random.bit_generator", "SeedSequence")}
 )

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["batch_size", "cut", "tensors_in"]
-
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a batch."""

@@ -18,18 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.objects.held import attributes
 from oomdoctor.objects.kinds import Kind, kind_of, module_of
 
-__all__ = [
-    "PLAIN",
-    "Bare",
-    "Storage",
-    "begin_of",
-    "is_fake",
-    "is_plain",
-    "plain_storages",
-    "storages_of",
-    "unobserved",
-]
-
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that answer for themselves, in C."""
 _PLAIN: Final = frozenset(map(id, PLAIN))

@@ -31,8 +31,6 @@ from oomdoctor.objects.kinds import Kind, mro_of
 from oomdoctor.objects.lines import Holder, Ways
 from oomdoctor.objects.paths import ARROW, Found, Path, Root
 
-__all__ = ["CACHE_NAMES", "Walk", "tensors_in"]
-
 _MOST_OBJECTS: Final = 100_000
 """From one set of roots; from large containers so many times as much, shared among them."""
 _SHARES: Final = 5

@@ -13,8 +13,6 @@ from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import rewriting
 
-__all__ = ["called_on", "kept_otherwise", "kept_value", "with_keyword", "without_keyword"]
-
 _SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.GeneratorExp, cst.Set)
 _ON_HOST: Final = (".cpu()", ".item()", ".tolist()", ".numpy()")
 

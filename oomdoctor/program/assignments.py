@@ -9,18 +9,6 @@ from typing import Final
 from oomdoctor.program import words
 from oomdoctor.program.names import names_in, parameters_of, root_of, target_names
 
-__all__ = [
-    "assigned",
-    "bindings",
-    "fed",
-    "names_captured",
-    "names_filled",
-    "names_set",
-    "parts_of",
-    "plain_names",
-    "stored_in",
-]
-
 _SHOWS: Final = frozenset({"print", "set_postfix", "set_description", "set_postfix_str", "log", "write", "add_scalar"})
 """What only shows what it is given."""
 _NOTHING: Final = ast.Constant(None)

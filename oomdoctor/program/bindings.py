@@ -14,8 +14,6 @@ from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.names import own_nodes, target_names
 from oomdoctor.program.replay import node_of
 
-__all__ = ["last_binding"]
-
 
 class Binding(NamedTuple):
     """An assignment to a name.

@@ -20,8 +20,6 @@ from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of
 
-__all__ = ["SETTINGS", "Book", "Function", "Number", "Page", "Place", "binds", "calls", "key_of", "literal"]
-
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 

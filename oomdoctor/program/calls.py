@@ -14,8 +14,6 @@ from oomdoctor.program.definitions import Program, Scope, place, short, statemen
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported, own_nodes
 
-__all__ = ["Call", "calls", "calls_at", "calls_in_text", "decorators", "imported_modules", "imports_of", "text_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:

@@ -27,19 +27,6 @@ from oomdoctor.program.compiled import with_inner
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported, read_names
 
-__all__ = [
-    "ANY_NAME",
-    "EVERYTHING",
-    "AttributeWrite",
-    "attributes_written",
-    "given_names",
-    "last_name",
-    "mentioned",
-    "names_of",
-    "names_written_by",
-    "written_names",
-]
-
 EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
 """Stands for all names."""
 ANY_NAME: Final = "*"

@@ -18,24 +18,6 @@ from typing import Final, NamedTuple
 
 from oomdoctor.program.magics import mask, parsed
 
-__all__ = [
-    "Fault",
-    "compile_python",
-    "defines",
-    "does_nothing",
-    "fault_in",
-    "future_flags",
-    "global_names",
-    "is_compiled_from",
-    "is_in_definition",
-    "lines_of",
-    "on_their_lines",
-    "source_of",
-    "statement_end",
-    "statement_lines",
-    "with_inner",
-]
-
 _FUTURES: Final[int] = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 _Defining = ast.FunctionDef | ast.AsyncFunctionDef
 

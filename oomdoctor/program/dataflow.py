@@ -17,8 +17,6 @@ from oomdoctor.program import words
 from oomdoctor.program.assignments import assigned, bindings, fed, names_captured, names_set, plain_names
 from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, uses
 
-__all__ = ["Flow", "Loop", "Way", "ancestors", "bound", "loop_at", "own", "reads"]
-
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 

@@ -20,20 +20,6 @@ from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.names import arguments_of, blocks_of, call_name, imports_in, own_nodes, target_names
 
-__all__ = [
-    "Function",
-    "Program",
-    "Scope",
-    "Statement",
-    "is_gradless",
-    "place",
-    "read",
-    "short",
-    "site",
-    "statements",
-    "with_gradients",
-]
-
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 _LONGEST: Final = 72

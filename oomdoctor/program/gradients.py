@@ -20,8 +20,6 @@ from oomdoctor.program.definitions import Program, Scope, with_gradients
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored
 from oomdoctor.program.training_loops import called_like_a_model
 
-__all__ = ["Graphs", "ModelCalls", "runs_model"]
-
 _BY_TEXT: Final = frozenset({"eval", "exec", "globals", "locals"})
 _STEPS: Final = frozenset({"step", "fit", "adapt"})
 _SAID: Final = re.compile(

@@ -34,8 +34,6 @@ from oomdoctor.program.names import (
     stored,
 )
 
-__all__ = ["Ground", "ground", "is_gradless_at", "unreached"]
-
 _Block: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
 
 

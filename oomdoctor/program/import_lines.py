@@ -16,8 +16,6 @@ from oomdoctor.program.names import all_imports_in, bound_otherwise, imports_in
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-__all__ = ["insert_at_top", "knows", "knows_torch", "name_for", "qualified_name", "source_of", "spelled", "torch_name"]
-
 _TORCH_BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
 _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 """Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""

@@ -20,8 +20,6 @@ from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, names_in, own_nodes, root_of
 from oomdoctor.program.training_loops import called_like_a_model
 
-__all__ = ["gathers_predictions", "history_appends", "hooks"]
-
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
 _JUDGES: Final = re.compile(r"loss|criterion|entropy|mse|nll|accura|metric|score|correct", re.IGNORECASE)
 _HOOK: Final = re.compile(r"^register_(module_)?(full_)?(forward|backward)(_pre)?_hook$")

@@ -19,16 +19,6 @@ from typing import Any, Final, TypeAlias
 
 from oomdoctor.program.compiled import with_inner
 
-__all__ = [
-    "HOOK_PREFIX",
-    "LoopHooks",
-    "compile_hooked",
-    "function_key",
-    "has_loop",
-    "hooked_functions",
-    "install_hooks",
-]
-
 FunctionKey: TypeAlias = tuple[str, int]
 """Qualified name and first line of a function."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["MaskedCell", "mask", "parsed"]
-
 _PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan"})
 """Cell magics whose body is Python, run in the user's namespace."""
 

@@ -17,8 +17,6 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.compiled import compile_python, source_of, with_inner
 from oomdoctor.program.magics import parsed
 
-__all__ = ["note_text", "noted_text", "with_modules"]
-
 _MOST_MODULES: Final = 16
 _MOST_CHARACTERS: Final = 120_000
 """Of all modules together: LibCST reads some 50,000 in a second."""

@@ -11,35 +11,6 @@ from typing import Final
 
 from oomdoctor.program.magics import mask, parsed
 
-__all__ = [
-    "FirstUse",
-    "all_imports_in",
-    "arguments_of",
-    "blocks_of",
-    "bound_by",
-    "bound_in_other_loops",
-    "bound_names",
-    "bound_otherwise",
-    "call_name",
-    "first_assignments",
-    "first_uses",
-    "free_names",
-    "imported",
-    "imports_in",
-    "loaded",
-    "loop_targets",
-    "names_in",
-    "outside",
-    "own_nodes",
-    "parameters_of",
-    "read_first",
-    "read_names",
-    "root_of",
-    "stored",
-    "target_names",
-    "uses",
-]
-
 _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 

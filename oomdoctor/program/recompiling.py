@@ -29,8 +29,6 @@ from oomdoctor.program.compiled import compile_python, lines_of, with_inner
 from oomdoctor.program.modules import note_text, noted_text
 from oomdoctor.program.names import imported
 
-__all__ = ["MAKING", "Compile", "importing", "put_in_place", "why_not"]
-
 Compile = Callable[[str, str], CodeType]
 """Makes the code of a text of a file."""
 

@@ -18,8 +18,6 @@ from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, imported
 
-__all__ = ["not_repeatable"]
-
 _FUNCTIONS: Final = re.compile(
     r"^(input|raw_input|atexit\.register"
     r"|(requests|httpx|urllib|socket|subprocess|shutil|smtplib|boto3|wandb|mlflow|neptune|comet_ml)\..+"

@@ -27,8 +27,6 @@ from oomdoctor.program.magics import mask
 from oomdoctor.program.names import call_name, imported, outside, read_first, root_of
 from oomdoctor.program.rewriting import exchange
 
-__all__ = ["LOADERS", "exchange_numbers", "exchanged", "node_of", "write"]
-
 _PASSING: Final = (".step", ".zero_grad")
 """Methods that are part of a training that ran: what is made anew begins without it."""
 

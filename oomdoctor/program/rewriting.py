@@ -27,36 +27,6 @@ from oomdoctor.model.site import Site
 from oomdoctor.program.magics import MaskedCell, mask, parsed
 from oomdoctor.program.recompiling import MAKING, why_not
 
-__all__ = [
-    "Definition",
-    "EditPlace",
-    "Kind",
-    "New",
-    "ParsedCell",
-    "Statement",
-    "apart",
-    "at_sites",
-    "block",
-    "edit",
-    "enclosing",
-    "exchange",
-    "fresh_name",
-    "given_to_class",
-    "is_import",
-    "join",
-    "lines_apart",
-    "loop_at",
-    "path_to",
-    "place_at",
-    "read",
-    "replace",
-    "statement_at",
-    "statements",
-    "text_of",
-    "within",
-    "write",
-]
-
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Definition: TypeAlias = cst.FunctionDef | cst.ClassDef
 New: TypeAlias = cst.CSTNode | Sequence[Statement] | Callable[[cst.CSTNode], cst.CSTNode]

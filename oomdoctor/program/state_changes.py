@@ -14,8 +14,6 @@ from typing import Final
 from oomdoctor.program.magics import mask, parsed
 from oomdoctor.program.names import call_name
 
-__all__ = ["may_change"]
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -18,8 +18,6 @@ from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.names import arguments_of, call_name, own_nodes, target_names
 
-__all__ = ["called_like_a_model", "looped", "steps_within", "training_loops"]
-
 _BARS: Final = frozenset({"enumerate", "tqdm", "tqdm_notebook", "notebook_tqdm", "auto_tqdm", "track", "progress_bar"})
 """They take the first batch as soon as they begin; ``zip``, ``iter`` and libraries may draw random numbers before."""
 _WRAPPERS: Final = _BARS | {"trange", "log_every", "iter", "zip"}

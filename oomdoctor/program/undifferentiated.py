@@ -18,8 +18,6 @@ from oomdoctor.program.definitions import Program, Scope, short, with_gradients
 from oomdoctor.program.gradients import Graphs
 from oomdoctor.program.names import blocks_of, call_name, own_nodes
 
-__all__ = ["Place", "outliving", "undifferentiated"]
-
 _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
 _SPLIT: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)
 _DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

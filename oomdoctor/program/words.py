@@ -13,35 +13,6 @@ import ast
 from enum import Enum, auto
 from typing import Final
 
-__all__ = [
-    "ASKS_GRADIENT",
-    "CASTS",
-    "DRAWS",
-    "FILLS",
-    "GATHERS",
-    "GRADFUL",
-    "GRADLESS",
-    "HOST",
-    "INDEXED",
-    "JOINS",
-    "LETS_ERRORS_THROUGH",
-    "MOVES",
-    "NO_GRAPH",
-    "PLAIN_ATTRIBUTES",
-    "PLAIN_FUNCTIONS",
-    "REDUCTIONS",
-    "SHAPES",
-    "SMALL",
-    "TAKES_GRADIENT",
-    "WANTS_GRADIENT",
-    "Result",
-    "cuts_graph",
-    "has_index",
-    "is_in_place",
-    "last_name",
-    "names_of",
-]
-
 
 class Result(Enum):
     """What the result of a name is, seen from the tensor that it is called on."""
