@@ -3,9 +3,9 @@
 A hook on each parameter runs the optimizer's own step on that parameter alone, with the state and the options that it
 has, so its state, its schedulers and its checkpoints stay what they were. The results are the same bits where an
 optimizer treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up
-or reads them is refused, before the cell runs where it can be seen, and in the loop where it shows itself. What looks
-at parameters between the backward pass and the step is for the trial to find. A backward pass still needs no parameter
-that was stepped already: those that it does need are not stepped before.
+or reads them is refused. What looks at parameters or changes settings between the backward pass and the step is for the
+trial to find. A backward pass still needs no parameter that was stepped already: those that it does need are not
+stepped before.
 
 There is no patch: the hooks belong to the live parameters, and a cell that set them would set them anew each time that
 it is run.
@@ -22,6 +22,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -43,37 +44,30 @@ ELEMENTWISE: Final = frozenset(
 _LAUNCHES: Final = 1.1
 """Time of a step with the optimizer called once per parameter, as a ratio. A round figure, not measured."""
 
-_USES_GRADIENTS: Final = re.compile(r"\.grad\b(?!\s*=\s*None)")
+_USES_GRADIENTS: Final = re.compile(r"\.grad\b(?!\s*=\s*None)|clip_grad|get_total_norm|GradScaler")
 _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
-_CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where gradients took memory and nothing but the step uses them."""
     del incident
     code = evidence.code
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops:
-        return Refused("no training loop was found in what the failing cell runs")
+        raise Unfit("no training loop was found in what the failing cell runs")
     if any("clip" in loop.order for loop in loops):
-        return Refused("gradients are clipped, for which all of them have to be there")
+        raise Unfit("gradients are clipped, for which all of them have to be there")
     if any(loop.accumulates for loop in loops):
-        return Refused("gradients are accumulated over several batches before a step")
-    if (kept := code.first("drop_retain_graph")) is not None:
-        return Refused(f"{kept} uses the graph again, with parameters that would have been stepped")
+        raise Unfit("gradients are accumulated over several batches before a step")
+    if any("schedule" in "".join(loop.order).partition("backward")[2].partition("step")[0] for loop in loops):
+        raise Unfit("a scheduler changes settings between the backward pass and the step")
     if code.first("set_to_none") is not None:
-        return Refused("gradients are kept as zeros, with which parameters would be stepped")
-    if (spread := code.distributed or code.data_parallel) is not None:
-        return Refused(f"{spread} gathers gradients before the step")
-    if not code.steppers:
-        return Refused("no optimizer was found among the notebook's objects")
-    for one in code.steppers:
-        if one.type_name not in ELEMENTWISE or not one.home.startswith("torch.optim."):
-            return Refused(f"`{one.path}` is a {one.type_name}, which is not known to step each parameter by itself")
+        raise Unfit("gradients are kept as zeros, with which parameters would be stepped")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
-    saves = gradients - max(one.largest_bytes for one in code.steppers)
+    saves = gradients - max((one.largest_bytes for one in code.steppers), default=gradients)
     if saves <= 0:
-        return Refused("the census found no gradients, or no more than the largest, which has to be there at its time")
+        raise Unfit("the census found no gradients, or no more than the largest, which has to be there at its time")
     return (
         Proposal(
             dose=Dose(),
@@ -102,8 +96,6 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     _check(session)
     early = [_Early(path, optimizer) for path, optimizer in session.optimizers]
     with ExitStack() as undo:
-        _refuse_uses(undo, session)
-        _watch_others(undo, early)
         for one in early:
             one.begin(undo)
         yield
@@ -127,7 +119,6 @@ class _Early:
         self.alone = object.__new__(type(optimizer))
         vars(self.alone).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         self._told = False
-        self._options: list[dict[str, Any]] = []
 
     def begin(self, undo: ExitStack) -> None:
         """Set the hooks and stand before ``step``."""
@@ -140,10 +131,6 @@ class _Early:
         undo.callback(lambda: held.update(step=before["step"]) if "step" in before else held.pop("step"))
         held["step"] = self._step(self.optimizer.step)
 
-    def owns(self, weight: Any) -> bool:
-        """Whether ``weight`` is one of its parameters."""
-        return any(weight is one for one in _weights(self.optimizer))
-
     def _on_gradient(self, weight: Any) -> None:
         import torch
 
@@ -153,8 +140,6 @@ class _Early:
             raise OomDoctorError("the backward pass makes a graph of the gradients")
         if not self._told:
             self._tell()
-        if not self.stepped:
-            self._options = _options(self.optimizer)
         self.alone.state = self.optimizer.state  # another one where a checkpoint was loaded
         (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
         self.alone.param_groups = [{**group, "params": [weight]}]
@@ -176,8 +161,6 @@ class _Early:
         def step(*args: Any, **kwargs: Any) -> Any:
             if any(value is not None for value in (*args, *kwargs.values())):
                 raise OomDoctorError("the optimizer calls a closure, or is told by arguments how to step")
-            if self.stepped and not _same_options(self._options, _options(self.optimizer)):
-                raise OomDoctorError(f"the settings of `{self.path}` change between the backward pass and the step")
             self.stepped.clear()
             return original()  # without gradients it steps nothing, and schedulers and hooks see their step
 
@@ -220,82 +203,8 @@ def _check(session: Session) -> None:
             raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
 
 
-def _refuse_uses(undo: ExitStack, session: Session) -> None:
-    """Have functions that need all gradients at once refuse, wherever they were imported to."""
-    import sys
-
-    import torch
-    from torch.nn.utils import clip_grad
-
-    for name in _CLIPS:
-        original = getattr(clip_grad, name, None)
-        if original is None:
-            continue
-        refusing = _refusing(original, "gradients are clipped or measured, for which all of them have to be there")
-        homes = [vars(module) for module in list(sys.modules.values()) if vars(module).get(name) is original]
-        homes += [session.namespace] if session.namespace.get(name) is original else []
-        for home in homes:
-            home[name] = refusing
-            undo.callback(home.__setitem__, name, original)
-    scaler = torch.amp.GradScaler
-    step = scaler.step
-
-    @wraps(step)
-    def scaled(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_enabled():
-            raise OomDoctorError("gradients are scaled, and a step is left out where they overflow")
-        return step(self, optimizer, *args, **kwargs)
-
-    undo.callback(setattr, scaler, "step", step)
-    scaler.step = scaled  # type: ignore[method-assign]
-
-
-def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
-    @wraps(original)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        raise OomDoctorError(why)
-
-    return refuse
-
-
-def _watch_others(undo: ExitStack, early: list[_Early]) -> None:
-    """Refuse a step of an optimizer that is not known: its parameters were stepped by another one already."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    known = {id(one.optimizer) for one in early}
-
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        if id(optimizer) not in known and any(one.owns(weight) for one in early for weight in _weights(optimizer)):
-            raise OomDoctorError("an optimizer that the cell made itself steps the parameters of another one")
-
-    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
-
-
 def _weights(optimizer: Any) -> list[Any]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
-
-
-def _options(optimizer: Any) -> list[dict[str, Any]]:
-    import torch
-
-    return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _same_options(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """Whether the groups that were there have the settings that they had; one that came since was not stepped."""
-    return all(
-        old.keys() == new.keys() and all(bool(old[name] == new[name]) for name in old)
-        for old, new in zip(before, now, strict=False)
-    )
 
 
 def _in_order(optimizer: Any) -> None:

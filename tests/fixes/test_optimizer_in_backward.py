@@ -11,7 +11,6 @@ import pytest
 import torch
 from observed import facts
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
@@ -164,11 +163,6 @@ def test_a_second_life_of_the_optimizer_goes_on_from_its_state() -> None:
 
 
 BACKWARDS = "model(batches[0]).sum().backward()\n"
-SCALES = """\
-scaler = torch.amp.GradScaler("cpu")
-scaler.scale(model(batches[0]).sum()).backward()
-scaler.step(optimizer)
-"""
 
 
 @pytest.mark.parametrize(
@@ -176,20 +170,15 @@ scaler.step(optimizer)
     [
         (BACKWARDS + BACKWARDS + "optimizer.step()", "several parts"),
         (BACKWARDS, "not followed by a step"),
-        (BACKWARDS + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "clipped"),
-        (BACKWARDS + "clip_grad_norm_(model.parameters(), 1.0)", "clipped"),
         ("optimizer.step(lambda: model(batches[0]).sum())", "closure"),
         ("model(batches[0]).sum().backward(create_graph=True)", "graph of the gradients"),
-        (BACKWARDS + "torch.optim.SGD(model.parameters(), lr=1.0).step()", "made itself"),
-        (SCALES, "scaled"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph:UserWarning")
 def test_what_shows_itself_in_the_loop_is_refused(source, why) -> None:
-    space = program() | {"clip_grad_norm_": clip_grad_norm_}
+    space = program()
     with pytest.raises(OomDoctorError, match=why), FIX.apply(session_of(space), NONE):  # type: ignore[misc]
         exec(source, space)
-    assert clip_grad_norm_ is torch.nn.utils.clip_grad_norm_ is space["clip_grad_norm_"]
 
 
 class Own(torch.optim.SGD):
@@ -241,7 +230,10 @@ def test_what_can_be_seen_before_is_refused_on_entering(change, why) -> None:
         pass
 
 
-@pytest.mark.parametrize("source", ["norm = sum(p.grad.norm() for p in ps)", "p.grad.clamp_(-1, 1)"])
+@pytest.mark.parametrize(
+    "source",
+    ["norm = sum(p.grad.norm() for p in ps)", "p.grad.clamp_(-1, 1)", "clip_grad_norm_(ps, 1.0)", "s = GradScaler()"],
+)
 def test_code_that_reads_gradients_is_refused(source) -> None:
     with pytest.raises(OomDoctorError, match="uses gradients"), FIX.apply(session_of(program(), source), NONE):  # type: ignore[misc]
         pass
@@ -349,10 +341,11 @@ for i, x in enumerate(batches):
         (evidence(CLIPS, program()), "clipped"),
         (evidence(ACCUMULATES, program()), "accumulated"),
         (evidence(ZERO_FIRST.replace("zero_grad()", "zero_grad(set_to_none=False)"), program()), "kept as zeros"),
-        (evidence(ZERO_FIRST.replace("backward()", "backward(retain_graph=True)"), program()), "again"),
-        (evidence("model = nn.DataParallel(model)\n" + ZERO_FIRST, program()), "gathers"),
-        (evidence(ZERO_FIRST, {"model": Tied()}), "no optimizer"),
-        (evidence(ZERO_FIRST, {"optimizer": torch.optim.LBFGS([torch.zeros(2)])}), "not known"),
+        (
+            evidence(ZERO_FIRST.replace("optimizer.step()", "scheduler.step()\n    optimizer.step()"), program()),
+            "between",
+        ),
+        (evidence(ZERO_FIRST, {"model": Tied()}), "no gradients"),
         (evidence(ZERO_FIRST, program(), size=64), "no more than the largest"),
     ],
 )
@@ -381,19 +374,6 @@ def run_apart(between: str, fix: bool, after: str = "pass") -> tuple[dict[str, t
     with FIX.apply(session, NONE) if fix else nullcontext():
         exec(source, namespace)
     return live.values(model), optimizer
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-@pytest.mark.parametrize(
-    "between",
-    [
-        "optimizer.param_groups[0]['lr'] = 0.1 / (step + 1)",
-        "scheduler.step()",
-    ],
-)
-def test_what_stands_between_the_backward_pass_and_the_step_is_refused(between: str) -> None:
-    with pytest.raises(OomDoctorError, match="between the backward pass and the step"):
-        run_apart(between, True)
 
 
 @pytest.mark.parametrize("between", ["seen.append(loss.item())", "print(f'{step}: {loss.item():.3f}')"])
