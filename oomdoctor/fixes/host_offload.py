@@ -24,7 +24,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
 
 import libcst as cst
 
@@ -178,94 +177,66 @@ def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
     from torch.optim import optimizer as optim
 
     del dose
-    known = [optimizer for _, optimizer in session.optimizers]
+    known = {id(optimizer): optimizer for _, optimizer in session.optimizers}
     for path, optimizer in session.optimizers:
         if any(not isinstance(held, dict) for held in optimizer.state.values()) or type(optimizer).__name__ == "LBFGS":
             raise OomDoctorError(f"`{path}` keeps its state in a way that is not followed")
-    away = _Away()
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        away.bring_back(optimizer)
+    def before_step(optimizer: Any, *_: Any) -> None:
+        _move(optimizer, to_host=False)
 
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        away.send(optimizer)
+    def after_step(optimizer: Any, *_: Any) -> None:
+        known[id(optimizer)] = optimizer
+        _move(optimizer, to_host=True)
 
-    def before_forward(module: Any, args: Any) -> None:
-        del module, args
-        first.remove()
-        for optimizer in known:
-            if away.would_send(optimizer):
+    def before_forward(*_: Any) -> None:
+        handles[0].remove()
+        for optimizer in known.values():
+            if any(not _is_on_host(tensor) for _, tensor in _state(optimizer)):
                 for hook in [one for one in optim._global_optimizer_pre_hooks.values() if one is not before_step]:
                     hook(optimizer, (), {})
-                away.send(optimizer)
+                _move(optimizer, to_host=True)
 
-    handles = [optim.register_optimizer_step_pre_hook(before_step), optim.register_optimizer_step_post_hook(after_step)]
-    first = register_module_forward_pre_hook(before_forward)
+    handles = [
+        register_module_forward_pre_hook(before_forward),
+        optim.register_optimizer_step_pre_hook(before_step),
+        optim.register_optimizer_step_post_hook(after_step),
+    ]
     try:
         yield
     finally:
-        first.remove()
         for handle in handles:
             handle.remove()
-        away.end()
+        for optimizer in known.values():
+            try:
+                _move(optimizer, to_host=False)
+            except RuntimeError:  # the failure that ends the cell may still hold the device's memory
+                _move_at_next_step(optimizer)
 
 
-class _Away:
-    """The tensors that are in host memory, and where they belong."""
-
-    def __init__(self) -> None:
-        self._home: dict[int, tuple[ref[Any], Any]] = {}
-
-    def would_send(self, optimizer: Any) -> bool:
-        """Whether there is state on a device."""
-        return any(not _is_on_host(tensor) for tensor in _state(optimizer))
-
-    def send(self, optimizer: Any) -> None:
-        """Take the state of ``optimizer`` to host memory."""
-        for tensor in _state(optimizer):
-            if not _is_on_host(tensor):
-                self._home[id(tensor)] = ref(tensor), tensor.device
-                tensor.data = _on_host(tensor.data)
-
-    def bring_back(self, optimizer: Any) -> None:
-        """Bring the state of ``optimizer`` to where it belongs."""
-        for tensor in _state(optimizer):
-            self._bring(tensor)
-
-    def end(self) -> None:
-        """Bring everything back; what the device has no room for now is brought by the next step of its optimizer."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        try:
-            for held, _ in list(self._home.values()):
-                self._bring(held())
-        except RuntimeError:  # the failure that ends the cell may still hold the device's memory
-
-            def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-                del args, kwargs
-                self.bring_back(optimizer)
-                if not any(held() is not None for held, _ in self._home.values()):
-                    handle.remove()
-
-            handle = register_optimizer_step_pre_hook(before_step)
-
-    def _bring(self, tensor: Any) -> None:
-        held, device = self._home.get(id(tensor), (None, None))
-        if held is not None and held() is tensor and tensor is not None:
-            tensor.data = _on_device(tensor.data, device)
-            del self._home[id(tensor)]
+def _move(optimizer: Any, *, to_host: bool) -> None:
+    """Take the state of ``optimizer`` to host memory, or to where its parameters are; tensors stay the same objects."""
+    for parameter, tensor in _state(optimizer):
+        if _is_on_host(tensor) is not to_host:
+            tensor.data = _on_host(tensor.data) if to_host else _on_device(tensor.data, parameter.device)
 
 
-def _state(optimizer: Any) -> Iterator[Any]:
-    """Yield the tensors of the state that are as many as elements of a parameter, counters left out."""
+def _move_at_next_step(optimizer: Any) -> None:
+    def bring(*_: Any) -> None:
+        _move(optimizer, to_host=False)
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(bring)
+
+
+def _state(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the tensors of the state that are as many as elements of a parameter, counters left out, with those."""
     import torch
 
-    for held in optimizer.state.values():
+    for parameter, held in optimizer.state.items():
         for value in held.values() if isinstance(held, dict) else ():
             if isinstance(value, torch.Tensor) and value.dim():
-                yield value
+                yield parameter, value
 
 
 def _is_on_host(tensor: Any) -> bool:
