@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeAlias
@@ -12,20 +9,9 @@ from typing import Any, Final, TypeAlias
 from oomdoctor.evidence import _models
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.program.calls import calls_in_text
 
 Setting: TypeAlias = int | float | str | bool | None
 Modules: TypeAlias = Sequence[tuple[str, Any]]
-
-_TRAINER: Final = re.compile(r"^transformers\.trainer(_seq2seq)?$")
-_DECIDES: Final = (
-    "compute_loss",
-    "training_step",
-    "get_batch_samples",
-    "_get_num_items_in_batch",
-    "get_train_dataloader",
-)
-"""Methods of ``transformers.Trainer`` that decide over batches and their weights."""
 
 _SETTINGS: Final = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -34,12 +20,6 @@ _SETTINGS: Final = (
     *("use_cpu", "deepspeed", "fsdp", "_n_gpu"),
 )
 """Those that fixes change or depend on. Others, a token of a hub for one, are nobody's business."""
-
-_MAKES_OPTIMIZERS: Final = ("create_optimizer", "create_optimizer_and_scheduler")
-
-_BY_ITEMS: Final = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
-"""Losses that are divided by the labels of the whole batch where that number is passed. Source: ``LOSS_MAPPING`` and
-``fixed_cross_entropy`` in transformers/loss/loss_utils.py; without a type it is the first."""
 
 _COLLATORS: Final = frozenset(
     {"default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq"}
@@ -62,10 +42,8 @@ def of_transformers(trainer: Any, modules: Modules, *, counts_items: bool, predi
         "settings": tuple((name, _word(settings[name])) for name in _SETTINGS if name in settings),
         "model": _model(model, modules),
         "recomputes": _of_class(model, "supports_gradient_checkpointing") is True,
-        "given_optimizer": _overrides(trainer, _MAKES_OPTIMIZERS) is not None,
         "optimizer": next(iter(_models.optimizers(_wrapped(held.get("optimizer")))), None),
-        "weighs": _weighs(held, model, counts_items=counts_items),
-        "own": _own(held, trainer),
+        "weighs": "items" if held.get("model_accepts_loss_kwargs") is True and counts_items else "parts",
         "draws": _draws(held, model),
         "samples": length(held.get("train_dataset")),
         "gathered_bytes": _bytes(predictions),
@@ -125,71 +103,13 @@ def _wrapped(optimizer: Any) -> list[tuple[str, Any]]:
     return [("trainer.optimizer", inner)] if kind_of(type(inner)) is Kind.OPTIMIZER else []
 
 
-def _weighs(held: Mapping[str, Any], model: Any, *, counts_items: bool) -> str:
-    """Return how a ``transformers.Trainer`` adds up the gradients of the parts of a batch.
-
-    Source: ``Trainer.training_step`` and ``compute_loss``: where the model takes keyword arguments and the batch has
-    labels, the number of labels is passed and the loss is taken to be divided by it; otherwise it is divided by the
-    number of parts.
-    """
-    accepts = held.get("model_accepts_loss_kwargs")
-    if type(accepts) is not bool:
-        return ""
-    if not accepts or not counts_items:
-        return "parts"
-    inner = _adapted(model)
-    type_of_loss = (plain_dict(inner) or {}).get("loss_type")
-    known = type_of_loss in _BY_ITEMS and "_loss_function" not in (plain_dict(inner) or {})
-    # A loss that balances experts is added to the other and divided by nothing.
-    config = plain_dict((plain_dict(inner) or {}).get("config")) or {}
-    known = known and not config.get("output_router_logits")
-    return "items" if known and _passes_on(inner) else "sums"
-
-
-def _adapted(model: Any) -> Any:
-    """Return the model below the wrapper of peft."""
-    for _ in range(2):
+def _draws(held: Mapping[str, Any], model: Any) -> str | None:
+    """Return what draws random numbers for each part, or may, beside the layers of the model."""
+    for _ in range(2):  # below the wrappers of peft
         if module_of(type(model)).startswith("peft."):
             below = (plain_dict(model) or {}).get("_modules") or {}
             model = below.get("base_model", below.get("model", model))
-    return model
-
-
-def _passes_on(model: Any) -> bool:
-    """Whether the model's ``forward`` passes what it is given to a loss that divides by the number of labels."""
-    forward = _of_class(model, "forward")
-    if type(forward) is not FunctionType:
-        return False
-    try:
-        source = textwrap.dedent(inspect.getsource(forward))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    losses = [call for call in calls_in_text(source) if call.name == "self.loss_function"]
-    return bool(losses) and all("**" in call.keywords for call in losses)
-
-
-def _own(held: Mapping[str, Any], trainer: Any) -> str | None:
-    """Return what the user has put in the place of the trainer's own way to weigh a batch."""
-    if found := _overrides(trainer, _DECIDES):
-        return found
-    if held.get("loss_is_scaled_for_ga", _of_class(trainer, "loss_is_scaled_for_ga")) is not None:
-        return "loss_is_scaled_for_ga"
-    return next((name for name in ("compute_loss_func", "label_smoother") if held.get(name) is not None), None)
-
-
-def _overrides(trainer: Any, methods: Sequence[str]) -> str | None:
-    """Return the first of these methods that a class derived from the library's defines."""
-    for base in mro_of(type(trainer)):
-        if _TRAINER.match(module_of(base)):
-            return None
-        if found := next((name for name in methods if name in members_of(base)), None):
-            return f"{name_of(base)}.{found}"
-    return None
-
-
-def _draws(held: Mapping[str, Any], model: Any) -> str | None:
-    """Return what draws random numbers for each part, or may, beside the layers of the model."""
-    config = plain_dict((plain_dict(_adapted(model)) or {}).get("config")) or {}
+    config = plain_dict((plain_dict(model) or {}).get("config")) or {}
     for name, value in config.items():
         if "drop" in name and "summary" not in name and type(value) in (int, float) and value > 0:
             return f"`{name}={value}` of the model"

@@ -1,9 +1,9 @@
 """What a fix promises where it is made through the settings of a trainer, and why it cannot be.
 
 Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and
-that differs: ``transformers.Trainer`` passes the number of labels to models whose loss divides by it, takes the loss
-of others to have done so though it did not, and divides by the number of parts where the model takes no such
-argument; Lightning and accelerate give each part the same share of a full batch, in the last batch of an epoch too.
+that differs: ``transformers.Trainer`` passes the number of labels to models that take it, whether their loss divides by
+it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning and
+accelerate give each part the same share of a full batch, in the last batch of an epoch too.
 Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``, ``Accelerator.backward``.
 """
 
@@ -18,6 +18,7 @@ from oomdoctor.fixes._batch_sizes import smaller
 from oomdoctor.fixes._chunks import layer, why_not
 from oomdoctor.fixes._precision_dtype import kind_of_device
 from oomdoctor.fixes._trainer_source import BATCH, owner, setting
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
@@ -57,16 +58,11 @@ def proposed(fix: str, incident: Incident, evidence: Evidence) -> tuple[Proposal
     return _PROPOSERS[fix](trainer, incident, evidence)
 
 
-def _micro_batch(
-    trainer: TrainerFacts, incident: Incident, evidence: Evidence
-) -> tuple[Proposal, ...] | Refused | None:
-    why = _weighs_wrongly(trainer) or _couples(trainer, evidence.code) or why_not_short(incident, evidence)
-    if why is not None:
-        return Refused(why)
-    room = _splittable(trainer, incident, evidence)
-    if isinstance(room, Refused):
-        return room
-    size, splittable = room
+@refusing
+def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+    if (why := _couples(trainer, evidence.code) or why_not_short(incident, evidence)) is not None:
+        raise Unfit(why)
+    size, splittable = _splittable(trainer, incident, evidence)
     return tuple(
         Proposal(
             dose=Dose.of(parts=parts, through=trainer.library),
@@ -80,18 +76,6 @@ def _micro_batch(
         if size is None or size % parts == 0
         for caveats in [tuple(_differs(trainer, evidence.code, size, parts))]
     ) or Refused(f"a batch of {size} samples has no half")
-
-
-def _weighs_wrongly(trainer: TrainerFacts) -> str | None:
-    """Return why the gradients of parts of a batch would not add up to those of the batch."""
-    if trainer.own is not None:
-        return f"`{trainer.own}` is the code's own: how it would weigh the parts of a batch cannot be told"
-    if trainer.weighs == "sums":
-        name = trainer.model.type_name if trainer.model is not None else "the model"
-        return f"`{name}` gives the mean over each part, which this Trainer would add up without dividing by the parts"
-    if not trainer.weighs:
-        return "how this version of the trainer weighs the parts of a batch is not known"
-    return None
 
 
 def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
@@ -112,17 +96,17 @@ def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
     return None
 
 
-def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[int | None, int] | Refused:
+def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[int | None, int]:
     """Return the samples in a batch, None where the cells alone say it, and the bytes that go with them."""
     size = setting(trainer, BATCH[trainer.library])
     if type(size) is not int and (trainer.library != "accelerate" or size is not None):
-        return Refused("how many samples a batch has is not known")
+        raise Unfit("how many samples a batch has is not known")
     if size == 1:
-        return Refused("the batch has one sample: there is nothing to split")
+        raise Unfit("the batch has one sample: there is nothing to split")
     held = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    splittable = held + (incident.requested or 0)
-    known = size if type(size) is int else None
-    return (known, splittable) if splittable else Refused("no activations were found that smaller parts could save")
+    if not held + (incident.requested or 0):
+        raise Unfit("no activations were found that smaller parts could save")
+    return size if type(size) is int else None, held + (incident.requested or 0)
 
 
 def _differs(trainer: TrainerFacts, code: CodeFacts, size: int | None, parts: int) -> Iterator[str]:
@@ -153,15 +137,11 @@ def _draws(trainer: TrainerFacts, code: CodeFacts) -> Iterator[str]:
     yield from (layer(model, model.dropout[0]) for model in models if model.dropout)
 
 
+@refusing
 def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
-    room = _splittable(trainer, incident, evidence)
-    if isinstance(room, Refused):
-        return room
-    size, scales = room
-    if size is None:
-        return Refused("how many samples a batch has is not known")
+    size, scales = _splittable(trainer, incident, evidence)
     normalises = trainer.model is not None and bool(trainer.model.batch_norm)
-    return smaller(size, scales, least=2 if normalises else 1)
+    return smaller(need(size, "how many samples a batch has is not known"), scales, least=2 if normalises else 1)
 
 
 def _autocast(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Refused | None:

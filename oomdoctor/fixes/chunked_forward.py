@@ -50,8 +50,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     for model in models:
         if (why := couples(model)) is not None:
             return Refused(why)
-    if any(one.library == "transformers" and one.phase == "train" and one.own is None for one in code.trainers):
-        return Refused("`Trainer` takes the loss from the model, and a loss is not made of rows for samples")
     if (why := why_not_short(incident, evidence)) is not None:
         return Refused(why)
     activations = found_or_asked(incident, evidence)

@@ -200,9 +200,8 @@ class TrainerFacts:
         model: the model that it trains; ``optimizer``: what steps it. None where they were not found.
         given_optimizer: the optimizer was made by the user.
         recomputes: the model has a switch to recompute its activations.
-        weighs: how it adds up the gradients of parts of a batch: ``items`` by the labels in each, ``parts`` all alike,
-            ``sums`` without dividing by the number of parts; empty where that is not known.
-        own: what of the user's decides over that in its stead, ``MyTrainer.compute_loss``.
+        weighs: how it means to add up the gradients of parts of a batch: ``items`` by the labels in each, ``parts`` all
+            alike; empty where it does not.
         draws: what draws random numbers for each part of a batch, or may, beside layers of the model.
         samples: in the data set that it trains on, None where that is not known.
         gathered_bytes: predictions that it has gathered.
@@ -219,7 +218,6 @@ class TrainerFacts:
     given_optimizer: bool = False
     recomputes: bool = False
     weighs: str = ""
-    own: str | None = None
     draws: str | None = None
     samples: int | None = None
     gathered_bytes: int = 0

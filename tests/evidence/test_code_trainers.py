@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from transformers import (
     BertConfig,
-    BertForSequenceClassification,
     DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2LMHeadModel,
@@ -102,7 +101,7 @@ def test_the_trainer_that_failed_and_its_settings() -> None:
     }
     assert one.model is not None
     assert one.model.type_name == "GPT2LMHeadModel"
-    assert (one.weighs, one.own, one.draws, one.samples) == ("items", None, None, 44)
+    assert (one.weighs, one.draws, one.samples) == ("items", None, 44)
     assert one.recomputes
 
 
@@ -134,32 +133,10 @@ def test_a_failure_that_another_came_from_counts() -> None:
         ({}, "items"),
         ({"items": None}, "parts"),
         ({"model_accepts_loss_kwargs": False}, "parts"),
-        ({"model_accepts_loss_kwargs": None}, ""),
-        ({"model": small(BertForSequenceClassification)}, "sums"),
-        ({"model": nn.Linear(2, 2)}, "sums"),
     ],
 )
 def test_how_parts_of_a_batch_are_weighed(given: dict[str, Any], weighs: str) -> None:
     assert found(trainer(**given))[0].weighs == weighs
-
-
-def test_a_loss_of_the_models_own_or_for_its_experts_is_not_divided() -> None:
-    model = small()
-    model.loss_function = lambda *args, **kwargs: None
-    assert found(trainer(model=model))[0].weighs == "sums"
-    model = small()
-    model.config.output_router_logits = True
-    assert found(trainer(model=model))[0].weighs == "sums"
-
-
-def test_what_is_the_users_own() -> None:
-    base = library(LIBRARY, "transformers.trainer")["Trainer"]
-    mine = type("Mine", (base,), {"compute_loss": lambda self: None, "__module__": "__main__"})
-    assert found(trainer(mine))[0].own == "Mine.compute_loss"
-    assert found(trainer(compute_loss_func=print))[0].own == "compute_loss_func"
-    assert found(trainer(loss_is_scaled_for_ga=True))[0].own == "loss_is_scaled_for_ga"
-    plain = type("Plain", (base,), {"log": lambda self: None, "__module__": "__main__"})
-    assert found(trainer(plain))[0].own is None
 
 
 @pytest.mark.parametrize(
@@ -180,9 +157,6 @@ def test_an_optimizer_that_was_given() -> None:
     assert not found(trainer())[0].given_optimizer
     given = "trainer = Trainer(model=model, args=args, optimizers=(optimizer, None))"
     assert found(trainer(), SETTINGS, given, RUN)[0].given_optimizer
-    base = library(LIBRARY, "transformers.trainer")["Trainer"]
-    mine = type("Mine", (base,), {"create_optimizer": lambda self: None, "__module__": "__main__"})
-    assert found(trainer(mine))[0].given_optimizer
 
 
 def test_the_optimizer_out_of_its_wrapper() -> None:

@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import live
@@ -18,7 +18,6 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split
 from oomdoctor.fixes.chunked_forward import FIX, TOLERANCE, patch, propose
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 
@@ -592,19 +591,3 @@ def test_libraries_still_read_what_the_forward_takes(bind) -> None:
     with FIX.apply(live.session(model=model), Dose.of(chunks=2)):
         assert inspect.signature(model.forward) == before
     assert inspect.signature(model.forward) == before
-
-
-@pytest.mark.parametrize(
-    ("trainer", "is_refused"),
-    [
-        (TrainerFacts(library="transformers", phase="train"), True),
-        (TrainerFacts(library="transformers", phase="train", own="Mine.compute_loss"), False),
-        (TrainerFacts(library="lightning", phase="train"), False),
-    ],
-)
-def test_a_model_that_gives_its_trainer_the_loss_is_refused(trainer: TrainerFacts, is_refused: bool) -> None:
-    found = live.evidence(live.model_facts())
-    refused = propose(live.INCIDENT, replace(found, code=replace(found.code, trainers=(trainer,))))
-    assert isinstance(refused, Refused) == is_refused
-    if isinstance(refused, Refused):
-        assert refused.reason == "`Trainer` takes the loss from the model, and a loss is not made of rows for samples"
