@@ -92,6 +92,12 @@ def all_imports_in(source: str) -> frozenset[tuple[str, str]]:
     return frozenset(pair for part in _body(source) for node in ast.walk(part) for pair in imported(node))
 
 
+def calls_only(source: str, names: Collection[str]) -> bool:
+    """Return whether a cell calls nothing but functions of these names."""
+    nodes = (node for part in _body(source) for node in ast.walk(part))
+    return all(call_name(node) in names for node in nodes if isinstance(node, ast.Call))
+
+
 class FirstUse(Enum):
     """What a cell does with a name before anything else."""
 

@@ -88,6 +88,13 @@ def not_repeatable(
     return _told(program, behind), _told(program, later)
 
 
+def unseen_write(program: Program) -> str | None:
+    """Return what of the failing cell writes into a tensor past autograd, which a snapshot does not notice."""
+    nodes = (node for scope in program.running for node in _nodes(scope.body))
+    writes = (n for n in nodes if _assigns_past_autograd(n) or (isinstance(n, ast.Call) and _changes_unseen(n.func)))
+    return next((short(ast.unparse(node)) for node in writes), None)
+
+
 class _Names:
     """What dotted names stand for, by the imports and assignments of all cells and by the live names."""
 

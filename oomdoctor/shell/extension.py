@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.program.state_changes import may_change
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.definitions import read
+from oomdoctor.program.names import calls_only
+from oomdoctor.program.repetition import unseen_write
 from oomdoctor.retry.remedies import Remedies
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell import failing
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from oomdoctor.shell.showing import Shown
 
 __all__ = ["Extension", "OpenCase", "Request"]
+
+
+_LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
+"""Functions that take no time and no memory beside the forecasts of a failure."""
 
 
 class Extension:
@@ -210,12 +217,12 @@ class Extension:
         )
 
     def _tend_filling(self, raw_cell: str) -> None:
-        """Wait for the forecasts where a cell looks at them; end them where it moves the state that they are of."""
+        """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
         if self.filling is None:
             return
         if looks_at_plan(raw_cell):
             self.filling.settle()
-        elif not is_own(raw_cell) and may_change(raw_cell) is not None:
+        elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.end_filling()
 
     def end_filling(self) -> None:
@@ -250,11 +257,15 @@ class Extension:
         case = self.open or self.healed
         if case is None:
             return
-        call = may_change(transaction.source)
         done = case.transaction.moved_on_by(transaction, is_healed=self.open is None)
-        if call is not None or done is not None:
+        if done is None:
+            later = Cell(number=result.execution_count or 0, source=transaction.source)
+            unseen = unseen_write(read(Cells(history=(*case.session.cells.history, later))))
+            done = None if unseen is None else f"run `{unseen}`, which may have changed the state"
+        if done is not None:
             cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
-            self.passed = f"{cell} has {done or f'run `{call}`, which may have changed the state'}"
+            self.passed = f"{cell} has {done}"
+            self.end_filling()
             self.open = self.healed = None
 
     # What passes by -------------------------------------------------------------------------------------------

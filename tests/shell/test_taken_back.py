@@ -248,7 +248,7 @@ MOVING: Final = (
     ("model.eval()", "changed `model"),
     ("opt.param_groups[0]['lr'] = 0.5", "changed `opt"),
     ("model.note = 1", "changed `model"),
-    ("mystery()", "run `mystery()`, which may have changed the state"),
+    ("mystery()", "run `x_train.data.zero_()`, which may have changed the state"),
 )
 NEEDS: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
@@ -258,7 +258,7 @@ factor, spare, log = 1, 0, []
 def scaled(loss):
     return loss * factor
 def mystery():
-    return 3"""
+    x_train.data.zero_()"""
 STEPS: Final = """for i in range(4):
     loss = scaled(F.mse_loss(model(x_train), y_train))
     opt.zero_grad()
