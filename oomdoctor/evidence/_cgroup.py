@@ -1,9 +1,9 @@
 """The memory cgroup that binds this process: its limit, what is charged to it, and what the kernel did about it.
 
 A process may use no more than the strictest of its own group and of all groups above it. The groups are found by the
-paths that ``/proc/self/cgroup`` names below the mount points that ``/proc/self/mountinfo`` tells. In a container the
-path may lie outside of what is mounted; then the root of the mount is the container's own group, or the nearest to it
-that can be seen. On a hybrid system the version is that of the hierarchy that has the memory controller.
+paths that ``/proc/self/cgroup`` names, below the places where every system mounts them. In a container the path may
+begin outside of what is mounted; then the rest of it is looked for, and the root of the mount is the container's own
+group, or the nearest to it that can be seen. On a hybrid system the version is that of the memory controller.
 
 Source: cgroups(7), Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 
@@ -12,7 +12,6 @@ Limits: of a limit above everything that is visible, v1 tells the size and not w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
@@ -24,7 +23,6 @@ from oomdoctor.model.memory import Measured
 _UNLIMITED: Final = 1 << 60
 """v1 writes the largest count of pages for no limit, which is a little less than 2**63 bytes."""
 _NO_LIMIT: Final = Unavailable("the memory cgroup sets no limit")
-_ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
 
 class Cgroup(NamedTuple):
@@ -55,6 +53,7 @@ class _Form(NamedTuple):
     """What a version calls its files and the keys of its ``memory.stat``, which count the groups below as well."""
 
     version: int
+    mounts: tuple[str, ...]
     usage: str
     limits: tuple[str, ...]
     kills: str
@@ -67,6 +66,7 @@ class _Form(NamedTuple):
 
 _V1: Final = _Form(
     version=1,
+    mounts=("sys/fs/cgroup/memory",),
     usage="memory.usage_in_bytes",
     limits=("memory.limit_in_bytes",),
     kills="memory.oom_control",
@@ -79,6 +79,7 @@ _V1: Final = _Form(
 # Above memory.high nothing is killed, but every allocation is stalled until enough was reclaimed.
 _V2: Final = _Form(
     version=2,
+    mounts=("sys/fs/cgroup/unified", "sys/fs/cgroup"),
     usage="memory.current",
     limits=("memory.max", "memory.high"),
     kills="memory.events",
@@ -88,12 +89,6 @@ _V2: Final = _Form(
     reclaimed_from=("active_file", "inactive_file"),
     unwritten=("file_dirty", "file_writeback"),
 )
-
-
-class _Mount(NamedTuple):
-    form: _Form
-    top: str
-    folder: Path
 
 
 def read(root: Path = _proc.ROOT) -> Cgroup:
@@ -163,20 +158,16 @@ def _room(group: Cgroup) -> float:
 def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
     """Return the version in force, and the folders of this process's own group and of those above it."""
     memberships = _proc.text(root / "proc/self/cgroup")
-    mountinfo = _proc.text(root / "proc/self/mountinfo")
-    if isinstance(memberships, Unavailable) or isinstance(mountinfo, Unavailable):
+    if isinstance(memberships, Unavailable):
         return Unavailable("the kernel does not tell which cgroup this process is in")
     found = _membership(memberships)
     if isinstance(found, Unavailable):
         return found
     form, path = found
-    mounts = [mount for mount in _mounts(mountinfo, root) if mount.form is form]
-    if not mounts:
+    top = next(filter(_proc.may_exist, (root / mount for mount in form.mounts)), None)
+    if top is None:
         return Unavailable(f"the files of the memory cgroup (v{form.version}) are not mounted here")
-    mount, own = next(
-        ((mount, own) for mount in mounts if (own := _place(mount, path)) is not None), (mounts[0], mounts[0].folder)
-    )
-    folders = list(_upwards(form, own, mount.folder))
+    folders = list(_upwards(form, _place(top, path), top))
     return (form, folders) if folders else Unavailable("this process is in the root of the cgroups, without a limit")
 
 
@@ -197,31 +188,12 @@ def _membership(text: str) -> tuple[_Form, str] | Unavailable:
     return Unavailable("this process is in no memory cgroup")
 
 
-def _mounts(text: str, root: Path) -> Iterator[_Mount]:
-    """Yield the hierarchies that may have the memory controller, by ``/proc/self/mountinfo``."""
-    for line in text.split("\n"):
-        before, _, behind = line.partition(" - ")
-        fields, kinds = before.split(" "), behind.split(" ", 2)
-        if len(fields) < 5 or len(kinds) < 3:
-            continue
-        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
-            top, point = _plain(fields[3]), _plain(fields[4])
-            yield _Mount(_V2 if kinds[0] == "cgroup2" else _V1, top, root / point.lstrip("/"))
-
-
-def _plain(path: str) -> str:
-    """Return a path of mountinfo without its escapes: a space is a backslash and ``040``."""
-    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), path)
-
-
-def _place(mount: _Mount, path: str) -> Path | None:
-    """Return the folder of the group at ``path``, None where it is not below what is mounted."""
-    group, top = PurePosixPath(path), PurePosixPath(mount.top)
+def _place(top: Path, path: str) -> Path:
+    """Return the folder of the group at ``path`` below what is mounted, the mount itself where none is there."""
+    parts = PurePosixPath(path).parts[1:]
     # A group outside of this process's cgroup namespace begins with "/..".
-    if ".." in group.parts or not group.is_relative_to(top):
-        return None
-    folder = mount.folder / group.relative_to(top)
-    return folder if _proc.may_exist(folder) else None
+    folders = [top.joinpath(*parts[first:]) for first in range(len(parts))] if ".." not in parts else []
+    return next(filter(_proc.may_exist, folders), top)
 
 
 def _upwards(form: _Form, own: Path, top: Path) -> Iterator[Path]:

@@ -125,12 +125,6 @@ def test_a_v2_group_without_the_controller_is_counted_in_the_next_above(tmp_path
     assert (found.limit, found.oom_kills) == (2 * GIB, 3)
 
 
-def test_the_mount_point_is_where_mountinfo_says(tmp_path: Path) -> None:
-    groups = {"mnt/my groups/a": v2_group(2 * GIB, GIB)}
-    found = _cgroup.read(plant(tmp_path, of("0::/a\n", mount("cgroup2", "/", "/mnt/my\\040groups")), groups))
-    assert found.limit == 2 * GIB
-
-
 @pytest.mark.parametrize(
     ("files", "groups", "reason"),
     [
