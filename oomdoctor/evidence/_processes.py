@@ -12,7 +12,6 @@ started is known by the name of its thread alone, which torch sets since 2.6.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ import psutil
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostProcess, Measured
 from oomdoctor.model.sizes import GIB
-from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, spelled
+from oomdoctor.objects.alive import alive
+from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.named import is_users
 
 _MOST_WALKED: Final = 16 * GIB
@@ -144,44 +144,27 @@ def _field(found: object, name: str) -> Measured:
 
 def names() -> dict[int, str]:
     """Return the names of the processes that ``multiprocessing`` started here, by pid."""
-    started = _started()
-    known = {pid: f"{name} (multiprocessing)" for pid, (name, _) in started.items()}
-    pids = {id(process): pid for pid, (_, process) in started.items()}
-    for iterator in _iterators([process for _, process in started.values()]):
-        loader = _loader_name(iterator)
-        for index, worker in enumerate(iterator["_workers"]):
-            if id(worker) in pids:
-                known[pids[id(worker)]] = f"DataLoader worker {index}" + (f" of {loader}" if loader else "")
+    # ``active_children`` would reap those that have ended.
+    started = list(getattr(sys.modules.get("multiprocessing.process"), "_children", ()))
+    known = {pid: f"{_name_of(one)} (multiprocessing)" for one in started if (pid := _pid_of(one)) is not None}
+    module = sys.modules.get("torch.utils.data.dataloader")
+    for iterator in alive(module._MultiProcessingDataLoaderIter) if known and module is not None else ():
+        state = plain_dict(iterator) or {}
+        loader, workers = _loader_name(state), state.get("_workers")
+        for index, worker in enumerate(workers if type(workers) is list else ()):
+            if (pid := _pid_of(worker)) in known:
+                known[pid] = f"DataLoader worker {index}" + (f" of {loader}" if loader else "")
     return known
 
 
-def _started() -> dict[int, tuple[str, Any]]:
-    """Return name and object of each process by pid. ``active_children`` would reap those that have ended."""
-    module = sys.modules.get("multiprocessing.process")
-    found = {}
-    for process in tuple(getattr(module, "_children", ())):
-        state = plain_dict(process) or {}
-        pid = (plain_dict(state.get("_popen")) or {}).get("pid")
-        if type(pid) is int:
-            name = state.get("_name")
-            found[pid] = name if type(name) is str else "process", process
-    return found
+def _pid_of(process: Any) -> Any:
+    pid = (plain_dict((plain_dict(process) or {}).get("_popen")) or {}).get("pid")
+    return pid if type(pid) is int else None
 
 
-def _iterators(processes: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the state of each DataLoader iterator that holds some of ``processes`` as its workers."""
-    if not processes or "torch.utils.data.dataloader" not in sys.modules:
-        return
-    lists = [one for one in gc.get_referrers(*processes) if type(one) is list and one is not processes]
-    seen: set[int] = set()
-    for holder in gc.get_referrers(*lists) if lists else ():
-        # An object whose __dict__ was never asked for is the holder itself.
-        state = spelled(holder) if type(holder) is dict else plain_dict(holder)
-        if state is None or id(state) in seen or "_index_queues" not in state:
-            continue
-        if type(state.get("_workers")) is list:
-            seen.add(id(state))
-            yield state
+def _name_of(process: Any) -> str:
+    name = (plain_dict(process) or {}).get("_name")
+    return name if type(name) is str else "process"
 
 
 def _loader_name(iterator: dict[str, Any]) -> str | None:
@@ -189,15 +172,9 @@ def _loader_name(iterator: dict[str, Any]) -> str | None:
     for name, value in list((plain_dict(sys.modules.get("__main__")) or {}).items()):
         if is_users(name) and kind_of(type(value)) is Kind.LOADER:
             loader = plain_dict(value) or {}
-            workers = loader.get("num_workers"), iterator.get("_num_workers")
-            if loader.get("dataset") is iterator.get("_dataset") and _is_same(*workers):
+            if all(loader.get(of) is iterator.get(f"_{of}") for of in ("dataset", "num_workers")):
                 return name
     return None
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Return whether two numbers are equal, without asking one of a class of the user's."""
-    return one is other or (type(one) is int and type(other) is int and one == other)
 
 
 def _label(process: psutil.Process, known: dict[int, str], own_command: list[str]) -> str:

@@ -206,8 +206,8 @@ def test_workers_are_named_without_asking_their_loader(plain: bool, monkeypatch:
     process = Holder(None)
     vars(process).update(_name=Text("Process-1"), _popen=Holder(None))
     vars(vars(process)["_popen"])["pid"] = 4_000_000
-    iterator = Holder(None)
-    vars(iterator).update(_workers=[process], _index_queues=[], _dataset=loader.dataset)
+    iterator = object.__new__(torch.utils.data.dataloader._MultiProcessingDataLoaderIter)
+    vars(iterator).update(_workers=[process], _shutdown=True, _dataset=loader.dataset)
     vars(iterator)["_num_workers"] = 1 if plain else Number(1)
     for cls in (Number, Text):
         objects.hostile(cls, *objects.SPECIAL)
