@@ -7,12 +7,10 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
-import builtins
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from inspect import getattr_static
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -139,16 +137,6 @@ class NamespaceNames:
     def homes(self, name: str) -> tuple[str, ...]:
         """Return the dotted name by which a module, function or class is defined that a name stands for."""
         return _home(self._namespace.get(name))
-
-    def is_function(self, dotted: str) -> bool:
-        """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
-        root, *rest = dotted.split(".")
-        if not rest:
-            return hasattr(builtins, root)
-        value: Any = sys.modules.get(root)
-        for part in rest:
-            value = getattr_static(value, part, None)
-        return callable(value) and not (type(value) is type and issubclass(value, BaseException))
 
     def is_iterator(self, name: str) -> bool:
         """Return whether a name stands for what can be gone through once."""

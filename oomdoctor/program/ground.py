@@ -14,10 +14,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Final
 
 from oomdoctor.program import words
 from oomdoctor.program.assignments import plain_names
@@ -31,12 +30,9 @@ from oomdoctor.program.names import (
     own_nodes,
     read_first,
     root_of,
-    stored,
 )
 
-_Block: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
-
-
+_FOUND_BY_NAME: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _REPEATING: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
@@ -82,51 +78,23 @@ class _Trail:
         self._needed = names
 
     def back(self, body: Iterable[ast.stmt]) -> list[ast.stmt]:
-        """Return the statements of ``body`` that matter, blocks with what matters in them."""
-        kept = [found for node in reversed(list(body)) if (found := self._cut(node)) is not None]
-        return kept[::-1]
+        """Return the statements of ``body`` that matter, blocks as a whole; definitions are found by their name."""
+        return [node for node in reversed(list(body)) if self._matters(node)][::-1]
 
-    def _cut(self, node: ast.stmt) -> ast.stmt | None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
-            return None  # definitions are found by their name
-        if isinstance(node, _Block):
-            return self._cut_block(node)
-        if self._needed.isdisjoint(_changed(node)):
-            return None
-        rebound = plain_names(*node.targets) if isinstance(node, ast.Assign) else set()
-        self._need(read_first([node]), without=rebound)
-        return node
+    def _matters(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.For | ast.AsyncFor) and not self._needed.isdisjoint(plain_names(node.target)):
+            self._need(loaded(node.iter))
+        parts = [*node.body, *node.orelse] if isinstance(node, _LOOPS) else [node]
+        if isinstance(node, _FOUND_BY_NAME) or self._needed.isdisjoint(
+            name for part in parts for name in _changed(part)
+        ):
+            return False
+        self._needed -= plain_names(*node.targets) if isinstance(node, ast.Assign) else set()
+        self._need(read_first([node]))
+        return True
 
-    def _cut_block(self, node: ast.stmt) -> ast.stmt | None:
-        """Return a copy of a loop, a branch or the like with the statements in it that matter."""
-        block: Any = copy(node)
-        matters = False
-        for name in ("finalbody", "orelse", "handlers", "cases", "body"):
-            below = getattr(node, name, [])
-            if name in {"handlers", "cases"}:
-                kept = [inner for one in below if (inner := self._cut_inner(one)) is not None]
-            else:
-                kept = self.back(below)
-            matters = matters or bool(kept)
-            if below:
-                setattr(block, name, kept)
-        header = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr | ast.withitem)]
-        if not matters and self._needed.isdisjoint(stored(inner for part in header for inner in ast.walk(part))):
-            return None
-        self._need(loaded(*header))
-        if not getattr(block, "body", True):
-            block.body = [ast.copy_location(ast.Pass(), node)]
-        return cast("ast.stmt", block)
-
-    def _cut_inner(self, one: ast.AST) -> ast.stmt | None:
-        """Return a copy of an ``except`` or a ``case`` with what matters in it."""
-        inner: Any = copy(one)
-        inner.body = self.back(inner.body)
-        return cast("ast.stmt", inner) if inner.body else None
-
-    def _need(self, names: AbstractSet[str], without: AbstractSet[str] = frozenset()) -> None:
-        needed = (self._needed - without) | names
-        self._needed = needed | outside(self._definitions, needed)
+    def _need(self, names: set[str]) -> None:
+        self._needed = self._needed | names | outside(self._definitions, self._needed | names)
 
 
 def _definitions(program: Program) -> dict[str, ast.stmt]:
@@ -165,15 +133,14 @@ def _owner(function: Function) -> str:
     return function.name.partition(".")[0]
 
 
-def _changed(node: ast.AST) -> set[str]:
-    """Return the names that a statement binds, or whose objects it may change: targets, receivers and arguments."""
-    found: set[str] = set()
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement binds, or whose objects it may change: targets, receivers and arguments."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name | ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store):
-            found.add(root_of(inner))
-        elif isinstance(inner, ast.Call) and isinstance(node, ast.Expr):
-            found |= {root_of(part) for part in (inner.func, *inner.args)}
-    return found
+            yield root_of(inner)
+        elif isinstance(inner, ast.Expr):
+            calls = (part for part in ast.walk(inner) if isinstance(part, ast.Call))
+            yield from (root_of(part) for call in calls for part in (call.func, *call.args))
 
 
 def _once(scopes: Iterable[Scope]) -> tuple[Scope, ...]:

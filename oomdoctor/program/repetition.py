@@ -10,9 +10,12 @@ library does inside, what is fetched by a computed name, and a write to a tensor
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+import sys
 from collections.abc import Container, Iterable, Iterator
-from typing import Final, Protocol, TypeGuard
+from inspect import getattr_static
+from typing import Any, Final, Protocol, TypeGuard
 
 from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
@@ -55,9 +58,6 @@ class LiveNames(Protocol):
 
     def homes(self, name: str) -> tuple[str, ...]:
         """Return the dotted name by which a module, function or class is defined that a name stands for."""
-
-    def is_function(self, dotted: str) -> bool:
-        """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
 
     def is_iterator(self, name: str) -> bool:
         """Return whether a name stands for what can be gone through once."""
@@ -125,7 +125,13 @@ class _Names:
 
     def is_function(self, dotted: str) -> bool:
         """Return whether an imported module, or Python itself, has a function or class of this name, not an error."""
-        return ("." in dotted or dotted not in self.bound) and self.live.is_function(dotted)
+        root, *rest = dotted.split(".")
+        if not rest:
+            return dotted not in self.bound and hasattr(builtins, dotted)
+        value: Any = sys.modules.get(root)
+        for part in rest:
+            value = getattr_static(value, part, None)
+        return callable(value) and not (type(value) is type and issubclass(value, BaseException))
 
     def _next(self, dotted: str) -> Iterator[str]:
         root, dot, rest = dotted.partition(".")
@@ -262,11 +268,8 @@ def _is_listed(call: ast.Call, names: _Names) -> bool:
 
 def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...]:
     ordered = sorted(set(found), key=lambda item: (item[0] != program.failing, item))
-    return tuple(f"{_where(program, cell)}line {line}: `{text}`" for cell, line, text in ordered)
-
-
-def _where(program: Program, cell: int) -> str:
-    return "" if cell == program.failing else f"cell {cell}, "
+    places = {cell: "" if cell == program.failing else f"cell {cell}, " for cell, _, _ in ordered}
+    return tuple(f"{places[cell]}line {line}: `{text}`" for cell, line, text in ordered)
 
 
 def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -278,7 +281,11 @@ def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, 
 
 
 def _assigns_past_autograd(node: ast.AST) -> TypeGuard[ast.stmt]:
-    return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(map(_is_past_autograd, _targets(node)))
+    """Whether it writes through ``.data`` or ``.numpy()``, or exchanges ``.data`` itself."""
+    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        return False
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
+    return any(isinstance(part.ctx, ast.Store) and _leads_past_autograd(part) for part in parts)
 
 
 def _changes_unseen(called: ast.expr) -> bool:
@@ -290,38 +297,15 @@ def _changes_unseen(called: ast.expr) -> bool:
     )
 
 
-def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.expr]:
-    waiting = list(node.targets) if isinstance(node, ast.Assign) else [node.target]
-    while waiting:
-        target = waiting.pop(0)
-        if isinstance(target, ast.Tuple | ast.List):
-            waiting += target.elts
-        else:
-            yield target.value if isinstance(target, ast.Starred) else target
-
-
-def _is_past_autograd(target: ast.expr) -> bool:
-    """Whether assigning to ``target`` writes through ``.data`` or ``.numpy()``, or exchanges ``.data`` itself."""
-    if isinstance(target, ast.Attribute):
-        return target.attr == "data" or _leads_past_autograd(target.value)
-    return isinstance(target, ast.Subscript) and _leads_past_autograd(target.value)
-
-
 def _leads_past_autograd(value: ast.expr) -> bool:
     """Whether ``.data`` or ``.numpy()`` stands in the chain, with parts, attributes and calls after it."""
-    while True:
-        if isinstance(value, ast.Attribute):
-            if value.attr == "data":
-                return True
-            value = value.value
-        elif isinstance(value, ast.Call):
-            if isinstance(value.func, ast.Attribute) and value.func.attr in {"numpy", "__array__"}:
-                return True
-            value = value.func
-        elif isinstance(value, ast.Subscript):
-            value = value.value
-        else:
-            return False
+    while isinstance(value, ast.Attribute | ast.Call | ast.Subscript):
+        if isinstance(value, ast.Attribute) and value.attr == "data":
+            return True
+        value = value.func if isinstance(value, ast.Call) else value.value
+        if isinstance(value, ast.Attribute) and value.attr in {"numpy", "__array__"}:
+            return True
+    return False
 
 
 def _writes(call: ast.Call, name: str) -> bool:
