@@ -106,20 +106,6 @@ def names_set(target: ast.expr) -> Iterator[str]:
             yield root_of(part)
 
 
-def plain_names(*targets: ast.expr) -> set[str]:
-    """Return the names among targets, those in tuples and lists included."""
-    found: set[str] = set()
-    for target in targets:
-        match target:
-            case ast.Name(id=name):
-                found.add(name)
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                found |= plain_names(*parts)
-            case ast.Starred(value=part):
-                found |= plain_names(part)
-    return found
-
-
 def stored_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield the attributes and items that a node sets and the containers that it fills, with what goes there."""
     match node:

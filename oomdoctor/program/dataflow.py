@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
-from oomdoctor.program.assignments import assigned, bindings, fed, names_captured, names_set, plain_names
-from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, uses
+from oomdoctor.program.assignments import assigned, bindings, fed, names_captured, names_set
+from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, target_names, uses
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
@@ -226,12 +226,12 @@ class Way:
         if isinstance(node, ast.Break | ast.Continue):
             self._jumped |= found
         if isinstance(node, ast.Delete):
-            return found - plain_names(*node.targets)
+            return found - set(target_names(*node.targets))
         return found - self._bound_otherwise(assigned(node), found)
 
     def _bound_otherwise(self, pairs: Iterable[tuple[ast.expr, ast.expr]], names: set[str]) -> set[str]:
         """Return the names that are bound to something without a graph."""
-        by_value = [(plain_names(target), self._has(value, names)) for target, value in pairs]
+        by_value = [(set(target_names(target)), self._has(value, names)) for target, value in pairs]
         bound = {name for found, has in by_value if not has for name in found}
         return bound - {name for found, has in by_value if has for name in found}
 
@@ -245,7 +245,7 @@ class Way:
             inside = head
             if not isinstance(node, ast.While):
                 got = {name for to, value in bindings(node) if self._has(value, head) for name in to}
-                inside = (head - plain_names(node.target)) | got
+                inside = (head - set(target_names(node.target))) | got
             head = head | self._block(node.body, inside) | self._jumped
         after = head | self._block(node.orelse, head)
         self._jumped = outside

@@ -244,7 +244,7 @@ def _bound_inside(cell: int, node: FunctionNode, prefix: str) -> Iterator[Functi
 
 def _plainly_bound(node: ast.Assign | ast.Import | ast.ImportFrom) -> tuple[str, ...]:
     if isinstance(node, ast.Assign):
-        return tuple(name for target in node.targets for name in target_names(target))
+        return target_names(*node.targets)
     return tuple((alias.asname or alias.name).partition(".")[0] for alias in node.names)
 
 

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
-from oomdoctor.program.assignments import assigned, names_filled, names_set, parts_of, plain_names, stored_in
+from oomdoctor.program.assignments import assigned, names_filled, names_set, parts_of, stored_in
 from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import Program, Scope, with_gradients
-from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored
+from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored, target_names
 from oomdoctor.program.training_loops import called_like_a_model
 
 _BY_TEXT: Final = frozenset({"eval", "exec", "globals", "locals"})
@@ -265,7 +265,9 @@ class Graphs:
             groups = self._groups[scope] = dict[str, set[str]]()
             nodes = [node for one in scopes for node in own_nodes(one.body)]
             same = [{*names_set(target), *parts_of(value)} for node in nodes for target, value in assigned(node)]
-            same += [plain_names(*node.targets) for node in nodes if isinstance(node, ast.Assign) and node.targets[1:]]
+            same += [
+                set(target_names(*node.targets)) for node in nodes if isinstance(node, ast.Assign) and node.targets[1:]
+            ]
             for names in same:
                 joined = names.union(*(groups.get(name, set()) for name in names))
                 groups |= dict.fromkeys(joined, joined)

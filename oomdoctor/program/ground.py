@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.assignments import plain_names
 from oomdoctor.program.definitions import Function, Program, Scope, is_gradless
 from oomdoctor.program.names import (
     blocks_of,
@@ -30,6 +29,7 @@ from oomdoctor.program.names import (
     own_nodes,
     read_first,
     root_of,
+    target_names,
 )
 
 _FOUND_BY_NAME: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -82,14 +82,14 @@ class _Trail:
         return [node for node in reversed(list(body)) if self._matters(node)][::-1]
 
     def _matters(self, node: ast.stmt) -> bool:
-        if isinstance(node, ast.For | ast.AsyncFor) and not self._needed.isdisjoint(plain_names(node.target)):
+        if isinstance(node, ast.For | ast.AsyncFor) and not self._needed.isdisjoint(target_names(node.target)):
             self._need(loaded(node.iter))
         parts = [*node.body, *node.orelse] if isinstance(node, _LOOPS) else [node]
         if isinstance(node, _FOUND_BY_NAME) or self._needed.isdisjoint(
             name for part in parts for name in _changed(part)
         ):
             return False
-        self._needed -= plain_names(*node.targets) if isinstance(node, ast.Assign) else set()
+        self._needed -= set(target_names(*node.targets)) if isinstance(node, ast.Assign) else set()
         self._need(read_first([node]))
         return True
 

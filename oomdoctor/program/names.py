@@ -11,6 +11,7 @@ from typing import Final
 
 from oomdoctor.program.magics import mask, parsed
 
+_WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -262,40 +263,23 @@ def _events(body: Iterable[ast.stmt], *, certain: bool) -> Iterator[tuple[str, F
 
 
 def _statement(node: ast.stmt, certain: bool) -> Iterator[tuple[str, FirstUse | None]]:
-    binds = FirstUse.BINDS if certain else None
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    binds, blocks = FirstUse.BINDS if certain else None, blocks_of(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield from _reads(node)
         yield node.name, binds
-    elif isinstance(node, (ast.For, ast.AsyncFor)):
-        yield from _reads(node.iter)
-        yield from ((name, binds) for name in bound_by(node.target))
-        yield from _events([*node.body, *node.orelse], certain=certain)
-    elif isinstance(node, ast.While):
-        yield from _reads(node.test)
-        yield from _events([*node.body, *node.orelse], certain=certain)
-    elif isinstance(node, (ast.With, ast.AsyncWith)):
-        for item in node.items:
-            yield from _reads(item.context_expr)
-            if item.optional_vars is not None:
-                yield from ((name, binds) for name in bound_by(item.optional_vars))
-        yield from _events(node.body, certain=certain)
-    elif isinstance(node, (ast.If, ast.Try, ast.Match)):
-        yield from _branches(node)
-    else:
-        yield from _reads(node)
-        if isinstance(node, ast.AugAssign):
-            yield from ((child.id, FirstUse.READS) for child in ast.walk(node.target) if isinstance(child, ast.Name))
-        yield from ((name, binds) for name in bound_by(node))
-
-
-def _branches(node: ast.stmt) -> Iterator[tuple[str, FirstUse | None]]:
-    for field in ast.iter_child_nodes(node):
-        if isinstance(field, ast.stmt):
-            yield from _statement(field, certain=False)
-        elif isinstance(field, (ast.ExceptHandler, ast.match_case)):
-            yield from _events(field.body, certain=False)
-        else:
-            yield from _reads(field)
+        return
+    heads: list[ast.AST] = [node]
+    if isinstance(node, ast.For | ast.AsyncFor):
+        heads = [node.iter, node.target]
+    elif blocks:
+        heads = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _WITH_BLOCKS)]
+    for head in heads:
+        yield from _reads(head)
+        if isinstance(head, ast.AugAssign):
+            yield from ((child.id, FirstUse.READS) for child in ast.walk(head.target) if isinstance(child, ast.Name))
+        yield from ((name, binds) for name in bound_by(head))
+    certain = certain and not isinstance(node, ast.If | ast.Try | ast.TryStar | ast.Match)
+    yield from _events(chain.from_iterable(blocks), certain=certain)
 
 
 def _reads(node: ast.AST) -> Iterator[tuple[str, FirstUse | None]]:
@@ -324,9 +308,10 @@ def _parts_of_comprehension(node: ast.AST) -> Iterable[ast.AST]:
     return ast.iter_child_nodes(node) if isinstance(node, ast.comprehension) else (node,)
 
 
-def target_names(target: ast.AST) -> tuple[str, ...]:
-    """Return the names that an assignment to ``target`` binds."""
-    return tuple(n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+def target_names(*targets: ast.AST) -> tuple[str, ...]:
+    """Return the names that an assignment to ``targets`` binds, or that ``del`` unbinds."""
+    names = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+    return tuple(name.id for name in names if not isinstance(name.ctx, ast.Load))
 
 
 def names_in(node: ast.AST) -> set[str]:

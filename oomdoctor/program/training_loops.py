@@ -260,7 +260,7 @@ def _drawn(body: list[ast.stmt]) -> tuple[str, ...]:
     made = [node for node in [*body, *inside] if isinstance(node, ast.Assign)]
     cut = [node for node in made if any(map(_draws_batch, _parts(node.value)))]
     cut = cut or [node for node in made if any(map(_makes_up_batch, _parts(node.value)))]
-    return _unique(name for node in cut for target in node.targets for name in target_names(target))
+    return _unique(name for node in cut for name in target_names(*node.targets))
 
 
 def _parts(value: ast.AST) -> list[ast.AST]:
@@ -302,9 +302,7 @@ def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
 
 def _made(loop: Loop, name: str) -> str | None:
     made = [node for node in own_nodes(loop.body) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
-    calls = [
-        ast.unparse(node.value) for node in made if name in {one for to in node.targets for one in target_names(to)}
-    ]
+    calls = [ast.unparse(node.value) for node in made if name in target_names(*node.targets)]
     return calls[-1] if calls else None
 
 
