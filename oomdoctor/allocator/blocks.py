@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ACTIVE", "FREE", "PENDING", "UNMAPPED", "Block", "BlockPool", "Searches", "Segment"]
-
 ACTIVE: Final = "active_allocated"
 PENDING: Final = "active_pending_free"
 """Freed by the program, while another stream that used it may still be at work."""

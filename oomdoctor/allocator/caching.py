@@ -26,8 +26,6 @@ from oomdoctor.model.sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Block", "CachingAllocator", "OutOfSpace", "least_asked"]
-
 _DEFAULTS: Final = AllocatorSettings()
 _SHARED: Final = (0, 0)
 _SOME_STREAM: Final = -1

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["run_apart", "stays_whole"]
-
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 
 

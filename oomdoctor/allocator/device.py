@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oomdoctor.allocator.blocks import Block
 from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
 from oomdoctor.allocator.ledger import Ledger, storages_alive, storages_of
 from oomdoctor.allocator.message import cuda_out_of_memory
@@ -21,9 +22,7 @@ from oomdoctor.model.memory import DeviceMemory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from oomdoctor.allocator.caching import Block
-
-__all__ = ["VirtualAccelerator"]
+    from oomdoctor.allocator.blocks import Block
 
 
 class VirtualAccelerator:

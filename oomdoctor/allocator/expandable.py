@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.allocator.blocks import Block, BlockPool
 
-__all__ = ["address_space", "find", "map_in", "unmap"]
-
 
 def address_space(capacity_bytes: int, page: int) -> int:
     """Return the size of a new range: an eighth more than the device has, in whole pages."""

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["foreseen_bytes", "most_bytes"]
-
 _WIDEST_ITEM: Final = 16
 _LARGE: Final = 1 << 20
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from oomdoctor.allocator.caching import Block, OutOfSpace
+from oomdoctor.allocator.blocks import Block
+from oomdoctor.allocator.caching import OutOfSpace
 from oomdoctor.objects.alive import alive_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from oomdoctor.allocator.caching import CachingAllocator
-
-__all__ = ["Ledger", "storages_alive", "storages_of"]
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _PARTS: Final = {

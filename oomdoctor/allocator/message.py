@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from oomdoctor.model.sizes import GIB, KIB, MIB
 
-__all__ = ["cuda_out_of_memory", "cuda_size"]
-
 
 def cuda_size(size_bytes: int) -> str:
     """Return ``size_bytes`` as CUDA's allocator prints sizes: two decimals, units changed above 1024.

@@ -25,8 +25,6 @@ from oomdoctor.allocator.foresight import foreseen_bytes, most_bytes
 if TYPE_CHECKING:
     from oomdoctor.allocator.device import VirtualAccelerator
 
-__all__ = ["CountingMode"]
-
 _HOST_REFUSED: Final = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 _CAN_HIDE_FROM_DYNAMO: Final = hasattr(eval_frame, "set_code_exec_strategy")
 _running_compiled: Final = getattr(eval_frame, "get_eval_frame_callback", lambda: None)

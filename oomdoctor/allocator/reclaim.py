@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.allocator.blocks import Block, BlockPool
 
-__all__ = ["oldest", "oversize"]
-
 
 def oldest(free: Iterable[Block], now: int, excess: int) -> list[Block]:
     """Return the blocks as old as the average or older, and of the rest again, until they are ``excess`` bytes.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.blocks import Block
     from oomdoctor.allocator.settings import AllocatorSettings
 
-__all__ = ["Event", "Replay", "replay"]
-
 Event: TypeAlias = "tuple[Literal['alloc'], Hashable, int] | tuple[Literal['free'], Hashable]"
 """``("alloc", id, nbytes)`` or ``("free", id)``."""
 

@@ -23,8 +23,6 @@ from oomdoctor.model.sizes import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["LARGE_SEGMENT", "MIN_BLOCK_SIZE", "SMALL_BUFFER", "SMALL_SIZE", "VARIABLES", "AllocatorSettings"]
-
 MIN_BLOCK_SIZE: Final = 512
 """Every block is a multiple of this. Source: ``kMinBlockSize``."""
 SMALL_SIZE: Final = 1 * MIB

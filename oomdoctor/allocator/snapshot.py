@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.allocator.blocks import BlockPool
 
-__all__ = ["of_segments", "rebuild"]
-
 _OLDER_NAMES: Final = {"active_awaiting_free": PENDING}
 
 

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["holds", "makes_fakes", "put_on", "set_aside", "take_out"]
-
 _BASE: Final[Any] = TorchDispatchMode
 
 

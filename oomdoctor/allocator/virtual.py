@@ -31,8 +31,6 @@ from oomdoctor.model.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["VirtualAccelerator", "active", "simulate", "switch_off", "switch_on", "uncounted"]
-
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _mode: CountingMode | None = None

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.cli.demo_kernel import CellEnd
 
-__all__ = ["add_arguments", "notebook_path", "run"]
-
 _NOTEBOOK: Final = "01_first_oom.ipynb"
 _TOLD: Final = ("model", "optimizer", "losses", "(random number generators)")
 

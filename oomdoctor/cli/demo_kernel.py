@@ -25,8 +25,6 @@ from nbformat import NotebookNode
 
 from oomdoctor.errors import OomDoctorError
 
-__all__ = ["CellEnd", "Edited", "Reading", "run_notebook"]
-
 _CELL_TIMEOUT_S: Final = 600
 _SETTINGS: Final = {
     # Without it debugpy, which ipykernel loads, prints a warning about frozen modules.

@@ -9,8 +9,6 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["read"]
-
 
 def read(namespace: dict[str, Any]) -> str:
     """Return the reading of ``namespace`` as JSON: ``number``, ``case``, ``edits``, ``losses`` and ``digests``."""

@@ -12,8 +12,6 @@ from rich.markup import escape
 
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["case_rows", "cell_line"]
-
 _SHOWN_FIXES: Final = 4
 
 

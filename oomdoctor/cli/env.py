@@ -17,8 +17,6 @@ from rich.console import Console
 from oomdoctor import __version__
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["add_arguments", "run"]
-
 _PACKAGES: Final = ("torch", "ipython", "ipykernel", "ipywidgets", "numpy", "nvidia-ml-py")
 _COUNTS: Final = (
     *("cgroup_version", "cgroup_oom_kills", "cgroup_ooms", "overcommit"),

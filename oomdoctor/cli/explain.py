@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.finding import Finding
     from oomdoctor.model.incident import Incident
 
-__all__ = ["add_arguments", "run"]
-
 _NUMBERS: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
 _NAMES: Final = {"process_used": "in use by this process"}
 _HALF: Final = 8 << 20

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.rulebook.matching import Rule, RuleBook
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""

@@ -24,8 +24,6 @@ from oomdoctor.program.compiled import source_of
 if TYPE_CHECKING:
     from oomdoctor.cli.run_shell import ScriptShell
 
-__all__ = ["add_arguments", "run"]
-
 _FAILED: Final = 1
 _INTERRUPTED: Final = 130
 _UNREADABLE: Final = "is not a Python script that can be read"

@@ -14,8 +14,6 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 
-__all__ = ["ScriptShell"]
-
 
 class _Compiler(CachingCompiler):
     """Compiles code under the name of the script, so that tracebacks and ``inspect`` find the script's lines."""

@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from oomdoctor.allocator.caching import Block, CachingAllocator
+from oomdoctor.allocator.blocks import Block
+from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.allocator.ledger import Ledger as Counted
 from oomdoctor.allocator.ledger import storages_of

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["log_text", "notebook_output"]
-
 _MESSAGE_KEYS: Final = frozenset((
     "log", "message", "msg", "text", "event", "error", "err", "exc_info", "exc_text", "exception", "stack",
     "stack_trace", "stacktrace", "traceback", "detail", "details", "reason", "output", "line", "body", "textpayload",

@@ -15,8 +15,6 @@ from typing import Final
 from oomdoctor.incident.carried import log_text, notebook_output
 from oomdoctor.incident.thin import thin
 
-__all__ = ["LIMIT", "clean", "clean_lines"]
-
 LIMIT: Final = 16 << 20
 """Characters that are read; of a longer text the first and the last half of this."""
 

@@ -23,8 +23,6 @@ from typing import Final
 
 from oomdoctor.model.incident import Family
 
-__all__ = ["ANYWHERE", "SOURCE", "SOURCE_AFTER", "Format", "compiled", "unspaced"]
-
 _SIZE: Final = (
     r"(?:\d{1,3}(?:[.,]\d{3}){1,5}(?:[.,]\d{0,2})?|\d{1,20}(?:[.,]\d{0,6})?|\.\d{1,6})"
     r"\s?(?:[KMGTPE]i?B|bytes?|[KMGT]\b|B\b)"

@@ -14,8 +14,6 @@ from typing import Final
 from oomdoctor.incident.place import line_end_of, line_start_of, opens
 from oomdoctor.model.incident import CellLine
 
-__all__ = ["innermost_frame", "running_lines"]
-
 _TRACEBACK: Final = 20_000
 """Characters above a message in which its traceback is looked for."""
 _HEAD: Final = "Traceback (most recent call last)"

@@ -16,8 +16,6 @@ from oomdoctor.incident.place import line_end_of, line_start_of
 from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Family
 
-__all__ = ["AROUND", "LINE", "Hit", "candidates", "hits", "lowered_of"]
-
 AROUND: Final = 400
 LINE: Final = 200
 """Characters of its own line that a message has to itself before and after the match."""

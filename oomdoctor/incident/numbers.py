@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["array_bytes", "count", "settle", "size"]
-
 _GROUP: Final = 3
 """Digits that a comma keeps apart in a large number; printed fractions have two."""
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}

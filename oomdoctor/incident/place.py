@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["exception_class", "line_end_of", "line_start_of", "opens"]
-
 _NEAR: Final = 600
 """Characters between a class and what is matched of its message."""
 _CLASS: Final = re.compile(

@@ -29,8 +29,6 @@ from oomdoctor.objects.frames import steps_of, traceback_of
 from oomdoctor.objects.kinds import module_of, qualname_of
 from oomdoctor.sandbox.primitives import assemblers_error, is_short_of_memory
 
-__all__ = ["all_from_exception", "find_oom", "from_exception"]
-
 _CHAIN: Final = 1_000
 """Exceptions of one chain that are looked at; a retry loop without an end makes long ones."""
 _TEXT: Final = 20_000

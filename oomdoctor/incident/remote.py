@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from inspect import getattr_static
 from typing import Any, Final
 
-__all__ = ["carried_exception", "carried_texts", "is_carrier", "own"]
-
 _MOST: Final = 20_000
 _ERRORS: Final = 100
 """Errors of a composite that are read; a cluster has one for each engine."""

@@ -11,8 +11,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 _BEGINS: Final = r"^(?:[^\n]{0,100}[:\])|>*-]\x20?)?['\"*]{0,3}(?:[\w.]{1,60}\.)?"
 _ENDS: Final = r"['\"*}\])]{0,4}$"
 _HEADS: Final = r"\s{1,60}Traceback \(most recent call last\)"

@@ -7,8 +7,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 _UNLIMITED: Final = compiled(r"\bOOMKilled\b\"?[:=] ?\"?(?:false|0|no)\b")
 """What a runtime says of a container that did not reach its own limit; the kernel may have ended it all the same."""
 

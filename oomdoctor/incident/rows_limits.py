@@ -11,8 +11,6 @@ from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.incident.rows_structure import DENIED
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 _ENDED: Final = (
     r"(?:kill(?:ed|ing)?|terminat(?:ed|ing)|evict(?:ed|ing)|abort(?:ed|ing)|stopp(?:ed|ing)|restart(?:ed|ing)?"
     r"|cancell?ed|shut(?:ting)? down|held|removed|preempted)\b"

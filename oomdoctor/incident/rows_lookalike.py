@@ -7,8 +7,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 
 def _not_oom(
     name: str,

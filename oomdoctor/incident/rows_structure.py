@@ -16,8 +16,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["DENIED", "ROWS"]
-
 
 def _words(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)

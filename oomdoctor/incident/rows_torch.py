@@ -11,8 +11,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 _TORCH: Final = (
     compiled(r"Tried to allocate {requested}"),
     compiled(r"\((?:GPU|XPU|NPU|HIP) {device#};"),

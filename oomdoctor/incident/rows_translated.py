@@ -14,8 +14,6 @@ from typing import Final
 from oomdoctor.incident.formats import Format, compiled
 from oomdoctor.model.incident import Family
 
-__all__ = ["ROWS"]
-
 _KILLED: Final = (
     "已杀死", "強制結束", "強制終了", "죽었음", "Убито", "Вбито", "Безусловно прекъснат", "Убијен", "Σκοτώθηκε",
     "Getötet", "Processus arrêté", "Terminado (killed)", "Ucciso", "Morto", "Unicestwiony", "Geëlimineerd",

@@ -20,8 +20,6 @@ from oomdoctor.incident.place import exception_class, line_end_of, line_start_of
 from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Family, Incident
 
-__all__ = ["FORMATS", "Found", "find", "numbers", "ranked", "same", "scan", "without_doubtful"]
-
 _MESSAGE: Final = 4_000
 _TRACEBACK: Final = 20_000
 """Characters from a class to its message, where another process' traceback stands between the two."""

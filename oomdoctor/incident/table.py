@@ -19,8 +19,6 @@ from oomdoctor.incident import (
 )
 from oomdoctor.incident.formats import Format
 
-__all__ = ["FORMATS"]
-
 FORMATS: Final[tuple[Format, ...]] = (
     *rows_torch.ROWS,
     *rows_runtime.ROWS,

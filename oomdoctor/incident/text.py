@@ -10,11 +10,9 @@ import re
 from typing import Final
 
 from oomdoctor.incident.clean import clean_lines
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.table import FORMATS
 from oomdoctor.incident.wrapped import scan_lines
 from oomdoctor.model.incident import Family, Incident
-
-__all__ = ["describe", "from_text"]
 
 _LAST_ERROR: Final = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Interrupt|Warning|Exit))(?::|$)",

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import Final
 
-__all__ = ["ANCHORS", "STRONG", "thin"]
-
 _REPEATING: Final = 1 << 16
 """Characters from which on what repeats is left out."""
 _LONG: Final = 1 << 19

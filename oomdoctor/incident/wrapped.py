@@ -17,10 +17,9 @@ from itertools import accumulate
 from typing import Final
 
 from oomdoctor.incident.place import line_start_of, opens
-from oomdoctor.incident.scan import FORMATS, Found, find, numbers, ranked, without_doubtful
+from oomdoctor.incident.scan import Found, find, numbers, ranked, without_doubtful
+from oomdoctor.incident.table import FORMATS
 from oomdoctor.model.incident import Incident
-
-__all__ = ["scan_lines"]
 
 _LONG: Final = 1 << 18
 _NEAR: Final = 120

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["bare", "note"]
-
 _modules = 0
 _last = 0
 _bare = 0

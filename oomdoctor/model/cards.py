@@ -12,8 +12,6 @@ from typing import Final
 
 from oomdoctor.model.sizes import GIB, MIB
 
-__all__ = ["CARDS", "CONTEXT_BYTES", "Card"]
-
 CONTEXT_BYTES: Final = 512 * MIB
 """What is set aside on a card for the CUDA context, beside torch's allocator: an estimate on the safe side.
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.plan import Plan
 
-__all__ = ["Case", "Outcome", "OutcomeKind", "State"]
-
 
 class OutcomeKind(StrEnum):
     """How it ended."""

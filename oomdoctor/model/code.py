@@ -7,17 +7,6 @@ from dataclasses import dataclass, field
 
 from oomdoctor.model.site import Site
 
-__all__ = [
-    "CodeFacts",
-    "LoaderFacts",
-    "LossFacts",
-    "ModelFacts",
-    "OptimizerFacts",
-    "ReplicaFacts",
-    "TrainerFacts",
-    "TrainingLoop",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 
-__all__ = ["Evidence"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:

@@ -9,8 +9,6 @@ from oomdoctor.model import jsonable
 from oomdoctor.model.finding import Finding
 from oomdoctor.model.incident import Incident
 
-__all__ = ["Explanation"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:

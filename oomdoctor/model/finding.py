@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Cause", "Finding"]
-
 
 class Cause(StrEnum):
     """Why the memory ran out. The words are those of the labelled message corpus, and ``memory_cap``.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
     from oomdoctor.model.site import Site
 
-__all__ = ["Detect", "Dose", "Edit", "Effect", "Fix", "Patch", "Proposal", "Value"]
-
 Value: TypeAlias = int | float | str | bool
 Detect: TypeAlias = "Callable[[Any, Any], tuple[Site, ...]]"
 """Finds the sites of one practice in ``program.definitions.Program`` and ``objects.known.Objects``. Pure."""

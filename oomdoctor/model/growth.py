@@ -11,8 +11,6 @@ from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Measured, Role
 
-__all__ = ["Change", "DeviceGrowth", "Growth", "Mark", "Switch", "compare", "difference"]
-
 _HOST: Final = "cpu"
 _INDEX: Final = re.compile(r"\[\d+(?::\d+)?\]")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["CellLine", "Family", "Incident"]
-
 
 class Family(StrEnum):
     """Who refused the memory. The words are those of the labelled message corpus."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["SCHEMA", "case", "diagnosis", "evidence", "memplan", "plain"]
-
 SCHEMA: Final = 1
 
 

@@ -8,21 +8,6 @@ from typing import Final, TypeAlias
 
 from oomdoctor.model.absence import Unavailable
 
-__all__ = [
-    "Census",
-    "DeviceMemory",
-    "DeviceProcess",
-    "Holding",
-    "HostHolding",
-    "HostMemory",
-    "HostProcess",
-    "Measured",
-    "Pressure",
-    "PrivatePool",
-    "Role",
-]
-
-
 Measured: TypeAlias = int | Unavailable
 """Bytes (or a count) that a collector read, or why it could not."""
 

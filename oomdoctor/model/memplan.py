@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Forecast, Plan
     from oomdoctor.model.session import Cell
 
-__all__ = ["Fit", "LargestBatch", "MemPlan", "Place"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

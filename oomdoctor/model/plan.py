@@ -11,8 +11,6 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 
-__all__ = ["Candidate", "Course", "Forecast", "Plan", "Verdict"]
-
 
 class Verdict(StrEnum):
     """Whether a forecast peak fits into the budget."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.fix import Edit
     from oomdoctor.model.memory import DeviceMemory
 
-__all__ = ["Accelerator", "Attempt", "Cell", "Cells", "Kind", "Named", "Session", "shown_path"]
-
 
 class Kind(Enum):
     """The kinds that the census and the snapshot treat each in its own way."""

@@ -8,8 +8,6 @@ from typing import Final
 
 from oomdoctor.errors import SizeError
 
-__all__ = ["GIB", "KIB", "MIB", "format_size", "parse_size"]
-
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

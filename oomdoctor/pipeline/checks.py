@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Session
     from oomdoctor.retry import Choice, Transaction
 
-__all__ = ["Checks"]
-
 _KEEP: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _MOST_PARTS: Final = 64
 _SHARE: Final = 0.5

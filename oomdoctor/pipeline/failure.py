@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
 
 
-__all__ = ["accelerator_of", "by_message", "diagnose", "observe", "open_session", "simulated", "uncounted", "unpriced"]
-
-
 def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
     """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
     from oomdoctor.objects.named import find, own_modules

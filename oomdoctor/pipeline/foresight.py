@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.memplan import MemPlan
 
 
-__all__ = ["foresee"]
-
-
 def foresee(
     namespace: dict[str, Any],
     cells: Cells,

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.retry.heal import Run
 
 
-__all__ = ["admitted", "beyond_cure", "heal"]
-
-
 async def heal(
     case: Case,
     session: Session,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from oomdoctor.model.case import Case
 
-__all__ = ["cases", "last_case", "record"]
-
 _cases: list[Case] = []
 
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from oomdoctor.retry.remedies import Remedy
 
 
-__all__ = ["budget_of", "plan", "planning", "recall"]
-
-
 _INTERRUPTED: Final = "the forecasts were interrupted"
 _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 

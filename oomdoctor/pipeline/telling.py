@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.displayed import Report
 
 
-__all__ = ["check_snapshot", "explain", "report", "rulebook", "snapshot"]
-
-
 def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
     """Return the rules of oomdoctor, of packages and of ``folders``; what has faults is left out and told there.
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar, copy_context
 from typing import Any, Final
 
-__all__ = ["ContextValues"]
-
 _CONFIGS: Final = (
     *("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config"),
     *("torch._export.config", "torch.fx.config", "torch.fx.experimental._config", "torch.distributed.config"),

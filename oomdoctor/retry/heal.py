@@ -20,8 +20,6 @@ from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.sandbox.openmp import teams_in_room
 
-__all__ = ["Choice", "Run", "heal"]
-
 _NAMED: Final = 4
 Run: TypeAlias = Callable[[Attempt], Awaitable[BaseException | None]]
 """Runs an attempt's source in the user's namespace; returns what the user's code raised."""

@@ -58,18 +58,6 @@ from oomdoctor.retry.reach import shares
 if TYPE_CHECKING:
     from oomdoctor.retry.shape import Shape
 
-__all__ = [
-    "BOUND",
-    "DEPTH",
-    "MOST_OBJECTS",
-    "OBJECTS",
-    "is_open",
-    "note",
-    "note_atom",
-    "note_class",
-    "note_derived",
-]
-
 DEPTH: Final = 40
 MOST_OBJECTS: Final = 200_000
 OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})

@@ -20,8 +20,6 @@ from oomdoctor.objects.places import functions_in
 from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
 from oomdoctor.program.names import read_names
 
-__all__ = ["Patches"]
-
 _ABSENT: Final = object()
 _STREAMS: Final = ("stdin", "stdout", "stderr")
 """What ``surroundings`` puts back of ``sys``."""

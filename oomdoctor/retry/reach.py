@@ -23,8 +23,6 @@ from oomdoctor.objects.named import is_installed, is_users
 from oomdoctor.program.code_names import last_name, names_of, names_written_by, written_names
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 
-__all__ = ["Reach", "held_elsewhere", "is_fixed", "shares"]
-
 _MOST: Final = 300_000
 _ANYTHING: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "get_ipython", "run_line_magic"})
 

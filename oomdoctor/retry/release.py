@@ -19,8 +19,6 @@ from typing import Any
 from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.sandbox import reserve
 
-__all__ = ["release"]
-
 
 def release(exc: BaseException, shell: Any = None) -> None:
     """Free the locals of all finished frames that ``exc`` and what it is chained to went through.

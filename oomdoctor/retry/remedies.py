@@ -14,8 +14,6 @@ from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["Remedies", "Remedy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:

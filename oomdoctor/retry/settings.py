@@ -19,8 +19,6 @@ from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_installed, is_ours
 from oomdoctor.objects.recipes import GONE, living, weak
 
-__all__ = ["UNTOLD", "Setting", "is_of_users", "read", "settings"]
-
 UNTOLD: Final = (RuntimeError, OSError, AttributeError)
 """torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
 

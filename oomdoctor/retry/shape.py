@@ -47,8 +47,6 @@ from oomdoctor.retry.notes import (
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault
 
-__all__ = ["Shape"]
-
 _CONTAINERS: Final = CONTAINERS - {Kind.TUPLE}
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""

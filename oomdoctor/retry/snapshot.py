@@ -37,8 +37,6 @@ from oomdoctor.retry.surroundings import Surroundings
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault
 
-__all__ = ["Snapshot"]
-
 _TOLD_FIRST: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER, Kind.TENSOR, Kind.ARRAY})
 _LONGEST: Final = 120
 """Of an error's own words."""

@@ -24,8 +24,6 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.objects.named import is_installed, own_modules
 from oomdoctor.retry.settings import UNTOLD, Setting, is_of_users, read, settings
 
-__all__ = ["Surroundings"]
-
 _PATCHED: Final = frozenset({FunctionType, BuiltinFunctionType, type})
 
 

@@ -17,8 +17,6 @@ from oomdoctor.program.recompiling import put_in_place
 from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.snapshot import Snapshot
 
-__all__ = ["Transaction"]
-
 
 class Transaction:
     """A cell that can be taken back.

@@ -21,8 +21,6 @@ from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.kinds import plain_dict
 from oomdoctor.objects.recipes import GONE, living, weak
 
-__all__ = ["TensorVault", "Watched", "outside_modes"]
-
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from oomdoctor.model.sizes import GIB
 
-__all__ = ["CARDS", "Card", "smallest_for"]
-
 _USABLE: Final = 0.91
 """Least share of the size sold that ``torch.cuda.mem_get_info`` gives as the total of the cards below.
 

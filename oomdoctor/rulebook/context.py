@@ -19,8 +19,6 @@ import rule_engine
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Role
 
-__all__ = ["SITES", "SYMBOLS", "Fact", "Facts", "bound", "engine_context", "kind_of"]
-
 Fact: TypeAlias = float | int | str | bool | None
 Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
 """Facts by group and name; one that is not there is not known."""

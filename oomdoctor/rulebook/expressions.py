@@ -26,8 +26,6 @@ from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Role
 from oomdoctor.rulebook.context import LONGEST_TEXT, engine_context
 
-__all__ = ["compiled"]
-
 _LONGEST: Final = 20_000
 _LONGEST_NUMBER: Final = 70
 """Characters: 64 bits written out, and more than any size. A power of numbers with 3,000 takes seconds."""

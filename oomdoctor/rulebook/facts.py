@@ -21,8 +21,6 @@ from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
 from oomdoctor.rulebook.holders import told_by
 
-__all__ = ["complete", "facts_of"]
-
 _Source: TypeAlias = DeviceMemory | HostMemory | Incident | CodeFacts
 
 _TRAINS: Final = re.compile(r"[.](train|fit|fit_one_cycle|fine_tune|backward)[(]")

@@ -15,8 +15,6 @@ from typing import Final
 
 from oomdoctor.errors import Fault
 
-__all__ = ["expanded", "files_in", "text_of"]
-
 _LARGEST: Final = 256 << 10
 _MOST_ENTRIES: Final = 100_000
 _SUFFIXES: Final = frozenset({".yaml", ".yml"})

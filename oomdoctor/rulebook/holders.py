@@ -16,8 +16,6 @@ from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.rulebook.context import Fact
 
-__all__ = ["told_by"]
-
 _SQUARE: Final = 256
 """From this length on, two equal dimensions at the end may be the scores of attention."""
 

@@ -23,8 +23,6 @@ from oomdoctor.rulebook.matching import Rule, RuleBook
 from oomdoctor.rulebook.positions import Document, parse
 from oomdoctor.rulebook.schema import RuleFile
 
-__all__ = ["load", "load_sound"]
-
 
 def load(
     paths: Sequence[Path], known_fixes: Collection[str] | None, known_rules: Collection[str] = frozenset()

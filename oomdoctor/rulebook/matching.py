@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.rulebook.schema import RuleFile
 
-__all__ = ["Rule", "RuleBook"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:

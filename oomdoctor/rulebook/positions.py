@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import yaml
 
-__all__ = ["Document", "parse"]
-
 _DEEPEST: Final = 20
 """Levels of lists and mappings, of which a rule has five. The composer in C goes down by calls, and has no limit."""
 

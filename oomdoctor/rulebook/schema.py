@@ -8,8 +8,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from oomdoctor.model.finding import Cause
 
-__all__ = ["Examples", "RuleFile"]
-
 
 def _printable(text: str) -> str:
     """Refuse what would be nothing to a reader, or would steer the terminal that it is printed on."""

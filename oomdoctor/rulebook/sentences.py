@@ -12,8 +12,6 @@ from typing import Final
 from oomdoctor.model.sizes import format_size
 from oomdoctor.rulebook.context import Fact, Facts, kind_of
 
-__all__ = ["problems", "render"]
-
 _WAYS: Final[Mapping[str, tuple[type, Callable[[float], str]]]] = {
     "size": (float, lambda number: format_size(int(number))),
     "percent": (float, lambda number: f"{number:.0%}"),

@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from oomdoctor.errors import Fault
 
-__all__ = ["of_notebook", "of_profile"]
-
 _SECTION: Final = "OomDoctor"
 _NAME: Final = "rule_paths"
 

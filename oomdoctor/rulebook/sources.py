@@ -24,8 +24,6 @@ from oomdoctor.rulebook.loading import load_sound
 from oomdoctor.rulebook.matching import RuleBook
 from oomdoctor.rulebook.settings import of_profile
 
-__all__ = ["GROUP", "configured", "everything", "locate", "offered"]
-
 GROUP: Final = "oomdoctor.rules"
 
 

@@ -21,8 +21,6 @@ from torch.utils import backend_registration
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["fork_flag", "mend_autograd"]
-
 _SYMBOL: Final = "_ZN5torch8autograd6Engine30initialize_device_threads_poolEv"
 _COMPARE_BYTE: Final = b"\x80\x3d"
 """``cmpb imm8, disp32(%rip)``: seven bytes, of which the displacement is the third to the sixth."""

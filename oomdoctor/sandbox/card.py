@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["CACHED", "TYPES", "Card", "in_use", "not_in_use"]
-
 TYPES: Final = ("cuda", "xpu", "mps")
 """Devices that can be emulated. ROCm calls its own ``cuda``."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["replace"]
-
 _torch: Any = torch
 _raw_generator: Any = torch.Generator
 

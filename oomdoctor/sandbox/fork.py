@@ -36,16 +36,6 @@ from typing import Any, Final, NoReturn
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import wall_off
 
-__all__ = [
-    "CANNOT_BE_READ",
-    "Answer",
-    "answered",
-    "forked",
-    "is_copy",
-    "is_severed",
-    "threads_of_origin",
-]
-
 CANNOT_BE_READ: Final = "a pipe, socket or terminal cannot be read in a copy of the process"
 
 _MOST_COPIED: Final = 64 << 20

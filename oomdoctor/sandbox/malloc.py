@@ -20,8 +20,6 @@ from typing import Any, Final
 from oomdoctor.model.sizes import MIB
 from oomdoctor.sandbox import reserve
 
-__all__ = ["keep_large_blocks_apart", "large_blocks_apart", "let_large_blocks_join"]
-
 _TRIM, _MMAP = -1, -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD``."""
 _TUNABLES: Final = "GLIBC_TUNABLES"

@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from oomdoctor.sandbox import reserve
 
-__all__ = ["begin_teams", "keep_one_thread", "limit_levels", "teams_in_room"]
-
 _STACK: Final = 8 << 20
 """Bytes of a thread's stack where no limit on stacks is set."""
 

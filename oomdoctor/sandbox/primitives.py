@@ -20,8 +20,6 @@ from typing import Final
 
 from oomdoctor.sandbox import reserve
 
-__all__ = ["assemblers_error", "is_memory_refused", "is_short_of_memory"]
-
 _WORDS: Final = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
 """What is left of the status. Source: ``error::wrap_c_api`` in oneDNN's ``include/oneapi/dnnl/dnnl_common.hpp``."""
 _MARK: Final = "__oomdoctor_short_of_memory__"

@@ -21,20 +21,6 @@ from typing import Any, Final
 
 from oomdoctor.model.sizes import MIB
 
-__all__ = [
-    "FOR_MESSAGES",
-    "FOR_THREAD",
-    "address_space",
-    "give_up",
-    "has_room",
-    "is_limited",
-    "let_go",
-    "of_process",
-    "released",
-    "resident",
-    "take",
-]
-
 _WANTED: Final = 96 * MIB
 """A diagnosis takes 7 MiB where all was loaded before, and 44 MiB where not, besides the traceback, the display and a
 retry's own bookkeeping. Source: resident set around a failure of one Linear layer; `benchmarks/starved.py`.

@@ -16,8 +16,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-__all__ = ["keep_to_itself", "orphan_workers"]
-
 # The modules as things whose attributes may be assigned.
 _torch: Any = torch
 _builtins: Any = builtins

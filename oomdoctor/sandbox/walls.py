@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Blocked", "bound_memory", "forbid", "own_doings", "raise_limits", "wall_off"]
-
 
 class Blocked(PermissionError):
     """Something that a shadow run must not do."""

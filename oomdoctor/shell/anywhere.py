@@ -16,8 +16,6 @@ from typing import Any
 
 from oomdoctor.errors import NotAvailable
 
-__all__ = ["run_cell_anywhere"]
-
 
 def run_cell_anywhere(shell: Any, source: str) -> None:
     """Run ``source`` as a cell on the main thread; return when it is done.

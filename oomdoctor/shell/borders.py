@@ -9,9 +9,6 @@ from typing import Any, Final
 
 from oomdoctor.objects.frames import is_of_signal
 
-__all__ = ["Borders", "quietly"]
-
-
 _EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
 

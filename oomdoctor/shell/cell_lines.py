@@ -18,8 +18,6 @@ from oomdoctor.model.session import Cell
 from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.program.compiled import defines
 
-__all__ = ["as_in_the_cell"]
-
 _COMPILED_AS: Final = {"time": ("<timed exec>", "<timed eval>"), "prun": ("<string>",)}
 """Cell magics that compile their body under a name of their own. Source: ``ExecutionMagics`` of IPython 7.34 to 9."""
 _RUN_AS_A_CELL: Final = frozenset({"capture"})

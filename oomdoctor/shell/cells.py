@@ -8,16 +8,6 @@ from typing import Any, Final
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.shell.changed import changed_cells
 
-__all__ = [
-    "asks_for_retry",
-    "cells_until",
-    "filenames",
-    "is_own",
-    "looks_at_plan",
-    "planned",
-    "runs_apart",
-]
-
 _PLAIN_NAME: Final = re.compile(r"<ipython-input-(\d+)-")
 _RETRY: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry)\b")
 _LOOKS_AT_PLAN: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry|diff|undo|cases)\b")

@@ -10,8 +10,6 @@ from typing import Any, Final
 from oomdoctor.model.session import Attempt, Cell
 from oomdoctor.shell import ATTRIBUTE
 
-__all__ = ["as_cell", "changed_cells", "texts_of"]
-
 _DEFINES: Final = re.compile(r"^\s*(async\s+def|def|class)\b", re.MULTILINE)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from traitlets import Bool, Enum, Float, Int, List, Unicode
 from traitlets.config import Configurable
 
-__all__ = ["OomDoctor"]
-
 
 class OomDoctor(Configurable):
     """How oomdoctor behaves in this shell."""

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from oomdoctor.shell.filling import Filling
     from oomdoctor.shell.showing import Shown
 
-__all__ = ["Extension", "OpenCase", "Request"]
-
-
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Session
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["LOADED_LATE", "CellRun", "answer", "answer_outside", "find_oom", "ran_in"]
-
 LOADED_LATE: Final = "oomdoctor was loaded by this very cell, so the state at its start is not known: run it again"
 
 

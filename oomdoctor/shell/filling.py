@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.shell.borders import Borders
 
-__all__ = ["Filling", "comes_later"]
-
 _SERVERS: Final = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID")
 """Environment variables that tell of a notebook that somebody looks at. Source: `jupyter_server` sets the first for
 each kernel from 2.0 on; nbclient and papermill, which run a notebook to its end, set none of them."""

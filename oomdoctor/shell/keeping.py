@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["insert", "undo", "why_not_retried", "why_not_undone"]
-
 
 def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
     """Put the failing cell as the fix has it into the next cell, and print the changes of earlier cells as a diff."""

@@ -14,8 +14,6 @@ from oomdoctor.shell.verbs import VERBS, shown
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["register", "unregister"]
-
 _NAMES: Final = {"line": ("oomdoctor", "memreport", "memplan"), "cell": ("memplan",)}
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
     from oomdoctor.views.planned import Planned
 
-__all__ = ["USAGE", "MemPlanner", "Options", "check_source", "line_answer"]
-
 USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
 
     %%memplan [--run] [--device-memory SIZE] [--device D] [--json [PATH]]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.growth import GrowthRows
     from oomdoctor.views.survey import Survey
 
-__all__ = ["USAGE", "MemReport", "Options", "counters"]
-
 USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
 
     %memreport [--device D] [--top N] [--diff] [--json [PATH]] [--html PATH] [--snapshot PATH]

@@ -8,8 +8,6 @@ from typing import Final
 
 from oomdoctor.errors import UsageError
 
-__all__ = ["OUTPUT", "check_writable", "one_line", "path_of", "put"]
-
 OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
 """To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
 _DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")

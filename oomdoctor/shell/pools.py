@@ -10,8 +10,6 @@ from collections.abc import Hashable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final
 
-__all__ = ["unfinished"]
-
 _WITH_MANAGERS: Final = (
     "concurrent.futures.process",
     "joblib.externals.loky.process_executor",

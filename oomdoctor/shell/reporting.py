@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
     from oomdoctor.views.displayed import Report
 
-__all__ = ["report"]
-
 
 def report(
     namespace: dict[str, Any] | None = None, cells: Cells | None = None, filenames: Mapping[str, int] | None = None

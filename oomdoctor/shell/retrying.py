@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
     from oomdoctor.shell.failing import CellRun
 
-__all__ = ["OpenCase", "Request", "heal"]
-
 
 @dataclass(slots=True)
 class OpenCase:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Run", "current", "source_begun_before"]
-
 
 @dataclass(slots=True, eq=False)
 class Run:

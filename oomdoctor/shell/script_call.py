@@ -21,8 +21,6 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.objects.named import is_users
 from oomdoctor.program.compiled import defines, global_names, is_compiled_from, statement_end
 
-__all__ = ["RESULT", "Call", "begun", "home_of", "spell", "text_of", "unreadable"]
-
 RESULT: Final = "_oomdoctor_result"
 _LONGEST: Final = 60
 

@@ -22,8 +22,6 @@ from oomdoctor.shell.memplan import check_source
 if TYPE_CHECKING:
     from oomdoctor.views.planned import Planned
 
-__all__ = ["plan"]
-
 _PLANNED: Final = "_oomdoctor_planned"
 
 

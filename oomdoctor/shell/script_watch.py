@@ -35,20 +35,6 @@ from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.script_call import RESULT, begun
 from oomdoctor.shell.stragglers import beside, end_since, pools_since, processes_since
 
-__all__ = [
-    "Part",
-    "Settings",
-    "Watch",
-    "apart_from",
-    "drive",
-    "entered",
-    "is_left_alone",
-    "is_oom",
-    "is_told",
-    "left_alone",
-    "ran_out",
-]
-
 _MARK: Final = "__oomdoctor_told__"
 _MODULE, _PART = 1, 2
 """Numbers of the cells that a script is taken for: the module's text, and the part of it that ran."""

@@ -35,8 +35,6 @@ from oomdoctor.shell.script_watch import (
     ran_out,
 )
 
-__all__ = ["heal"]
-
 _AUTOS: Final = ("exact", "any", "off")
 
 F = TypeVar("F", bound=Callable[..., Any])

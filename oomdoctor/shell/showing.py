@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.live import Live
     from oomdoctor.views.story import Retry
 
-__all__ = ["Shown", "retry_of"]
-
 _EVERY_S: Final = 0.25
 """Time between two looks at the memory while a retry runs."""
 

@@ -26,8 +26,6 @@ from weakref import WeakSet
 from oomdoctor.objects.alive import alive_exactly
 from oomdoctor.shell.pools import unfinished
 
-__all__ = ["Beside", "beside", "end_since", "pools_since", "processes_since", "threads_at_work"]
-
 _LIBRARIES: Final = tuple(
     {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
 )

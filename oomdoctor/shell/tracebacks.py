@@ -10,8 +10,6 @@ from typing import Any
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell.wrapping import Wrapped
 
-__all__ = ["TracebackWatch"]
-
 
 class TracebackWatch:
     """Wraps ``shell.showtraceback``.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
 
-__all__ = ["VERBS", "shown"]
-
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
@@ -66,7 +64,7 @@ def fix(extension: Extension, words: list[str]) -> None:
     `%oomdoctor fix [N|ID] --insert` runs nothing: it puts the changed cell into the next one, for you to keep.
     `release_traceback` and `clear_output_cache` free what they can at once where no failed cell waits for them.
     """
-    from oomdoctor.shell.extension import Request
+    from oomdoctor.shell.retrying import Request
 
     anyway = "--anyway" in words
     named = [word for word in words if word not in ("--anyway", "--insert")]
@@ -88,7 +86,7 @@ def fix(extension: Extension, words: list[str]) -> None:
 def retry(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor retry [--anyway]`: run the failed cell again with the fixes that keep the result, best first."""
     from oomdoctor import pipeline
-    from oomdoctor.shell.extension import Request
+    from oomdoctor.shell.retrying import Request
 
     anyway = "--anyway" in words
     _no_more("retry", [word for word in words if word != "--anyway"])

@@ -35,8 +35,6 @@ from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.filling import comes_later
 
-__all__ = ["Warming", "steps"]
-
 _MODULES: Final = (
     *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
     *("oomdoctor.views", "oomdoctor.views.panel", "libcst.native", "oomdoctor.forecast.planning"),

@@ -11,8 +11,6 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.views import words
 
-__all__ = ["absences"]
-
 _UNUSED: Final = "this process has not used"
 _BUILT_WITHOUT: Final = " is built without"
 

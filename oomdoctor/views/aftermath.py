@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["CHANGED", "COMMANDS", "WHY", "Aftermath", "aftermath"]
-
 _KEEP, _BACK, _OFFERED, _ANYWAY = COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
 

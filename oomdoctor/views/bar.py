@@ -9,8 +9,6 @@ from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 
-__all__ = ["Bar", "Segment", "ceiling", "device_bar", "host_bar", "process_bar"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from oomdoctor.views.bar import Bar
 from oomdoctor.views.holders import Holders
 
-__all__ = ["Card", "Fact"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:

@@ -14,8 +14,6 @@ from oomdoctor.views.card import Card, Fact
 from oomdoctor.views.grouping import NAMELESS, grouped
 from oomdoctor.views.holders import TOP, holders
 
-__all__ = ["device_card", "in_use", "largest_role"]
-
 _PROCESSES: Final = 5
 _CACHE_WORTH_TELLING: Final = 0.25
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.growth import Growth, Mark
     from oomdoctor.views.survey import Survey
 
-__all__ = ["Grown", "Report"]
-
 _LOG: Final = 100
 _TITLE: Final = "Memory report"
 _numbers: Final = count()

@@ -15,8 +15,6 @@ from oomdoctor.views.terminal import fitted, width
 from oomdoctor.views.text import explanation
 from oomdoctor.views.words import clean
 
-__all__ = ["Explained"]
-
 _LONGEST: Final = 500
 
 

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, Role
 
-__all__ = ["NAMELESS", "WEIGHTS", "grouped", "one_per_group", "saved_within", "within"]
-
 NAMELESS: Final = "("
 """What the path of a holder without a name begins with."""
 

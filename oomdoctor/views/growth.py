@@ -15,8 +15,6 @@ from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, one_per_group
 from oomdoctor.views.holders import TOP
 
-__all__ = ["NOTHING_YET", "GrowthRow", "GrowthRows", "growth_rows", "since_cell"]
-
 _WORTH_A_ROW: Final = 0.005
 _UNCOMPARED: Final = "its tensors and those of the host are not compared"
 _NOTHING: Final = "nothing that can be compared"

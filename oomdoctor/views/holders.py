@@ -13,8 +13,6 @@ from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
 from oomdoctor.views.grouping import WEIGHTS, grouped, saved_within
 
-__all__ = ["TOP", "HolderRow", "Holders", "consists_of", "holders", "worth_telling"]
-
 TOP: Final = 10
 """Holders that are listed where no number is asked for. Where more are asked for, single weights are listed."""
 

@@ -17,8 +17,6 @@ from oomdoctor.views.device_card import largest_role
 from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
 from oomdoctor.views.page_cache import is_in_question, page_cache_advice
 
-__all__ = ["host_card"]
-
 _NEAR: Final = 0.8
 _CHILDREN: Final = 5
 _WORKER: Final = re.compile(r"DataLoader worker \d+(?P<loader>( of \w+)?)")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["BAD", "GOOD", "case", "explanation", "growth", "memplan", "notice", "page", "plan", "prose", "report"]
-
 _CODE: Final = re.compile(r"`([^`]+)`")
 
 _UP: Final = ("45deg", "8px 8px")

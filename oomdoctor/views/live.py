@@ -10,8 +10,6 @@ from oomdoctor.model.sizes import format_size
 if TYPE_CHECKING:
     from oomdoctor.model.case import OutcomeKind
 
-__all__ = ["Live"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:

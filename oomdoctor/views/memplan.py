@@ -18,8 +18,6 @@ from oomdoctor.views.bar import Bar, Segment
 from oomdoctor.views.prices import Prices, basis, prices
 from oomdoctor.views.timeline import Timeline, timeline
 
-__all__ = ["Foresight", "PlaceRow", "foresight"]
-
 _CARDS: Final = f"as torch reports their memory, and {format_size(CONTEXT_BYTES)} of it set aside for CUDA itself"
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["bundle", "explanation_bundle", "notice_bundle", "plan_bundle", "report_bundle"]
-
 
 def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None) -> dict[str, str]:
     """Return the diagnosis of ``case`` by MIME type.

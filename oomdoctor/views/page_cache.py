@@ -21,8 +21,6 @@ from oomdoctor.model.memory import HostMemory
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 
-__all__ = ["is_in_question", "page_cache_advice"]
-
 _WORTH_TELLING: Final = 0.05
 """Share of the memory below which a part of the cache cannot decide whether a cell fits."""
 

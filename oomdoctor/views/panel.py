@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate, Plan
     from oomdoctor.views.live import Live
 
-__all__ = ["Doctor", "Panel", "build"]
-
 _AUTO: Final = (
     ("ask me", "off"),
     ("retry by itself, results kept", "exact"),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.fix import Patch
     from oomdoctor.views.live import Live
 
-__all__ = ["Buttons", "Progress", "changed_cells", "code", "diff", "opener", "wrapping"]
-
 _MONO: Final = "var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))"
 _MOST_ROWS: Final = 30
 

@@ -12,8 +12,6 @@ from oomdoctor.views.prices import FixRow, fix_row
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate, Forecast
 
-__all__ = ["Row"]
-
 
 class Row:
     """The controls of one fix.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.memplan import MemPlan
     from oomdoctor.model.plan import Forecast
 
-__all__ = ["Planned"]
-
 _LOG: Final = 100
 
 

@@ -17,8 +17,6 @@ from oomdoctor.views import words
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
 
-__all__ = ["FixRow", "Gauge", "Prices", "RefusalRow", "basis", "fix_row", "fix_rows", "prices", "slowdown"]
-
 _BASIS: Final = 600
 """Characters of a basis, which is a sentence of a fix: of two fixes together it is two. It is told to its end."""
 _ALIKE: Final = 1.05

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.explanation import Explanation
     from oomdoctor.model.incident import Incident
 
-__all__ = ["Reading", "read"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:

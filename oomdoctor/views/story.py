@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.code import ModelFacts
 
-__all__ = [
-    "TOLD",
-    "FailingLine",
-    "FindingRow",
-    "Retry",
-    "Story",
-    "finding_rows",
-    "headline",
-    "tell",
-]
-
 _TOP: Final = 5
 
 TOLD: Final = 5

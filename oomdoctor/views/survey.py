@@ -18,8 +18,6 @@ from oomdoctor.views.growth import GrowthRows, since_cell
 from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import host_card
 
-__all__ = ["Survey", "focus", "survey"]
-
 _HOST: Final = "cpu"
 
 

@@ -8,8 +8,6 @@ import shutil
 import sys
 from typing import Final, TextIO, TypedDict
 
-__all__ = ["SUBSTITUTE", "Looks", "fitted", "looks", "width"]
-
 _NARROWEST, _WIDEST, _LOG = 20, 120, 100
 _COLOURLESS: Final = ("", "dumb", "unknown")
 

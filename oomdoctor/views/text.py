@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.story import Retry
     from oomdoctor.views.survey import Survey
 
-__all__ = ["case", "explanation", "growth", "memplan", "notice", "plan", "report"]
-
 _VERDICT_STYLES: Final = {
     Verdict.FITS: "green",
     Verdict.BORDERLINE: "yellow",

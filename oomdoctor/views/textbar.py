@@ -11,8 +11,6 @@ from rich.text import Text
 from oomdoctor.model.memory import Role
 from oomdoctor.views.bar import Bar, Segment
 
-__all__ = ["draw", "flow"]
-
 _FILLS: Final = {
     Role.ACTIVATION.value: ("█", "red"),
     Role.PARAMETER.value: ("▓", "blue"),

@@ -12,8 +12,6 @@ from oomdoctor.views import textbar, words
 from oomdoctor.views.memplan import Foresight, PlaceRow
 from oomdoctor.views.textparts import bar_width, grid, heading, indented, is_narrow, prose, timeline_parts
 
-__all__ = ["memplan_parts", "memplan_tail"]
-
 _STYLES: Final = {Verdict.FITS: "green", Verdict.BORDERLINE: "yellow", Verdict.TOO_LARGE: "red", Verdict.UNKNOWN: ""}
 
 

@@ -14,8 +14,6 @@ from rich.text import Text
 from oomdoctor.views.holders import Holders
 from oomdoctor.views.timeline import Timeline
 
-__all__ = ["bar_width", "grid", "heading", "holder_parts", "indented", "is_narrow", "prose", "timeline_parts"]
-
 _NARROW: Final = 60
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 _INDENT, _GAP = 2, 2

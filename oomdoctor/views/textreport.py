@@ -14,8 +14,6 @@ from oomdoctor.views.growth import GrowthRows
 from oomdoctor.views.survey import Survey
 from oomdoctor.views.textparts import bar_width, grid, holder_parts, indented, is_narrow, prose
 
-__all__ = ["growth_parts", "survey_parts"]
-
 _STYLES: Final = {"+": "red", "-": "green"}
 
 

@@ -11,8 +11,6 @@ from oomdoctor.model.sizes import format_size
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Course
 
-__all__ = ["Column", "Timeline", "timeline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:

@@ -18,23 +18,6 @@ from oomdoctor.model.memory import DeviceMemory, Measured, Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import format_size
 
-__all__ = [
-    "EFFECTS",
-    "ROLES",
-    "STATES",
-    "VERDICT_MARKS",
-    "about",
-    "clean",
-    "code",
-    "count",
-    "device_name",
-    "known",
-    "missing",
-    "percent",
-    "place",
-    "times",
-]
-
 ROLES: Final = {
     Role.PARAMETER: "parameters",
     Role.GRADIENT: "gradients",
