@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Final
 
 import libcst as cst
 
@@ -26,6 +27,9 @@ from oomdoctor.program.bindings import last_binding
 from oomdoctor.program.rewriting import exchange, text_of, within
 
 __all__ = ["Call", "advised", "code_of", "exchanged", "find", "keyword", "last_name", "made", "with_keyword"]
+
+
+_MAIN: Final = re.compile(r"if __name__ == ['\"]__main__['\"]:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,7 +124,7 @@ def made(cells: Cells, facts: OptimizerFacts) -> Call:
         bound = last_binding(parsed, path)
         if bound is None:
             continue
-        if bound.whole is not bound.statement:
+        if bound.whole is not bound.statement and not _MAIN.match(parsed.code(bound.whole)):
             raise Unfit(f"which of several branches of {cell} makes `{path}` is not followed")
         value, statement = bound.value, bound.statement
         if isinstance(value, cst.Call) and isinstance(statement, cst.SimpleStatementLine):
