@@ -1,4 +1,4 @@
-"""What a notebook does with a data set after it was put on a device, as LibCST nodes.
+"""What a notebook does with a data set after it was put on a device.
 
 A name counts as data when all that happens to it can be accounted for: batches are cut from it, its size is asked, or
 it goes into a ``TensorDataset`` that goes into loaders. One use of another kind, and nothing is known of it.
@@ -7,192 +7,183 @@ it goes into a ``TensorDataset`` that goes into loaders. One use of another kind
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._class_calls import last_name
-from oomdoctor.model.absence import Refused
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.fixes._unfit import Unfit
+from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within
 
-__all__ = ["Page", "Uses", "pages_of"]
+__all__ = ["Pages", "Uses"]
 
 _SPLITS: Final = frozenset({"random_split", "Subset"})
 _SIZES: Final = m.OneOf(*(m.Name(name) for name in ("shape", "size", "dtype", "ndim", "dim", "numel", "nbytes")))
 _BEFORE_COLLATE: Final = 6
 """Arguments of ``DataLoader`` before ``collate_fn``. Source: torch/utils/data/dataloader.py."""
 
+Pages: TypeAlias = list[tuple[Cell, rewriting.ParsedCell]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Page:
-    """A cell, and the parent of each of its nodes."""
+class Spot:
+    """A node of a page, and what it stands in, innermost first."""
 
+    page: int
     cell: Cell
     parsed: rewriting.ParsedCell
-    parents: Mapping[cst.CSTNode, cst.CSTNode]
+    node: cst.CSTNode
+    above: tuple[cst.CSTNode, ...]
 
-    def where(self, node: cst.CSTNode) -> str:
-        """Return line and cell of ``node``, for a sentence."""
-        return f"line {self.line(node)} of {self.cell}"
+    @property
+    def line(self) -> int:
+        """The line that it begins on."""
+        return self.parsed.lines_of(self.node)[0]
 
-    def line(self, node: cst.CSTNode) -> int:
-        """Return the line that ``node`` begins on."""
-        return self.parsed.lines_of(node)[0]
+    @property
+    def where(self) -> str:
+        """Line and cell, for a sentence."""
+        return f"line {self.line} of {self.cell}"
 
-    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield what ``node`` stands in, innermost first."""
-        while (parent := self.parents.get(node)) is not None:
-            yield (node := parent)
+    @property
+    def in_function(self) -> bool:
+        """Whether it stands in a function or a class."""
+        return any(isinstance(one, cst.FunctionDef | cst.ClassDef) for one in self.above)
 
-    def is_in_function(self, node: cst.CSTNode) -> bool:
-        """Whether ``node`` stands in a function or a class."""
-        return any(isinstance(one, cst.FunctionDef | cst.ClassDef) for one in self.above(node))
+    @property
+    def call(self) -> Spot | None:
+        """The call that it is an argument of."""
+        is_given = isinstance(self.above[0], cst.Arg) and isinstance(self.above[1], cst.Call)
+        return replace(self, node=self.above[1], above=self.above[2:]) if is_given else None
 
-    def call_around(self, node: cst.CSTNode) -> cst.Call | None:
-        """Return the call that ``node`` is an argument of."""
-        arg = self.parents[node]
-        call = self.parents[arg] if isinstance(arg, cst.Arg) else None
-        return call if isinstance(call, cst.Call) else None
+    @property
+    def targets(self) -> list[cst.BaseExpression]:
+        """What it is assigned to, taken apart; none where it is no whole value of one assignment."""
+        match self.above[0]:
+            case cst.Assign(targets=[cst.AssignTarget(target=cst.Tuple(elements=parts))]):
+                return [one.value for one in parts]
+            case cst.Assign(targets=[cst.AssignTarget(target=target)]):
+                return [target]
+        return []
 
-    def bound(self, value: cst.CSTNode) -> list[cst.BaseExpression]:
-        """Return what ``value`` is assigned to, taken apart; none where it is no whole value of one assignment."""
-        assign = self.parents[value]
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return []
-        target = assign.targets[0].target
-        return [one.value for one in target.elements] if isinstance(target, cst.Tuple) else [target]
-
-    def name_of(self, value: cst.CSTNode) -> str | None:
-        """Return the name that ``value`` is bound to."""
-        return one.value if len(found := self.bound(value)) == 1 and isinstance(one := found[0], cst.Name) else None
-
-    def mentions(self, name: str) -> Iterator[cst.Name]:
-        """Yield where the notebook's ``name`` is used: not as an attribute, a keyword or a parameter."""
-        for node in within(self.parsed.module, cst.Name):
-            parent = self.parents[node]
-            if node.value != name or node in (getattr(parent, "attr", None), getattr(parent, "keyword", None)):
-                continue
-            around = (one.params for one in self.above(node) if isinstance(one, cst.FunctionDef | cst.Lambda))
-            if not any(param.name.value == name for params in around for param in within(params, cst.Param)):
-                yield node
-
-
-def pages_of(cells: Cells) -> list[Page]:
-    """Return the cells that can be read; one that is run again stands for its earlier runs."""
-    last = {cell.source: cell for cell in cells.history}
-    kept = [(cell, rewriting.read(cell.source)) for cell in cells.history if last[cell.source] is cell]
-    return [
-        Page(cell, parsed, dict(_parents(parsed.module))) for cell, parsed in kept if not isinstance(parsed, Refused)
-    ]
-
-
-def _parents(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    for child in node.children:
-        yield child, node
-        yield from _parents(child)
+    @property
+    def name(self) -> str | None:
+        """The one name that it is bound to."""
+        found = self.targets
+        return found[0].value if len(found) == 1 and isinstance(found[0], cst.Name) else None
 
 
 class Uses:
     """What is done with data after it was put on a device.
 
     Attributes:
-        cut: subscripts that cut batches, with their page.
-        loaders: calls of ``DataLoader``.
-        sets: the expressions for data sets that are kept.
+        cut: subscripts that cut batches; ``loaders``: calls of ``DataLoader``.
+        sets: the expressions for data sets that are kept, with their page.
     """
 
-    def __init__(self, pages: list[Page]) -> None:
+    def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self.cut: list[tuple[Page, cst.Subscript]] = []
-        self.loaders: list[tuple[Page, cst.Call]] = []
-        self.sets: list[tuple[Page, str]] = []
+        self.cut: list[Spot] = []
+        self.loaders: list[Spot] = []
+        self.sets: list[tuple[int, str]] = []
 
     def add(self, more: Uses) -> None:
         """Add what is done with other names; a loader or a data set that holds both counts once."""
+        known = {one.node for one in self.loaders}
         self.cut += more.cut
-        self.loaders += [one for one in more.loaders if one not in self.loaders]
+        self.loaders += [one for one in more.loaders if one.node not in known]
         self.sets += [one for one in more.sets if one not in self.sets]
 
-    def follow(self, name: str, since: tuple[Page, int], *, is_set: bool = False) -> str | None:
-        """Add what is done with a name after a line; return what cannot be accounted for, None if all can."""
-        home, line = since
-        for page in self._pages[self._pages.index(home) :]:
-            for node in page.mentions(name):
-                if page is not home or page.line(node) > line:
-                    why = self._of_set(page, node, since) if is_set else self._of_tensor(page, node, since)
-                    if why is not None:
-                        return why
-        return None
+    def follow_placed(self, page: int, name: str | None, call: cst.Call) -> None:
+        """Follow what ``call`` puts on a device: a name, or a part of a data set that is made at once."""
+        placed = next(one for one in self._below(page, cst.Call) if one.node is call)
+        if name is None and placed.call is not None:
+            self._hand_over(placed.call)
+        else:
+            self._follow(str(name), placed)
+        if not self.cut and not self.loaders:
+            raise Unfit("nothing was found that takes batches from the data")
 
-    def _of_tensor(self, page: Page, node: cst.Name, since: tuple[Page, int]) -> str | None:
-        parent, call = page.parents[node], page.call_around(node)
-        if m.matches(parent, m.Attribute(attr=_SIZES)) or (call is not None and last_name(call) == "len"):
-            return None
-        if isinstance(parent, cst.Subscript) and parent.value is node:
-            if isinstance(page.parents[parent], cst.AssignTarget | cst.AugAssign | cst.Del):
-                return f"{page.where(node)} writes to `{node.value}`"
-            if not page.is_in_function(node) and page is not self._pages[-1]:
-                return f"{page.where(node)} takes a part of `{node.value}`, which is on the device already"
-            self.cut.append((page, parent))
-            return None
-        if call is not None and last_name(call) == "TensorDataset":
-            return self.hand_over(page, call, since)
-        return f"{page.where(node)} uses `{node.value}` as a whole"
+    def _below(self, page: int, kind: type[cst.CSTNode]) -> Iterator[Spot]:
+        cell, parsed = self._pages[page]
+        waiting: list[tuple[cst.CSTNode, tuple[cst.CSTNode, ...]]] = [(parsed.module, ())]
+        while waiting:
+            node, above = waiting.pop()
+            if isinstance(node, kind):
+                yield Spot(page, cell, parsed, node, above)
+            waiting += [(child, (node, *above)) for child in reversed(node.children)]
 
-    def _of_set(self, page: Page, node: cst.Name, since: tuple[Page, int]) -> str | None:
-        call = page.call_around(node)
-        callee = "" if call is None else last_name(call)
-        if call is None or (callee == "DataLoader" and call.args[0].value is not node):
-            return f"{page.where(node)} uses `{node.value}` as a whole"
-        if callee == "DataLoader":
-            return self._load(page, call)
-        if callee in _SPLITS:
-            return self.hand_over(page, call, since)
-        return None if callee == "len" else f"{page.where(node)} uses `{node.value}` as a whole"
+    def _follow(self, name: str, since: Spot, *, is_set: bool = False) -> None:
+        """Take in what is done with a name after a line."""
+        for page in range(since.page, len(self._pages)):
+            for one in self._below(page, cst.Name):
+                around, parent = one.above, one.above[0]
+                if one.node.value != name or one.node in (getattr(parent, "attr", 0), getattr(parent, "keyword", 0)):  # type: ignore[attr-defined]
+                    continue
+                hides = [part.params for part in around if isinstance(part, cst.FunctionDef | cst.Lambda)]
+                is_other = any(part.name.value == name for one in hides for part in within(one, cst.Param))
+                if not is_other and (page > since.page or one.line > since.line):
+                    self._of_set(one, name) if is_set else self._of_tensor(one, name)
 
-    def hand_over(self, page: Page, call: cst.Call, since: tuple[Page, int]) -> str | None:
+    def _of_tensor(self, one: Spot, name: str) -> None:
+        parent, call = one.above[0], one.call
+        callee = last_name(call.node) if call is not None else ""  # type: ignore[arg-type]
+        if isinstance(parent, cst.Subscript) and parent.value is one.node:
+            if isinstance(one.above[1], cst.AssignTarget | cst.AugAssign | cst.Del):
+                raise Unfit(f"{one.where} writes to `{name}`")
+            if not one.in_function and one.page < len(self._pages) - 1:
+                raise Unfit(f"{one.where} takes a part of `{name}`, which is on the device already")
+            self.cut.append(replace(one, node=parent, above=one.above[1:]))
+        elif callee == "TensorDataset" and call is not None:
+            self._hand_over(call)
+        elif not m.matches(parent, m.Attribute(attr=_SIZES)) and callee != "len":
+            raise Unfit(f"{one.where} uses `{name}` as a whole")
+
+    def _of_set(self, one: Spot, name: str) -> None:
+        call = one.call
+        callee = last_name(call.node) if call is not None else ""  # type: ignore[arg-type]
+        if call is not None and callee == "DataLoader" and call.node.args[0].value is one.node:  # type: ignore[attr-defined]
+            self._load(call)
+        elif call is not None and callee in _SPLITS:
+            self._hand_over(call)
+        elif callee != "len":
+            raise Unfit(f"{one.where} uses `{name}` as a whole")
+
+    def _hand_over(self, call: Spot) -> None:
         """Follow the data set that ``call`` makes into its loaders."""
-        outer, makes = page.call_around(call), last_name(call) == "TensorDataset"
-        if outer is not None and last_name(outer) == "DataLoader" and outer.args[0].value is call:
-            if makes and (name := page.name_of(outer)) is not None:
-                self.sets.append((page, f"{name}.dataset"))
-            return self._load(page, outer)
-        targets = page.bound(call)
-        if not targets or page.is_in_function(call):
-            return f"{page.where(call)} hands the data to something that is not followed"
-        for one in targets:
+        outer, makes = call.call, last_name(call.node) == "TensorDataset"  # type: ignore[arg-type]
+        if outer is not None and last_name(outer.node) == "DataLoader":  # type: ignore[arg-type]
+            if makes and outer.name is not None:
+                self.sets.append((outer.page, f"{outer.name}.dataset"))
+            self._load(outer)
+            return
+        if not call.targets or call.in_function:
+            raise Unfit(f"{call.where} hands the data to something that is not followed")
+        for one in call.targets:
             if not isinstance(one, cst.Name):
-                return f"{page.where(call)} keeps a data set under no name of its own"
-            self.sets += [(page, one.value)] if makes else []
-            if (why := self.follow(one.value, (page, page.line(call)), is_set=True)) is not None:
-                return why
-        return None
+                raise Unfit(f"{call.where} keeps a data set under no name of its own")
+            self.sets += [(call.page, one.value)] if makes else []
+            self._follow(one.value, call, is_set=True)
 
-    def _load(self, page: Page, call: cst.Call) -> str | None:
-        if page.is_in_function(call) and page is not self._pages[-1]:
-            return f"{page.where(call)} makes loaders in a function, which are there already"
-        self.loaders.append((page, call))
-        return None
+    def _load(self, call: Spot) -> None:
+        if call.in_function and call.page < len(self._pages) - 1:
+            raise Unfit(f"{call.where} makes loaders in a function, which are there already")
+        self.loaders.append(call)
 
-    def unfit(self) -> str | None:
-        """Return why a batch would not be what it was, None if it would."""
-        for page, part in self.cut:
-            index, text, name = page.parsed.code(part.slice[0].slice), page.cell.source, page.name_of(part)
-            bound = (
-                rf"^[ \t]*(?:for\s+)?{re.escape(index)}\b(?:\s+in\s|\s*=(?!=)).*$" if index.isidentifier() else "(?!)"
-            )
-            if re.search(r"\bdevice\b|\.cuda\(", "\n".join([index, *re.findall(bound, text, re.MULTILINE)])):
-                return f"{page.where(part)} takes batches by an index that is on the device"
-            writes = name and re.search(rf"\b{name}(\[.*\])?\s*[-+*/@%&|^]+=|\b{name}\.\w+_\(", text)
-            if writes or m.matches(page.parents[part], m.Attribute(attr=m.Name(m.MatchRegex(r".*_$")))):
-                return f"{page.where(part)} takes a batch that is written to, and the data with it"
-        for page, call in self.loaders:
-            options = {arg.keyword.value if arg.keyword is not None else arg.star for arg in call.args}
-            if options & {"collate_fn", "*", "**"} or sum(arg.keyword is None for arg in call.args) > _BEFORE_COLLATE:
-                return f"{page.where(call)} puts batches together in a way of its own"
-        return None
+    def check(self) -> None:
+        """Check that a batch is what it was."""
+        for one in self.cut:
+            name = one.name
+            writes = name and re.search(rf"\b{name}(\[.*\])?\s*[-+*/@%&|^]+=|\b{name}\.\w+_\(", one.cell.source)
+            if writes or m.matches(one.above[0], m.Attribute(attr=m.Name(m.MatchRegex(r".*_$")))):
+                raise Unfit(f"{one.where} takes a batch that is written to, and the data with it")
+        for one in self.loaders:
+            args = cst.ensure_type(one.node, cst.Call).args
+            options = {arg.keyword.value if arg.keyword is not None else arg.star for arg in args}
+            if options & {"collate_fn", "*", "**"} or sum(arg.keyword is None for arg in args) > _BEFORE_COLLATE:
+                raise Unfit(f"{one.where} puts batches together in a way of its own")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._class_calls import last_name
-from oomdoctor.fixes._data_set_uses import Page, Uses, pages_of
+from oomdoctor.fixes._class_calls import keyword, last_name
+from oomdoctor.fixes._data_set_uses import Pages, Uses
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -47,6 +48,8 @@ _WHOLE: Final = re.compile(r"(^|_)(dataset|data|graph)(_|$)", re.IGNORECASE)
 _FACTORIES: Final = re.compile(r"^torch\.(tensor|as_tensor|randn|rand|randint|zeros|ones|empty|load|arange|full)$")
 _SAME: Final = frozenset({"tensor", "as_tensor", "zeros", "ones", "arange"})
 """What makes the same values on every device; random numbers are others."""
+_DEVICE: Final = re.compile(r"""['"](cuda|mps|xpu)|\w*dev\w*$""", re.IGNORECASE)
+"""The text of a device, or a name that custom gives to one."""
 _DATASETS: Final = frozenset({"TensorDataset", "DataLoader", "Subset", "random_split", "StackDataset"})
 
 
@@ -140,42 +143,39 @@ def _is_device(value: ast.expr) -> bool:
     return re.search(r"device|cuda|^dev$|^gpu", text, re.IGNORECASE) is not None and "'cpu'" not in text
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the data left on the host and its batches moved."""
     del dose
-    found = evidence.code.first("batch_to_device")
-    told = Refused(_NOWHERE) if found is None else place_at(cells, found.cell, found.line)
-    if isinstance(told, Refused):
-        return told
+    found = need(evidence.code.first("batch_to_device"), _NOWHERE)
+    told = need(place_at(cells, found.cell, found.line))
     if told.around is not None:
-        return Refused("the data is put on the device in a function: which of its callers use it is not known")
-    pages = pages_of(cells)
-    page = next((one for one in pages if one.cell.source == told.cell.source), None)
-    statement = None if page is None else rewriting.statement_at(page.parsed, told.line)
-    if page is None or statement is None:
-        return Refused(_NOWHERE)
-    if statement not in page.parsed.module.body:
-        return Refused("the data is put on the device in a block: whether that is run is not known")
+        raise Unfit("the data is put on the device in a function: which of its callers use it is not known")
+    last = {cell.source: cell for cell in cells.history}  # one that is run again stands for its earlier runs
+    kept = [(cell, rewriting.read(cell.source)) for cell in cells.history if last[cell.source] is cell]
+    pages = [(cell, parsed) for cell, parsed in kept if not isinstance(parsed, Refused)]
+    at = next((at for at, (cell, _) in enumerate(pages) if cell.source == told.cell.source), None)
+    page = need(at, _NOWHERE)
+    statement = need(rewriting.statement_at(pages[page][1], told.line), _NOWHERE)
+    body = pages[page][1].module.body
+    if statement not in body:
+        raise Unfit("the data is put on the device in a block: whether that is run is not known")
     uses, device, off = Uses(pages), None, list[tuple[str | None, list[cst.Call]]]()
-    for one in (statement, *(other for other in page.parsed.module.body if other is not statement)):
+    for one in (statement, *(other for other in body if other is not statement)):
         for name, calls in _placed(one):
             mine, wanted = Uses(pages), [taken[1] for call in calls if (taken := _taken_off(call)) is not None]
-            device, since = device or wanted[0], (page, page.line(calls[0]))
-            whole = page.call_around(calls[0])
-            why = mine.hand_over(page, whole, since) if name is None and whole else mine.follow(str(name), since)
-            if why is None and not (mine.cut or mine.loaders):
-                why = "nothing was found that takes batches from the data"
-            if why is None and not all(device.deep_equals(other) for other in wanted):
-                why = "the data is put on several devices"
-            if why is None:
+            device = device or wanted[0]
+            try:
+                mine.follow_placed(page, name, calls[0])
+            except Unfit:
+                if one is statement:
+                    raise
+            else:
                 uses.add(mine)
                 off.append((name, calls))
-            elif one is statement:
-                return Refused(why)
-    if device is None:
-        return Refused("the statement that puts the data on the device is not one that is followed")
-    why = uses.unfit()
-    return Refused(why) if why is not None else _moved(cells, page, off, uses, device)
+    uses.check()
+    device = need(device, "the statement that puts the data on the device is not one that is followed")
+    return _moved(cells, pages, page, off, uses, device)
 
 
 def _placed(statement: cst.CSTNode) -> Iterator[tuple[str | None, list[cst.Call]]]:
@@ -187,12 +187,7 @@ def _placed(statement: cst.CSTNode) -> Iterator[tuple[str | None, list[cst.Call]
         if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
             pairs = [(a.value, b.value) for a, b in zip(target.elements, value.elements, strict=False)]
         for name, made in pairs:
-            if (
-                isinstance(name, cst.Name)
-                and isinstance(made, cst.Call)
-                and _taken_off(made)
-                and not assign.targets[1:]
-            ):
+            if isinstance(name, cst.Name) and isinstance(made, cst.Call) and _taken_off(made):
                 yield name.value, [made]
     for call in within(statement, cst.Call):
         if last_name(call) == "TensorDataset":
@@ -208,48 +203,46 @@ def _taken_off(call: cst.Call) -> tuple[cst.BaseExpression, cst.BaseExpression] 
     if name == "cuda" and not call.args:
         return call.func.value, cst.SimpleString('"cuda"')
     if name == "to" and len(call.args) == 1 and call.args[0].keyword is None:
-        return (call.func.value, call.args[0].value) if _names_device(call.args[0].value) else None
-    given = [arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "device"]
-    if name in _SAME and len(given) == 1 and _names_device(given[0]):
-        return arguments.without_keyword(call, "device"), given[0]
+        return (call.func.value, call.args[0].value) if _DEVICE.match(text_of(call.args[0].value)) else None
+    given = keyword(call, "device")
+    if name in _SAME and given is not None and _DEVICE.match(text_of(given)):
+        return arguments.without_keyword(call, "device"), given
     return None
 
 
-def _names_device(node: cst.BaseExpression) -> bool:
-    """Whether it is the text of a device, or a name that custom gives to one."""
-    if isinstance(node, cst.SimpleString):
-        return str(node.evaluated_value).startswith(("cuda", "mps", "xpu"))
-    return isinstance(node, cst.Name) and "dev" in node.value.lower()
-
-
 def _moved(
-    cells: Cells, home: Page, off: list[tuple[str | None, list[cst.Call]]], uses: Uses, device: cst.BaseExpression
+    cells: Cells,
+    pages: Pages,
+    home: int,
+    off: list[tuple[str | None, list[cst.Call]]],
+    uses: Uses,
+    device: cst.BaseExpression,
 ) -> Patch | Refused:
     """Return the cells with the data where it was made, and the batches moved that are cut or put together."""
     to = text_of(device)
     collate = import_lines.name_for(_HOME, "default_collate", cells, "collate")
     text = f"lambda rows: [part.to({to}) for part in {collate}(rows)]"
-    nodes: dict[Page, dict[cst.CSTNode, rewriting.New]] = {home: {}}
-    live: dict[Page, list[str]] = {home: []}
+    nodes: dict[int, dict[cst.CSTNode, rewriting.New]] = {home: {}}
+    live: dict[int, list[str]] = {home: []}
     for name, calls in off:
         nodes[home] |= dict.fromkeys(calls, _without_device)
         live[home] += [f"{name}.data = {name}.data.cpu()"] if name is not None else []
-    for page, part in uses.cut:
-        nodes.setdefault(page, {})[part] = lambda node: arguments.called_on(node, f".to({to})")
+    for one in uses.cut:
+        nodes.setdefault(one.page, {})[one.node] = lambda node: arguments.called_on(node, f".to({to})")
     for page, path in uses.sets:  # the objects stay, so that whatever else holds them follows
         live.setdefault(page, []).append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
-    for page, call in uses.loaders:
-        nodes.setdefault(page, {})[call] = lambda node: arguments.with_keyword(
+    for one in uses.loaders:
+        nodes.setdefault(one.page, {})[one.node] = lambda node: arguments.with_keyword(
             cst.ensure_type(node, cst.Call), "collate_fn", text
         )
-        live.setdefault(page, []).extend(f"{name}.collate_fn = {text}" for name in [page.name_of(call)] if name)
-    loading, edits = {page for page, _ in uses.loaders}, list[Edit | Refused]()
+        live.setdefault(one.page, []).extend(f"{name}.collate_fn = {text}" for name in [one.name] if name)
+    loading, edits = {one.page for one in uses.loaders}, list[Edit | Refused]()
     for page in {**nodes, **live}:
-        parsed = page.parsed
+        cell, parsed = pages[page]
         module = _without_idle(parsed.module, rewriting.exchange(parsed.module, nodes.get(page, {})))
         imports = [import_lines.source_of(_HOME, "default_collate", collate)] if page in loading else []
         module = import_lines.insert_at_top(parsed, module, imports)
-        edits.append(rewriting.edit(cells, page.cell, parsed, module, live.get(page, [])))
+        edits.append(rewriting.edit(cells, cell, parsed, module, live.get(page, [])))
     return rewriting.join(cells, edits)
 
 
@@ -264,19 +257,12 @@ def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:
     pending: list[cst.EmptyLine] = []
     for old, new in zip(before.body, after.body, strict=True):
         pending += new.leading_lines
-        if old.deep_equals(new) or not _is_idle(new):
+        small = new.body[0] if isinstance(new, cst.SimpleStatementLine) else new
+        name, _, value = text_of(small).partition(" = ")
+        if old.deep_equals(new) or name != value:  # not ``x = x``, nor ``x, y = x, y``
             body.append(new.with_changes(leading_lines=pending))
             pending = []
     return after.with_changes(body=body, footer=[*pending, *after.footer])
-
-
-def _is_idle(statement: cst.CSTNode) -> bool:
-    """Whether it is ``x = x`` or ``x, y = x, y``."""
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
-    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-        return False
-
-    return text_of(small.targets[0].target).strip() == text_of(small.value).strip()
 
 
 FIX: Final = Fix(

@@ -232,11 +232,6 @@ def test_the_data_stays_in_host_memory_and_batches_come_to_the_device(sources) -
         ("data = x.to(device)", "out = model(data)\nb = data[i]", "uses `data` as a whole"),
         ("data = x.to(device)", "for i in r:\n    data[i] = 0", "writes to `data`"),
         ("x = x.to(device)\nfirst = x[:10]", "for i in r:\n    model(x[i])", "on the device already"),
-        (
-            "x = x.to(device)",
-            "p = torch.randperm(9, device=device)\nfor i in r:\n    model(x[p])",
-            "index that is on the device",
-        ),
         ("x = x.to(device)", "for i in r:\n    b = x[i:j]\n    b += 1", "written to"),
         ("x = x.to(device)", "for i in r:\n    x[i].mul_(2)", "written to"),
         ("data = x.to(device)", "print(len(data))", "nothing was found that takes batches"),
