@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from oomdoctor.fixes._unfit import Unfit
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["refuse", "refuse_device"]
+__all__ = ["check_host", "refuse"]
 
 _FAMILIES: Final = frozenset(
     {
@@ -20,11 +21,10 @@ _FAMILIES: Final = frozenset(
 )
 
 
-def refuse_device(incident: Incident) -> Refused | None:
-    """Return why memory of the host is not what is missing, None where it may be."""
-    if incident.family in _FAMILIES or incident.device == "cpu":
-        return None
-    return Refused("a device ran out of memory, and this saves memory of the host alone")
+def check_host(incident: Incident) -> None:
+    """Raise ``Unfit`` where memory of the host is not what is missing."""
+    if incident.family not in _FAMILIES and incident.device != "cpu":
+        raise Unfit("a device ran out of memory, and this saves memory of the host alone")
 
 
 def refuse(evidence: Evidence, size: int) -> Refused | None:

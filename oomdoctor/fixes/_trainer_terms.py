@@ -211,10 +211,8 @@ def _offload_predictions(
         return Refused("the trainer had gathered no predictions")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=trainer.gathered_bytes,
-            slowdown=1.0,
             basis=f"measured: the trainer had gathered {format_size(trainer.gathered_bytes)} of predictions",
         ),
     )

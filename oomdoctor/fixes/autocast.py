@@ -5,23 +5,19 @@ float32, so nothing else changes. Where it does not, float16 needs its gradients
 what belongs to it. ``BCELoss`` under autocast is refused by torch on CUDA, and only there: it is refused here, so that
 what was tried on a CPU holds on a GPU.
 
-On live objects, for loops that a library owns, the forward of each model runs under bfloat16 autocast and gives its
-results in float32, so that the loss is computed as before. There is no live form with float16: its gradients would have
-to be scaled in a backward pass that is not ours.
+There is no live form: loops that a library owns take their precision from its settings.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
 from oomdoctor.fixes._precision_step import under_autocast
+from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -31,9 +27,9 @@ from oomdoctor.program import rewriting
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
 
-__all__ = ["FIX", "apply", "patch", "propose"]
+__all__ = ["FIX", "patch", "propose"]
 
 _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")
 _NO_BCE: Final = (
@@ -68,7 +64,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             dose=Dose.of(dtype=dtype),
             effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
             saves=saves,
-            slowdown=1.0,
             basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
             f"{format_size(weights)} of weights",
             caveat=caveat + ROUNDS[dtype],
@@ -94,70 +89,25 @@ def _why_not(evidence: Evidence) -> str | None:
     return None
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with their steps under autocast."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     through = _trainer_source.patched("autocast", cells, evidence, dose)
     if not loops and through is None:
-        return Refused("no training loop was found in what the failing cell runs")
+        raise Unfit("no training loop was found in what the failing cell runs")
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
-            return Refused(f"{cell} has to do with mixed precision already")
+            raise Unfit(f"{cell} has to do with mixed precision already")
         if _BCE.search(cell.source):
-            return Refused(_NO_BCE)
+            raise Unfit(_NO_BCE)
     if through is not None:
         return through
-    numbers = dict.fromkeys(loop.cell for loop in loops)
-    dtype, kind = str(dose["dtype"]), kind_of_device(evidence)
-    return rewriting.join(
-        cells,
-        [
-            under_autocast(cells, cells.get(number), [loop for loop in loops if loop.cell == number], kind, dtype)
-            for number in numbers
-        ],
-    )
-
-
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Run the forward of every model under bfloat16 autocast, and give its results in float32.
-
-    Raises:
-        OomDoctorError: on entering, where that would not be right.
-    """
-    import torch
-
-    from oomdoctor.fixes._forward import refuse_unless_plain, replaced
-
-    if dose["dtype"] != "bfloat16":
-        raise OomDoctorError("float16 needs its gradients scaled, which only the loop that steps can do")
-    for name, value in session.namespace.items():
-        if type(value).__name__ == "GradScaler" and vars(value).get("_enabled"):
-            raise OomDoctorError(f"`{name}` scales gradients: mixed precision is in force already")
-    models = [(path, model) for path, model in session.modules if any(True for _ in model.parameters())]
-    if not models:
-        raise OomDoctorError("no model with parameters was found among the notebook's objects")
-    for path, model in models:
-        refuse_unless_plain(path, model)
-        if any(type(part).__name__ == "BCELoss" for part in model.modules()):
-            raise OomDoctorError(f"{path}: {_NO_BCE}")
-
-    def run(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = next(module.parameters()).device.type
-        if torch.is_autocast_enabled(kind):
-            return forward(*args, **kwargs)
-        with torch.autocast(kind, dtype=torch.bfloat16):
-            out = forward(*args, **kwargs)
-        return torch.utils._pytree.tree_map_only(torch.Tensor, _in_float32, out)
-
-    with replaced([model for _, model in models], run):
-        yield
-
-
-def _in_float32(tensor: Any) -> Any:
-    import torch
-
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    dtype, kind, edits = str(dose["dtype"]), kind_of_device(evidence), []
+    for number in dict.fromkeys(loop.cell for loop in loops):
+        here = [loop for loop in loops if loop.cell == number]
+        edits.append(under_autocast(cells, cells.get(number), here, kind, dtype))
+    return rewriting.join(cells, edits)
 
 
 FIX: Final = Fix(
@@ -166,6 +116,6 @@ FIX: Final = Fix(
     effect=Effect.CHANGES_RESULT,
     cost="results rounded to 16 bits within the network; most often faster on a GPU",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
 )

@@ -65,7 +65,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return refused
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=held,
             slowdown=_COPIES,

@@ -71,7 +71,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             dose=Dose.of(**{_VIEW: True, **({_SEARCH: False} if is_idle else {})}),
             effect=Effect.EXACT,
             saves=gradients,
-            slowdown=1.0,
             basis=f"the census found {format_size(gradients)} of gradients, of which the buckets are a second copy",
             caveat="a later step that leaves a parameter without a gradient would stop with an error of DDP's"
             if is_idle

@@ -67,10 +67,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused(f"{first.device} holds no more activations than the other devices")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.ADVICE,
             saves=more,
-            slowdown=1.0,
             basis=f"the census found {format_size(_passing(first))} of activations and batches on {first.device}, and "
             f"{format_size(most)} at most on another device",
             caveat=_CAVEAT,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import libcst as cst
 
 from oomdoctor.fixes import _host_room
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -35,7 +36,7 @@ from oomdoctor.program.rewriting import place_at, text_of, within
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cell, Cells
+    from oomdoctor.model.session import Cells
 
 __all__ = ["FIXES"]
 
@@ -45,8 +46,6 @@ _SLOWER: Final = 1.1
 """Time of a step that reads from pages of a file, as a ratio. A round figure, not measured."""
 
 _SHARES: Final = re.compile(r"\b(from_numpy|as_tensor|frombuffer)\s*\(")
-_WRITES: Final = r"(?<![\w.]){0}(\[.*\]\s*\S{{0,2}}|\s*[-+*/%|&^@]{{1,2}})=(?!=)|\b{0}\.(sort|fill|put)\(|\bout={0}\b"
-"""An assignment to a part of an array, one that works in place, and methods that do so."""
 _NOT_CODE: Final = re.compile(r"^\s*!.*$|#.*$|'[^'\n]*'|\"[^\"\n]*\"", re.MULTILINE)
 _SAVING: Final = re.compile(r"\b(savez|savez_compressed|savetxt|open_memmap|tofile)\b|[\w.]*\b(?:save|memmap\()")
 _OF_NUMPY: Final = frozenset(f"{root}.{name}" for root in ("np", "numpy") for name in ("save", "memmap("))
@@ -69,15 +68,15 @@ _RANDOM: Final = frozenset({"rand", "randn"})
 _MAKES_NONE: Final = "the line that ran out of memory makes no float64 of which the type can be said there"
 
 
-def _propose_mapped(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_mapped(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where reading the array is what failed."""
-    if (refused := _host_room.refuse_device(incident)) is not None:
-        return refused
+    _host_room.check_host(incident)
     dose = _line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS))
     if dose is None:
-        return Refused(_READS_NONE)
+        raise Unfit(_READS_NONE)
     if not incident.requested:
-        return Refused("how large the array is that was read is not known")
+        raise Unfit("how large the array is that was read is not known")
     return (
         Proposal(
             dose=dose,
@@ -89,23 +88,22 @@ def _propose_mapped(incident: Incident, evidence: Evidence) -> tuple[Proposal, .
     )
 
 
-def _propose_narrow(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_narrow(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where float64 is what was asked for."""
-    if (refused := _host_room.refuse_device(incident)) is not None:
-        return refused
+    _host_room.check_host(incident)
     if _WHOLE.search(incident.message):
-        return Refused("whether all whole numbers of the array fit a narrower type is not known")
+        raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
     dose = _line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
     if dose is None:
-        return Refused("nothing shows that float64 was asked for")
+        raise Unfit("nothing shows that float64 was asked for")
     if not incident.requested:
-        return Refused("how much memory was asked for is not known")
+        raise Unfit("how much memory was asked for is not known")
     return (
         Proposal(
             dose=dose,
             effect=Effect.CHANGES_RESULT,
             saves=incident.requested // 2,
-            slowdown=1.0,
             basis=f"half of the {format_size(incident.requested)} that were asked for in float64",
             caveat="numbers keep 7 digits instead of 16, and what is computed from them becomes float32 as well",
         ),
@@ -122,74 +120,57 @@ def _line(incident: Incident, evidence: Evidence, is_it: Callable[[str], bool]) 
     return None
 
 
+@refusing
 def _patch_mapped(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with the array mapped from its file."""
     del evidence
-    place = place_at(cells, dose.number("cell"), dose.number("line"))
-    if isinstance(place, Refused):
-        return place
-    statement = rewriting.statement_at(place.parsed, place.line)
-    loads = [] if statement is None else [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
+    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
+    statement = need(rewriting.statement_at(place.parsed, place.line), _READS_NONE)
+    loads = [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
     if not loads or any(not load.args or any(arg.star for arg in load.args) for load in loads):
-        return Refused(_READS_NONE)
-    names = [text_of(one.target) for one in within(statement, cst.AssignTarget)] if statement is not None else []
-    why = next(filter(None, (_unmappable(cells, load) for load in loads)), None) or _used_otherwise(cells, names)
-    if why is not None:
-        return Refused(why)
+        raise Unfit(_READS_NONE)
+    for load in loads:
+        _check_mappable(cells, load)
+    for cell in cells.history:
+        for line in _NOT_CODE.sub("", cell.source).splitlines():
+            if _SHARES.search(line) and not any(f"{load}(" in line for load in _LOADS):
+                raise Unfit(f"`{line.strip()}` of {cell} may share memory with the array, and write to it unchecked")
     changes: dict[cst.CSTNode, rewriting.New] = {load: with_keyword(load, "mmap_mode", '"r"') for load in loads}
     module = rewriting.exchange(place.parsed.module, changes)
     return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
 
 
-def _unmappable(cells: Cells, load: cst.Call) -> str | None:
-    """Return why what is loaded cannot be mapped, or should not be, None if it can."""
+def _check_mappable(cells: Cells, load: cst.Call) -> None:
     source, *others = load.args
     if any(arg.keyword is None or arg.keyword.value in {"mmap_mode", "allow_pickle"} for arg in others):
-        return "the array is mapped already, or may hold Python objects, which cannot be"
+        raise Unfit("the array is mapped already, or may hold Python objects, which cannot be")
     text = text_of(source.value)
     if ".npz" in text:
-        return "arrays of an .npz file are packed together and cannot be mapped"
+        raise Unfit("arrays of an .npz file are packed together and cannot be mapped")
     opened = rf"\b{re.escape(text)}\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(text)}\b"
     if "open(" in text or "BytesIO" in text or any(re.search(opened, cell.source) for cell in cells.history):
-        return "the array is read from an open file, which cannot be mapped by its name"
-    writing = next((cell for cell in cells.history if _writes_arrays(cells, cell)), None)
-    return None if writing is None else f"{writing} writes arrays to files, perhaps to the one that is read"
-
-
-def _used_otherwise(cells: Cells, names: list[str]) -> str | None:
-    """Return what writes to the array by its name, or makes a tensor that shares its memory."""
-    writes = [re.compile(_WRITES.format(re.escape(name))) for name in names]
+        raise Unfit("the array is read from an open file, which cannot be mapped by its name")
     for cell in cells.history:
-        code = _NOT_CODE.sub("", cell.source)
-        others = [line for line in code.splitlines() if not any(f"{load}(" in line for load in _LOADS)]
-        for line in others:
-            if _SHARES.search(line) or any(one.search(line) for one in writes):
-                return f"`{line.strip()}` of {cell} may write to the array, or share its memory"
-    return None
+        found = _SAVING.finditer(_NOT_CODE.sub("", cell.source))
+        if not _OTHER_LANGUAGES.match(cell.source) and any(
+            match[1] or qualified_name(cells, match[0]) in _OF_NUMPY for match in found
+        ):
+            raise Unfit(f"{cell} writes arrays to files, perhaps to the one that is read")
 
 
-def _writes_arrays(cells: Cells, cell: Cell) -> bool:
-    if _OTHER_LANGUAGES.match(cell.source):
-        return False
-    found = _SAVING.finditer(_NOT_CODE.sub("", cell.source))
-    return any(match[1] or qualified_name(cells, match[0]) in _OF_NUMPY for match in found)
-
-
+@refusing
 def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with float32 in the call that asked for float64."""
     del evidence
-    place = place_at(cells, dose.number("cell"), dose.number("line"))
-    if isinstance(place, Refused):
-        return place
+    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = rewriting.statement_at(place.parsed, place.line)
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return Refused(_MAKES_NONE)
+    calls = within(statement, cst.Call) if isinstance(statement, cst.SimpleStatementLine) else ()
     narrowed: dict[cst.CSTNode, rewriting.New]
-    narrowed = {call: new for call in within(statement, cst.Call) if (new := _narrowed(call)) is not None}
+    narrowed = {call: new for call in calls if (new := _narrowed(call)) is not None}
     if len(narrowed) > 1:
-        return Refused(f"line {place.line} of {place.cell} makes several arrays of float64")
+        raise Unfit(f"line {place.line} of {place.cell} makes several arrays of float64")
     if not narrowed:
-        return Refused(_MAKES_NONE)
+        raise Unfit(_MAKES_NONE)
     module = rewriting.exchange(place.parsed.module, narrowed)
     return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
 

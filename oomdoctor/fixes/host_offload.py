@@ -157,7 +157,6 @@ def _propose_state(incident: Incident, evidence: Evidence) -> tuple[Proposal, ..
         return refused
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=state,
             slowdown=_COPIED,

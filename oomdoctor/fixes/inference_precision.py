@@ -122,7 +122,6 @@ def _propose_half(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
             dose=Dose.of(dtype=dtype),
             effect=Effect.CHANGES_RESULT,
             saves=(weights + passing) // 2,
-            slowdown=1.0,
             basis=f"half of {format_size(weights)} of weights and {format_size(passing)} of activations in the census",
             caveat=f"weights and results are rounded to {dtype}, {_DIGITS[dtype]} significant bits in place of 24, and "
             "the weights stay so",
@@ -152,7 +151,6 @@ def _propose_quantized(incident: Incident, evidence: Evidence) -> tuple[Proposal
             dose=Dose.of(dtype="qint8"),
             effect=Effect.CHANGES_RESULT,
             saves=linear * 3 // 4,
-            slowdown=1.0,
             basis=f"analytic estimate: 1 byte in place of 4 for each of {format_size(linear)} of linear layers",
             caveat="weights of linear layers, and what goes into them, are rounded to 8 bits, and the weights stay so",
         ),

@@ -98,7 +98,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         else f"estimate: the {format_size(saves)} that the checkpoint asked for"
     )
     cell, line = where
-    return (Proposal(dose=Dose.of(cell=cell, line=line), effect=Effect.EXACT, saves=saves, slowdown=1.0, basis=basis),)
+    return (Proposal(dose=Dose.of(cell=cell, line=line), effect=Effect.EXACT, saves=saves, basis=basis),)
 
 
 def _where(incident: Incident, evidence: Evidence) -> tuple[int, int] | None:

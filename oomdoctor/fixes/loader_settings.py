@@ -20,15 +20,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
 
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _host_room
 from oomdoctor.fixes._batch_sizes import loader_calls, own_class
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -42,7 +41,7 @@ from oomdoctor.program.replay import exchanged
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
 
 __all__ = ["FIXES"]
 
@@ -71,17 +70,16 @@ _NOT_LESS: Final = {
 """Why nothing is changed, by the keyword of ``DataLoader``, with the number of the dose."""
 
 
-def _fewer_workers(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _fewer_workers(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose a half of the workers, a half of those, and so on to none."""
-    used = _refused_device(incident) or _in_use(evidence)
-    if isinstance(used, Refused):
-        return used
+    used = _in_use(incident, evidence)
     loaders = [loader for loader in used if not loader.iterable]
     if not loaders:
-        return Refused(f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
+        raise Unfit(f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
     taken = {loader: _uss(evidence, loader, len(used) == 1) for loader in loaders}
     if not any(map(sum, taken.values())):
-        return Refused("what the worker processes take could not be measured")
+        raise Unfit("what the worker processes take could not be measured")
     found = []
     for count in _halves(max(one.num_workers for one in loaders), least=0):
         fewer = [loader for loader in loaders if loader.num_workers > count]
@@ -106,17 +104,16 @@ def _why_others(loader: LoaderFacts, count: int) -> str | None:
     return None
 
 
-def _prefetch(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _prefetch(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose a half of the batches ahead, a half of those, and so on to one for each worker."""
-    used = _refused_device(incident) or _in_use(evidence)
-    if isinstance(used, Refused):
-        return used
+    used = _in_use(incident, evidence)
     ahead_of = {loader: loader.prefetch for loader in used if (loader.prefetch or 0) > 1}
     if not ahead_of:
-        return Refused(f"the workers of `{used[0].path}` fetch no more than one batch ahead each")
+        raise Unfit(f"the workers of `{used[0].path}` fetch no more than one batch ahead each")
     batch = max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
     if not batch:
-        return Refused("the census found no batch, so what those that wait take is not known")
+        raise Unfit("the census found no batch, so what those that wait take is not known")
     found = []
     for ahead in _halves(max(filter(None, ahead_of.values())), least=1):
         fewer = {loader: now for loader, now in ahead_of.items() if now and now > ahead}
@@ -133,17 +130,17 @@ def _halves(most: int, least: int) -> Iterator[int]:
         yield most
 
 
-def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where the census found pinned memory, or pinning is what was refused."""
-    if (refused := _refused_device(incident)) is not None:
-        return refused
+    _host_room.check_host(incident)
     loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
     if not loaders:
-        return Refused("no loader that the notebook has a name for pins its batches")
+        raise Unfit("no loader that the notebook has a name for pins its batches")
     pinned = sum(census.bytes_of(Role.PINNED_HOST) for census in evidence.censuses)
     asked = (incident.requested or 0) if incident.family is Family.PINNED else 0
     if not pinned + asked:
-        return Refused("the census found no pinned memory, and no size is known of what was to be pinned")
+        raise Unfit("the census found no pinned memory, and no size is known of what was to be pinned")
     found = [f"{format_size(pinned)} of pinned memory were found"] if pinned else []
     found += [f"{format_size(asked)} more were to be pinned"] if asked else []
     # What is pinned does not depend on who makes the samples, nor when: only workers that stay matter.
@@ -152,17 +149,16 @@ def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, .
     return (_proposal(loaders, pinned + asked, f"estimate: {' and '.join(found)}", reasons),)
 
 
-def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where workers of several loaders are there at once."""
-    used = _refused_device(incident) or _in_use(evidence)
-    if isinstance(used, Refused):
-        return used
+    used = _in_use(incident, evidence)
     kept = [loader for loader in used if loader.persistent]
     if not kept:
-        return Refused("no loader keeps its workers between epochs")
+        raise Unfit("no loader keeps its workers between epochs")
     taken = sorted(sum(_uss(evidence, loader, alone=False)) for loader in kept)
     if not (idle := sum(taken[:-1])):
-        return Refused("the workers of one loader alone were found, and during its epoch they are there in any case")
+        raise Unfit("the workers of one loader alone were found, and during its epoch they are there in any case")
     basis = (
         f"estimate: workers of {len(kept)} loaders were measured to take {format_size(sum(taken))}, "
         "of which one loader's remain"
@@ -172,9 +168,6 @@ def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Pro
         "samples and all other random numbers are others"
     )
     return (_proposal(kept, idle, basis, [why]),)
-
-
-_refused_device = _host_room.refuse_device
 
 
 def _proposal(
@@ -197,18 +190,19 @@ def _proposal(
     )
 
 
-def _in_use(evidence: Evidence) -> tuple[LoaderFacts, ...] | Refused:
+def _in_use(incident: Incident, evidence: Evidence) -> tuple[LoaderFacts, ...]:
     """Return the loaders with workers that the failing cell goes through, or whose workers are there."""
+    _host_room.check_host(incident)
     known = [loader for loader in evidence.code.loaders if loader.num_workers]
     if not known:
-        return Refused("no loader that the notebook has a name for has worker processes")
+        raise Unfit("no loader that the notebook has a name for has worker processes")
     loops = [(_root_of(loop.loader), loop) for loop in evidence.code.loops if loop.in_failing_run]
     iterated = {_root_of(dict(loop.stands_for).get(name, name)) for name, loop in loops}
     roots = {_root_of(name) for name, _ in _workers(evidence) if name} or iterated
     found = tuple(loader for loader in known if _root_of(loader.path) in roots)
-    if found:
-        return found
-    return tuple(known) if len(known) == 1 else Refused("which of the loaders was in use is not known")
+    if not found and len(known) > 1:
+        raise Unfit("which of the loaders was in use is not known")
+    return found or tuple(known)
 
 
 def _root_of(path: str) -> str:
@@ -269,54 +263,46 @@ def _now(keyword: str, loader: LoaderFacts) -> int:
     return others[keyword] if keyword in others else int(getattr(loader, keyword))
 
 
+@refusing
 def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the dose's value of a setting for each of its loaders."""
     value, names = _value(keyword, dose), str(dose["loaders"]).split(", ")
     loaders = [one for one in evidence.code.loaders if one.path in names and _now(keyword, one) > value]
     if not loaders:
-        return Refused(_NOT_LESS[keyword].format(value))
-    settings: dict[str, str | None] = {keyword: repr(value)}
+        raise Unfit(_NOT_LESS[keyword].format(value))
     without_workers = keyword == "num_workers" and not value
+    settings = {keyword: repr(value)} | (dict.fromkeys(_NEEDS_WORKERS) if without_workers else {})
+    held: dict[str, object] = {keyword: value}
     if without_workers:
-        settings |= dict.fromkeys(_NEEDS_WORKERS)
+        held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
     book = Book.read(cells)
     end = Place(page=book.failing)
     if (own := own_class(book)) is not None:
-        return own
+        raise Unfit(own.reason)
     wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
     live: dict[int, list[str]] = {}
     for loader in loaders:
         made = loader_calls(book, loader.path, end)
         if not made:
-            return Refused(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
+            raise Unfit(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
         for call, place in made:
             if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
                 where = f"line {call.lineno} of {place.page.cell}"
-                return Refused(
-                    f"{where} unpacks the settings of a loader from something that may hold this one already"
-                )
+                raise Unfit(f"{where} unpacks the settings of a loader from something that may hold this one already")
             wanted.append((place.page, call, partial(_with, settings=settings)))
         bound = book.binding(_root_of(loader.path), end)
-        if bound is not None and bound[1].page is not book.failing:
-            held: dict[str, object] = {keyword: value}
-            if without_workers:
-                held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
-            held |= {"_iterator": None} if loader.persistent or without_workers else {}
-            told = ", ".join(f"{name}={least!r}" for name, least in held.items())
-            # A loader guards some of its attributes.
+        if bound is not None and bound[1].page is not book.failing:  # a loader guards some of its attributes
+            anew = {"_iterator": None} if loader.persistent or without_workers else {}
+            told = ", ".join(f"{name}={least!r}" for name, least in (held | anew).items())
             live.setdefault(made[0][1].page.cell.number, []).append(f"vars({loader.path}).update({told})")
     taken = {id(call) for _, call, _ in wanted}
     for other in evidence.code.loaders:
         if other not in loaders and any(id(call) in taken for call, _ in loader_calls(book, other.path, end)):
-            return Refused(f"`{other.path}` is made by the same call")
-    changed = exchanged(wanted)
-    if isinstance(changed, Refused):
-        return changed
-    edits = [
-        rewriting.edit(cells, cells.get(number), parsed, module, live.get(number))
-        for number, (parsed, module) in changed.items()
-    ]
-    return rewriting.join(cells, edits)
+            raise Unfit(f"`{other.path}` is made by the same call")
+    changed = need(exchanged(wanted)).items()
+    return rewriting.join(
+        cells, [rewriting.edit(cells, cells.get(n), parsed, module, live.get(n)) for n, (parsed, module) in changed]
+    )
 
 
 def _with(node: cst.CSTNode, settings: Mapping[str, str | None]) -> cst.CSTNode:
@@ -333,33 +319,6 @@ def _with(node: cst.CSTNode, settings: Mapping[str, str | None]) -> cst.CSTNode:
     return call
 
 
-@contextmanager
-def _apply(keyword: str, session: Session, dose: Dose) -> Iterator[None]:
-    """Give the loaders of the dose its value of a setting for as long as the context lasts.
-
-    Raises:
-        OomDoctorError: a loader is not there, or its workers are running and would go on as they are.
-    """
-    there, value = dict(session.loaders), _value(keyword, dose)
-    settings = {keyword: value} | ({"timeout": 0} if keyword == "num_workers" and not value else {})
-    loaders = []
-    for name in str(dose["loaders"]).split(", "):
-        if name not in there:
-            raise OomDoctorError(f"`{name}` is not there yet")
-        own = vars(there[name])
-        if own["_iterator"] is not None:
-            raise OomDoctorError(f"the workers of `{name}` are kept between epochs and are running")
-        loaders.append(own)
-    before = [{key: own[key] for key in ("_iterator", *settings)} for own in loaders]
-    try:
-        for own in loaders:
-            own.update(settings)
-        yield
-    finally:
-        for own, old in zip(loaders, before, strict=True):
-            own.update(old)
-
-
 FIXES: Final = (
     Fix(
         id="fewer_workers",
@@ -367,7 +326,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="steps may wait for their data",
         propose=_fewer_workers,
-        apply=partial(_apply, "num_workers"),
+        apply=None,
         patch=partial(_patch, "num_workers"),
         is_tried=False,
     ),
@@ -377,7 +336,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="steps may wait for their data",
         propose=_prefetch,
-        apply=partial(_apply, "prefetch_factor"),
+        apply=None,
         patch=partial(_patch, "prefetch_factor"),
         is_tried=False,
     ),
@@ -387,7 +346,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="slower copies of batches to the device",
         propose=_pin_memory_off,
-        apply=partial(_apply, "pin_memory"),
+        apply=None,
         patch=partial(_patch, "pin_memory"),
         is_tried=False,
     ),
@@ -397,7 +356,7 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="workers are started for every epoch",
         propose=_persistent_workers_off,
-        apply=partial(_apply, "persistent_workers"),
+        apply=None,
         patch=partial(_patch, "persistent_workers"),
         is_tried=False,
     ),

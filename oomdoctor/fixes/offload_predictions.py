@@ -251,10 +251,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return Refused(f"the census found nothing on {device.name} that `{name}` holds")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
             saves=held,
-            slowdown=1.0,
             basis=f"measured: the census found {format_size(held)} on {device.name} that `{name}` holds",
             caveat=f"`{name}` is in host memory then: later cells that need it on the device have to move it",
         ),

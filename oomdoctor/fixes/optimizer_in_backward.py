@@ -70,7 +70,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
         raise Unfit("the census found no gradients, or no more than the largest, which has to be there at its time")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=saves,
             slowdown=_LAUNCHES,

@@ -99,7 +99,6 @@ def _propose_8bit(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
             dose=Dose.of(library=library),
             effect=Effect.CHANGES_RESULT,
             saves=2 * parameters * 3 // 4,
-            slowdown=1.0,
             basis=f"analytic estimate: two values for each of {format_size(parameters)} of parameters, in 1 byte and "
             "not in 4",
             caveat="Adam's averages are rounded to 8 bits in each step, and begin anew",
@@ -132,7 +131,6 @@ def _propose_lighter(incident: Incident, evidence: Evidence) -> tuple[Proposal, 
             dose=Dose.of(optimizer=name),
             effect=Effect.CHANGES_RESULT,
             saves=saves[name],
-            slowdown=1.0,
             basis=f"analytic estimate: Adam keeps two values for each of {format_size(parameters)} of parameters, "
             f"{name} {'one' if name == 'SGD' else 'next to none'}; {known}",
             caveat=_CAVEATS[name] if through is None else _trainer_terms.ADAFACTOR,

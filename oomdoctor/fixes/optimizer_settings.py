@@ -54,7 +54,6 @@ TOLERANCE: Final = 1e-5
 
 _FRAME: Final = re.compile(r"torch/optim/|_multi_tensor_|_foreach_")
 _STEP: Final = re.compile(r"\.step\(")
-_ABSENT: Final = object()
 
 _LAUNCHES: Final = 1.05
 """Time of a step with more and smaller kernels, as a ratio. A round figure, not measured."""
@@ -79,7 +78,6 @@ def _propose_one_by_one(incident: Incident, evidence: Evidence) -> tuple[Proposa
         return Refused("most of what the optimizer steps is one or two parameters: a list is hardly larger")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EQUIVALENT,
             saves=_spared(most),
             slowdown=_LAUNCHES,
@@ -108,39 +106,6 @@ def _spared(optimizer: OptimizerFacts) -> int:
 
 def _listed(evidence: Evidence) -> list[OptimizerFacts]:
     return [one for one in evidence.code.steppers if one.foreach]
-
-
-@contextmanager
-def _apply_one_by_one(session: Session, dose: Dose) -> Iterator[None]:
-    """Have every optimizer that steps in the context go through its parameters one by one; undone on exit.
-
-    Raises:
-        OomDoctorError: the optimizers of the session have no such choice.
-    """
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    del dose
-    known = [optimizer for _, optimizer in session.optimizers]
-    if known and not any("foreach" in group for optimizer in known for group in optimizer.param_groups):
-        raise OomDoctorError("no optimizer was found that can step its parameters one by one")
-    changed: list[tuple[dict[str, Any], Any]] = []
-
-    def one_by_one(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        # Not in the defaults: a group that is added later would begin, and stay, with what is undone here.
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is not False and not group.get("fused"):
-                changed.append((group, group["foreach"]))
-                group["foreach"] = False
-
-    handle = register_optimizer_step_pre_hook(one_by_one)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for group, before in reversed(changed):
-            if group.get("foreach", _ABSENT) is False:
-                group["foreach"] = before
 
 
 @refusing
@@ -185,10 +150,8 @@ def _propose_none(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
         return Refused("the census found no gradients that setting them to None would free")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=gradients,
-            slowdown=1.0,
             basis=f"the census found {format_size(gradients)} of gradients, which would not be there in a forward pass",
         ),
     )
@@ -257,7 +220,7 @@ FIXES: Final = (
         tolerance=TOLERANCE,
         cost="more and smaller kernels in the optimizer's step",
         propose=_propose_one_by_one,
-        apply=_apply_one_by_one,
+        apply=None,
         patch=_patch_one_by_one,
     ),
     Fix(

@@ -32,6 +32,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _host_room
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -41,7 +42,7 @@ from oomdoctor.program.names import imports_in
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cell, Cells, Session
+    from oomdoctor.model.session import Cells, Session
 
 __all__ = ["FIXES"]
 
@@ -64,29 +65,29 @@ _TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|se
 _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 
-def _propose_expandable(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_expandable(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where the free pieces of partly used segments could have served the request, had they been one."""
     device = evidence.device
     if device.simulated or device.name.partition(":")[0] != "cuda":
-        return Refused(f"{device.name} has no CUDA allocator whose segments could expand")
+        raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
     if not sys.platform.startswith("linux"):
-        return Refused("expandable segments exist on Linux alone")
+        raise Unfit("expandable segments exist on Linux alone")
     if evidence.code.cuda_graphs is not None:
-        return Refused("CUDA graphs keep pools of their own, which expandable segments do not serve")
+        raise Unfit("CUDA graphs keep pools of their own, which expandable segments do not serve")
     split, requested = device.inactive_split, incident.requested
     if isinstance(split, Unavailable):
-        return Refused(f"whether the pool is fragmented is not known: {split.reason}")
+        raise Unfit(f"whether the pool is fragmented is not known: {split.reason}")
     if requested is None or requested <= _SMALL or split < requested:
-        return Refused("the pool is not fragmented: its free pieces together would not have served the request")
+        raise Unfit("the pool is not fragmented: its free pieces together would not have served the request")
     if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
-        return Refused("the pool is not fragmented: one of its free blocks would have served the request")
+        raise Unfit("the pool is not fragmented: one of its free blocks would have served the request")
     at_once = _setter() is not None
     return (
         Proposal(
             dose=Dose.of(variable=_variable()),
             effect=Effect.EXACT if at_once else Effect.ADVICE,
             saves=split,
-            slowdown=1.0,
             basis=f"measured: {format_size(split)} are unused in segments that are partly in use",
             caveat="it holds for this cell at once, and for the whole notebook when the kernel is started again"
             if at_once
@@ -160,26 +161,19 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
         raise OomDoctorError(f"the allocator does not take {settings!r}: {str(error).splitlines()[0]}") from error
 
 
+@refusing
 def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
-        return Refused("a cell makes settings of the allocator already")
+        raise Unfit("a cell makes settings of the allocator already")
     first = next((cell for cell in cells.beside(cells.failing).history if _imports_torch(cell.source)), None)
-    if first is None:
-        return Refused("no cell imports torch: the variable has to be set before that")
+    first = need(first, "no cell imports torch: the variable has to be set before that")
     cell = [one for one in cells.history if one.source == first.source][-1]
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    return _with_variable(cells, cell, parsed, f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"')
-
-
-def _with_variable(cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, setting: str) -> Patch | Refused:
+    parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
     body = list(parsed.module.body)
     imports = [i for i, node in enumerate(body) if rewriting.is_import(node)]
     at = next((i for i in imports if _imports_torch(parsed.code(body[i]))), None)
-    if at is None:
-        return Refused(f"torch is imported under a condition in {cell}")
+    at = need(at, f"torch is imported under a condition in {cell}")
     has_os = any(("os", "os") in imports_in(parsed.code(body[i])) for i in imports if i < at)
     start = at if has_os else imports[0]
     new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
@@ -187,9 +181,7 @@ def _with_variable(cells: Cells, cell: Cell, parsed: rewriting.ParsedCell, setti
     new[0] = new[0].with_changes(leading_lines=[*(blank if has_os else []), *getattr(body[start], "leading_lines", ())])
     body[start] = body[start].with_changes(leading_lines=blank)
     module = parsed.module.with_changes(body=[*body[:start], *new, *body[start:]])
-    after = rewriting.write(parsed, module)
-    if isinstance(after, Refused):
-        return after
+    after = need(rewriting.write(parsed, module))
     replay = after if cell is cells.failing else f"import os\n\n{setting}\n"
     return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
 
@@ -198,25 +190,23 @@ def _imports_torch(source: str) -> bool:
     return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
 
 
-def _propose_by_name(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_by_name(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where descriptors are what ran out."""
-    if (refused := _host_room.refuse_device(incident)) is not None:
-        return refused
+    _host_room.check_host(incident)
     if evidence.code.sharing_strategy is None:
-        return Refused("no tensors are handed between processes here")
+        raise Unfit("no tensors are handed between processes here")
     if evidence.code.sharing_strategy == _BY_NAME:
-        return Refused("tensors are handed between processes by file name already")
+        raise Unfit("tensors are handed between processes by file name already")
     basis = _basis(incident, evidence)
     if basis is None:
-        return Refused("descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy")
+        raise Unfit("descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy")
     if any(loader.spawns and loader.num_workers for loader in evidence.code.loaders):
-        return Refused("workers that are spawned begin with the strategy of the platform, whatever is set here")
+        raise Unfit("workers that are spawned begin with the strategy of the platform, whatever is set here")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=0,
-            slowdown=1.0,
             basis=basis,
             caveat="it frees descriptors and no memory; a worker that is killed may leave files in /dev/shm",
         ),
@@ -232,36 +222,18 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
     return None if told is None else f"the message says `{told[0]}`"
 
 
+@refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with the strategy set before all else."""
     del evidence, dose
-    cell = cells.failing
-    sets = next((one for one in cells.history if _CHOOSES.search(one.source)), None)
-    if sets is not None:
-        return Refused(f"{sets} sets the sharing strategy itself")
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
+    for cell in cells.history:
+        if _CHOOSES.search(cell.source):
+            raise Unfit(f"{cell} sets the sharing strategy itself")
+    parsed = need(rewriting.read(cells.failing.source))
     lines = [] if import_lines.knows_torch(cells) else ["import torch"]
     lines.append(f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")')
-    return rewriting.join(
-        cells, [rewriting.edit(cells, cell, parsed, import_lines.insert_at_top(parsed, parsed.module, lines))]
-    )
-
-
-@contextmanager
-def _apply_by_name(session: Session, dose: Dose) -> Iterator[None]:
-    """Hand tensors over by name while the context lasts."""
-    import torch
-
-    del session, dose
-    multiprocessing: Any = torch.multiprocessing
-    before = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy(_BY_NAME)
-    try:
-        yield
-    finally:
-        multiprocessing.set_sharing_strategy(before)
+    module = import_lines.insert_at_top(parsed, parsed.module, lines)
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
 
 
 FIXES: Final = (
@@ -282,7 +254,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_by_name,
-        apply=_apply_by_name,
+        apply=None,
         patch=_patch_by_name,
         is_tried=False,
     ),

@@ -89,7 +89,6 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
         raise Unfit("one parameter has all the state, and each parameter stays with one process")
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.EXACT,
             saves=int(state * (1 - share)),
             slowdown=_BROADCASTS,
@@ -196,7 +195,6 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
     return (
         Proposal(
-            dose=Dose(),
             effect=Effect.ADVICE,
             saves=int(kept * (1 - 1 / ranks)),
             slowdown=_TRAFFIC,

@@ -103,7 +103,6 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             dose=Dose.of(attention=found[0].where),
             effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
             saves=size + asked,
-            slowdown=1.0,
             basis=f"estimate: at least {format_size(size)} held as scores, and {format_size(asked)} asked for",
             caveat=dropout and f"if it drops weights of attention, {dropout} draws other random numbers in the kernel",
         ),

@@ -73,11 +73,11 @@ class Proposal:
         caveat: what the user should know before taking it.
     """
 
-    dose: Dose
     effect: Effect
     saves: int
-    slowdown: float
     basis: str
+    dose: Dose = Dose()
+    slowdown: float = 1.0
     caveat: str | None = None
 
 

@@ -110,7 +110,8 @@ def run(
     if unrun := [line for cell in masked for _, line in cell.hidden if _RUNS_CODE.match(line)]:
         return End(error=f"`{unrun[0]}` runs code that is not followed", is_ours=True)
     try:
-        codes = [_compiled(text, f"{_CELL} {at}", session.shell) for at, text in enumerate(texts)]
+        last = len(texts) - 1
+        codes = [_compiled(text, f"{_CELL} {at}", session.shell, at == last) for at, text in enumerate(texts)]
     except SyntaxError as fault:
         return End(error=f"the cell is not Python: {fault}", is_ours=True)
     files = {str(module.file): module.source for module in session.cells.modules}
@@ -194,10 +195,10 @@ def _list(name: str, text: str) -> None:
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def _compiled(text: str, name: str, shell: Any) -> CodeType:
+def _compiled(text: str, name: str, shell: Any, is_cell: bool) -> CodeType:
     _list(name, text)
     flags = getattr(getattr(shell, "compile", None), "flags", 0)
-    return compile_hooked(text, name, flags, last=_LAST)
+    return compile_hooked(text, name, flags, last=_LAST if is_cell else None)
 
 
 def _execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> None:

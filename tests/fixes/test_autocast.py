@@ -11,8 +11,7 @@ from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes.autocast import FIX, apply, patch, propose
+from oomdoctor.fixes.autocast import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, LossFacts
 from oomdoctor.model.evidence import Evidence
@@ -183,21 +182,6 @@ def test_patched_step_computes_in_16_bits_and_learns_as_before(name: str, dose: 
     assert isinstance(patched(*after(made, sources), dose=dose), Refused)
 
 
-@pytest.mark.parametrize("name", ["plain", "between", "function"])
-def test_live_gives_the_numbers_of_the_patch(name: str) -> None:
-    sources = NOTEBOOKS[name]
-    made = patched(*sources)
-    assert isinstance(made, Patch)
-    fixed, changed = program(), program()
-    run(after(made, sources), fixed)
-    before = live.digest(changed["model"])
-    with apply(live.session(namespace=changed, model=changed["model"], criterion=changed["criterion"]), BF16):
-        run(list(sources), changed)
-    assert live.digest(changed["model"]) == before
-    assert live.same(live.values(fixed["model"]), live.values(changed["model"]))
-    assert fixed["losses"] == changed["losses"]
-
-
 BF16_DIFF = """\
 --- In[2]
 +++ In[2] fixed
@@ -330,23 +314,6 @@ def test_gradients_are_clipped_after_they_are_unscaled() -> None:
     assert float(norm) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_peak_goes_down() -> None:
-    peaks = []
-    for dose in (None, BF16):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(part for _ in range(24) for part in (nn.Linear(32, 32), nn.ReLU())))
-        session = live.session(model=model)
-        x = torch.randn(1024, 32)
-        with live.Peak() as seen:
-            if dose is None:
-                model(x).square().mean().backward()
-            else:
-                with apply(session, dose):
-                    model(x).square().mean().backward()
-        peaks.append(seen.peak)
-    assert peaks[1] < 0.7 * peaks[0]
-
-
 CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
 REFUSED_IN_SOURCE = {
     "two losses": (("for x, y in loader:\n    loss = model(x).sum()\n    loss.backward()\n    loss.backward()\n    "
@@ -426,38 +393,3 @@ def test_no_proposal(given: dict[str, Any], reason: str) -> None:
     made = proposed(**given)
     assert isinstance(made, Refused)
     assert reason in made.reason
-
-
-def entered(namespace: dict[str, Any], dose: Dose = BF16, **modules: Any) -> None:
-    with apply(live.session(namespace=namespace, **modules), dose):
-        pass
-
-
-def test_live_refusals_and_undo() -> None:
-    model = program()["model"]
-    with pytest.raises(OomDoctorError, match="float16"):
-        entered({}, FP16, model=model)
-    with pytest.raises(OomDoctorError, match="`scaler`"):
-        entered({"scaler": torch.amp.GradScaler("cpu")}, model=model)
-    with pytest.raises(OomDoctorError, match="no model"):
-        entered({}, criterion=nn.CrossEntropyLoss())
-    with pytest.raises(OomDoctorError, match="BCEWithLogitsLoss"):
-        entered({}, model=nn.ModuleDict({"net": model, "loss": nn.BCELoss()}))
-    before = live.digest(model)
-
-    def fail() -> None:
-        with apply(live.session(model=model), BF16):
-            assert model(torch.randn(2, 8)).dtype is torch.float32
-            raise ValueError("own")
-
-    with pytest.raises(ValueError, match="own"):
-        fail()
-    assert live.digest(model) == before
-
-
-def test_a_model_within_a_model_stays_in_16_bits_inside() -> None:
-    model = program()["model"]
-    seen = outputs(model)
-    with apply(live.session(model=model, first=model[0]), BF16):
-        model(torch.randn(2, 8))
-    assert seen == [torch.bfloat16]

@@ -177,20 +177,15 @@ def test_uses_that_only_read(use: str) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        "x[0] = 1",
-        "x += 1",
-        "x[3:] *= 2",
         "t = torch.from_numpy(x[0])",
         "t = torch.as_tensor(x)",
-        "x.sort()",
-        "np.clip(x, 0, 1, out=x)",
     ],
 )
-def test_uses_that_may_write_or_share_are_refused(use: str) -> None:
+def test_uses_that_may_share_memory_are_refused(use: str) -> None:
     for sources in ((f"x = np.load(path)\n{use}",), ("x = np.load(path)", use)):
         refused = patched(*sources)
         assert isinstance(refused, Refused), refused.diff()
-        assert "may write to the array, or share its memory" in refused.reason
+        assert "may share memory with the array" in refused.reason
 
 
 def test_what_writes_to_it_by_another_name_is_told_by_an_error(path: Path) -> None:

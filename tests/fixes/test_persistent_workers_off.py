@@ -4,11 +4,9 @@ from typing import Any
 
 import live
 import loading
-import pytest
 from loading import HOST, MIB
 
 from oomdoctor import fixes
-from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 
@@ -57,16 +55,12 @@ def made(*sources: str) -> Patch | Refused:
     return patch(loading.cells(*sources), loading.evidence(loading.start(*sources[:-1]), *sources), DOSE)
 
 
-def running(sources: tuple[str, ...], context: Any = None) -> list[int]:
+def running(sources: tuple[str, ...]) -> list[int]:
     """Run the cells; return how many workers there were at each step over the second loader."""
     space = loading.start(*sources[:-1])
     counts: list[int] = []
     space["workers"] = lambda: counts.append(loading.alive())
-    if context is None:
-        loading.run(sources[-1], namespace=space)
-    else:
-        with context(loading.session(space, *sources)):
-            loading.run(sources[-1], namespace=space)
+    loading.run(sources[-1], namespace=space)
     return counts
 
 
@@ -91,7 +85,6 @@ def test_workers_of_one_loader_alone_are_there_at_a_time() -> None:
     assert isinstance(change, Patch)
     assert running((LOADERS, LOOP)) == [4, 4, 4, 4]
     assert max(running(loading.patched(change, LOADERS, LOOP))) == 2
-    assert max(running((LOADERS, LOOP), lambda session: apply(session, DOSE))) == 2
 
 
 def test_the_first_epoch_is_the_same_and_the_second_is_not() -> None:
@@ -103,28 +96,8 @@ def test_the_first_epoch_is_the_same_and_the_second_is_not() -> None:
     assert loading.retried(change, LOADERS, loop) == fixed
     fresh, again = loading.replayed(change, LOADERS, loop)
     assert fresh == again
-    assert loading.delivered(LOADERS, loop, context=lambda session: apply(session, DOSE)) == fixed
     assert fixed[0][:8] == plain[0][:8]
     assert fixed != plain
-
-
-@pytest.mark.parametrize("fault", [None, KeyboardInterrupt])
-def test_undone_however_it_is_left(fault: Any) -> None:
-    space = loading.start(LOADERS)
-    before = loading.settings(space)
-    session = loading.session(space, LOADERS, LOOP)
-    try:
-        with apply(session, DOSE):
-            next(iter(space["train_loader"]))
-            if fault:
-                raise fault
-    except KeyboardInterrupt:
-        pass
-    assert loading.settings(space) == before
-    for _ in space["train_loader"]:
-        pass
-    with pytest.raises(OomDoctorError, match="are running"), apply(session, DOSE):
-        pass
 
 
 def test_refusals() -> None:
