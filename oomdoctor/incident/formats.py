@@ -1,6 +1,6 @@
 """The table of failure messages: one row for each wording that a library has used.
 
-A new wording is a new row in one of the ``rows_*`` modules, with a sample of our own; no code changes. A row names a
+A new wording is a new row in one of the files of ``wordings``, with a sample of our own; no code changes. A row names a
 literal that each text of its format contains (found at the speed of ``str.find``), a pattern that confirms it, and
 clauses that read the numbers. Clauses are searched one by one, so that a text whose head or tail is lost still gives
 the numbers that it has. What no library's own row knows is read by the rows of ``rows_structure``, which look for the
