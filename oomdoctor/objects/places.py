@@ -55,21 +55,8 @@ def is_bare(function: FunctionType, namespace: dict[str, Any]) -> bool:
     return is_empty and function.__globals__ is namespace
 
 
-def _of_function(function: FunctionType) -> dict[str, Any]:
-    code, defaults, by_name = function.__code__, function.__defaults__, function.__kwdefaults__
-    return {"__code__": code, "__defaults__": defaults, "__kwdefaults__": by_name}
-
-
 def _cell(function: FunctionType, name: str) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
-
-
-def _set_in_closure(function: FunctionType, name: str, value: Any) -> None:
-    _cell(function, name).cell_contents = value
-
-
-def _delete_in_closure(function: FunctionType, name: str) -> None:
-    del _cell(function, name).cell_contents
 
 
 def _class_attributes(cls: type) -> dict[str, Any]:
@@ -90,19 +77,23 @@ def functions_in(item: Any) -> list[Any]:
     return []
 
 
-def _of_array(array: Any) -> dict[int, Any]:
-    return dict(enumerate(array.flat))
-
-
-def _set_item(array: Any, at: int, value: Any) -> None:
-    array.flat[at] = value
-
-
 ATTRIBUTES: Final = Place(_class_attributes, type.__setattr__, type.__delattr__)
-ITEMS: Final = Place(_of_array, _set_item, path="{}[{}]".format)
+ITEMS: Final = Place(
+    lambda array: dict(enumerate(array.flat)),
+    lambda array, at, value: array.flat.__setitem__(at, value),
+    path="{}[{}]".format,
+)
 _SLOTS: Final = Place(lambda value: dict(slots_of(value)))
-_FUNCTION: Final = Place(_of_function)
-_CLOSURE: Final = Place(closure_of, _set_in_closure, _delete_in_closure, "{} → {}".format, grows=False)
+_FUNCTION: Final = Place(
+    lambda function: {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+)
+_CLOSURE: Final = Place(
+    closure_of,
+    lambda function, name, value: setattr(_cell(function, name), "cell_contents", value),
+    lambda function, name: delattr(_cell(function, name), "cell_contents"),
+    "{} → {}".format,
+    grows=False,
+)
 
 
 def _of_exception(exc: BaseException) -> dict[str, Any]:
@@ -116,11 +107,10 @@ def _of_exception(exc: BaseException) -> dict[str, Any]:
 
 
 _LOCAL: Final[Any] = mro_of(threading.local)[0]
-
-
-def _of_local(local: Any) -> dict[str, Any]:
-    """Read what this thread keeps; of other threads nothing is known."""
-    return dict(_LOCAL.__getattribute__(local, "__dict__"))
+_THIS_THREADS: Final = Place(
+    lambda local: dict(_LOCAL.__getattribute__(local, "__dict__")), _LOCAL.__setattr__, _LOCAL.__delattr__
+)
+"""What this thread keeps; of other threads nothing is known."""
 
 
 def _of_script(module: Any) -> dict[str, Any]:
@@ -132,8 +122,7 @@ def _of_script(module: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if type(value) in {*LIGHT_TYPES, list, dict, tuple}}
 
 
-def _set_in_script(module: Any, name: str, value: Any) -> None:
-    module._c.setattr(name, value)
+_SCRIPT: Final = Place(_of_script, lambda module, name, value: module._c.setattr(name, value))
 
 
 def _of_state(value: Any) -> dict[str, Any]:
@@ -189,18 +178,11 @@ def _is_own_copy(value: Any) -> bool:
 
 
 _keywords: Final[Any] = vars(partial)["keywords"].__get__
-
-
-def _of_partial(function: Any) -> dict[str, Any]:
-    return dict(_keywords(function))
-
-
-def _set_keyword(function: Any, name: str, value: Any) -> None:
-    _keywords(function)[name] = value
-
-
-def _delete_keyword(function: Any, name: str) -> None:
-    del _keywords(function)[name]
+_KEYWORDS: Final = Place(
+    lambda function: dict(_keywords(function)),
+    lambda function, name, value: _keywords(function).__setitem__(name, value),
+    lambda function, name: _keywords(function).__delitem__(name),
+)
 
 
 def _is_memory(cls: type) -> bool:
@@ -219,9 +201,12 @@ def _places(cls: type) -> tuple[Place, ...]:
     table = (
         (not is_installed(module_of(cls)) and has_slots(cls), _SLOTS),
         (issubclass(cls, BaseException), Place(_of_exception)),
-        (issubclass(cls, threading.local), Place(_of_local, _LOCAL.__setattr__, _LOCAL.__delattr__)),
-        (("torch.jit._script", "RecursiveScriptModule") in names, Place(_of_script, _set_in_script)),
-        (issubclass(cls, partial), Place(_of_partial, _set_keyword, _delete_keyword)),
+        (issubclass(cls, threading.local), _THIS_THREADS),
+        (
+            ("torch.jit._script", "RecursiveScriptModule") in names,
+            _SCRIPT,
+        ),
+        (issubclass(cls, partial), _KEYWORDS),
     )
     return tuple(place for applies, place in table if applies)
 

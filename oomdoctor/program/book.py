@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
-from oomdoctor.program.magics import parsed
+from oomdoctor.program.magics import tree_of
 from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -30,7 +30,6 @@ SETTINGS: Final = re.compile(
 """Calls that make settings which can be changed of the settings that they are given."""
 
 _DEEPEST: Final = 8
-_EMPTY: Final = ast.Module(body=[], type_ignores=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,7 +297,7 @@ class Book:
 
 @lru_cache(maxsize=16)
 def _read(cells: Cells) -> Book:
-    return Book(pages=tuple(Page(cell=cell, tree=parsed(cell.source) or _EMPTY) for cell in cells.history))
+    return Book(pages=tuple(Page(cell=cell, tree=tree_of(cell.source)) for cell in cells.history))
 
 
 def _unguarded(page: Page) -> Iterator[ast.stmt]:

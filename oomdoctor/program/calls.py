@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from oomdoctor.program.definitions import Program, Scope, place, short, statements
-from oomdoctor.program.magics import parsed
+from oomdoctor.program.magics import tree_of
 from oomdoctor.program.names import call_name, imported, own_nodes
 
 
@@ -103,7 +103,7 @@ def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
 
 def calls_in_text(text: str) -> tuple[Call, ...]:
     """Return every call of a text, those in functions included; none where it is not Python."""
-    tree = parsed(text) or ast.Module(body=[], type_ignores=[])
+    tree = tree_of(text)
     whole = Scope(cell=0, function=None, body=tuple(tree.body))
     return tuple(_call(whole, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
 

@@ -24,7 +24,7 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from oomdoctor.program.compiled import with_inner
-from oomdoctor.program.magics import parsed
+from oomdoctor.program.magics import tree_of
 from oomdoctor.program.names import call_name, imported, read_names
 
 EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
@@ -112,7 +112,7 @@ def attributes_written(source: str) -> tuple[tuple[AttributeWrite, ...], frozens
 
     The last may be abstract classes.
     """
-    nodes = list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
+    nodes = list(ast.walk(tree_of(source)))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     registering = frozenset(call_name(node.value) for node in attributes if node.attr == "register")
     imports = dict(pair for node in nodes if not getattr(node, "level", 0) for pair in imported(node))
@@ -214,7 +214,7 @@ def last_name(path: str) -> str:
 @lru_cache(maxsize=256)
 def written_names(source: str) -> frozenset[str]:
     """Return the names that ``source``, its functions included, writes items into."""
-    nodes = _nodes(source)
+    nodes = list(ast.walk(tree_of(source)))
     written = {name for node in nodes for name in _written_by(node)}
     # What grows shows that in its length, but not the container that it is an item of.
     grown = {name for node in nodes for name in _grown_by(node)}
@@ -232,7 +232,7 @@ def written_names(source: str) -> frozenset[str]:
 @lru_cache(maxsize=64)
 def given_names(source: str) -> frozenset[str]:
     """Return the names that ``source`` hands to functions, which may write into them."""
-    calls = [node for node in _nodes(source) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call)]
     handed = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
     return frozenset(name for one in handed for name in _items_of(one))
 
@@ -244,10 +244,6 @@ def names_written_by(code: CodeType) -> frozenset[str]:
     except (SyntaxError, IndexError, ValueError):
         return frozenset()
     return written_names(dedent("".join(lines)))
-
-
-def _nodes(source: str) -> list[ast.AST]:
-    return list(ast.walk(parsed(source) or ast.Module(body=[], type_ignores=[])))
 
 
 def _written_by(node: ast.AST) -> Iterator[str]:

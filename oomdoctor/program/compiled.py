@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Final, NamedTuple
 
-from oomdoctor.program.magics import mask, parsed
+from oomdoctor.program.magics import mask, tree_of
 
 _FUTURES: Final[int] = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 _Defining = ast.FunctionDef | ast.AsyncFunctionDef
@@ -104,7 +104,7 @@ def global_names(text: str) -> frozenset[str]:
 
 def defines(text: str, name: str, line: int) -> bool:
     """Return whether a function of this name begins on ``line``, that of its first decorator included."""
-    functions = (node for node in ast.walk(_tree(text)) if isinstance(node, _Defining) and node.name == name)
+    functions = (node for node in ast.walk(tree_of(text)) if isinstance(node, _Defining) and node.name == name)
     return any(line in (node.lineno, *(each.lineno for each in node.decorator_list)) for node in functions)
 
 
@@ -112,24 +112,24 @@ def is_in_definition(cell: str, line: int) -> bool:
     """Return whether a line of a cell stands in a function or a class."""
     return any(
         isinstance(node, ast.ClassDef | _Defining) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        for node in ast.walk(_tree(cell))
+        for node in ast.walk(tree_of(cell))
     )
 
 
 def statement_end(text: str, line: int) -> int | None:
     """Return the last line of the statement of the top level that ``line`` stands in; None where it is not Python."""
-    ends = [node.end_lineno or node.lineno for node in _tree(text).body]
+    ends = [node.end_lineno or node.lineno for node in tree_of(text).body]
     return next((end for end in ends if end >= line), line) if ends else None
 
 
 def statement_lines(cell: str) -> list[int]:
     """Return the lines on which the statements of a cell begin, in order."""
-    return sorted({node.lineno for node in ast.walk(_tree(cell)) if isinstance(node, ast.stmt)})
+    return sorted({node.lineno for node in ast.walk(tree_of(cell)) if isinstance(node, ast.stmt)})
 
 
 def does_nothing(cell: str) -> bool:
     """Return whether a cell has nothing but ``pass`` in it."""
-    return all(isinstance(node, ast.Pass) for node in _tree(cell).body)
+    return all(isinstance(node, ast.Pass) for node in tree_of(cell).body)
 
 
 def on_their_lines(statements: str, cell: str) -> str:
@@ -137,8 +137,8 @@ def on_their_lines(statements: str, cell: str) -> str:
 
     As they are where it has others, or where another statement of the cell shares a line with one of them.
     """
-    wanted = [ast.dump(node) for node in _tree(statements).body]
-    nodes = [(ast.dump(node), node) for node in _tree(cell).body]
+    wanted = [ast.dump(node) for node in tree_of(statements).body]
+    nodes = [(ast.dump(node), node) for node in tree_of(cell).body]
     kept = {line for text, node in nodes if text in wanted for line in lines_of(node)}
     others = {line for text, node in nodes if text not in wanted for line in lines_of(node)}
     if not wanted or [text for text, _ in nodes if text in wanted] != wanted or kept & others:
@@ -151,7 +151,3 @@ def lines_of(node: ast.stmt) -> range:
     """Return the lines of a text that a statement stands on, those of its decorators included."""
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
     return range(first, (node.end_lineno or node.lineno) + 1)
-
-
-def _tree(text: str) -> ast.Module:
-    return parsed(text) or ast.Module(body=[], type_ignores=[])

@@ -17,7 +17,7 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
-from oomdoctor.program.magics import MaskedCell, mask, parsed
+from oomdoctor.program.magics import MaskedCell, mask, tree_of
 from oomdoctor.program.names import arguments_of, blocks_of, call_name, imports_in, own_nodes, target_names
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,7 +128,7 @@ class Statement:
 def read(cells: Cells) -> Program:
     """Return the cells parsed; those that are not Python count as empty."""
     masked = {cell.number: mask(cell.source) for cell in cells.history}
-    trees = {cell.number: parsed(cell.source) or _NOTHING for cell in cells.history}
+    trees = {cell.number: tree_of(cell.source) for cell in cells.history}
     files = {cell.number: cell.name for cell in cells.modules}
     # What a cell binds hides what an earlier cell has defined, and nothing of a module.
     live = {
@@ -216,7 +216,6 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-_NOTHING: Final = ast.Module(body=[], type_ignores=[])
 _GONE = ast.parse("def gone(): pass").body[0]
 
 

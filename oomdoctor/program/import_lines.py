@@ -16,7 +16,6 @@ from oomdoctor.program.names import all_imports_in, bound_otherwise, imports_in
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cells
 
-_TORCH_BOUND: Final = re.compile(r"^[ \t]*torch[ \t]*=(?!=)|\bas torch\b", re.MULTILINE)
 _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 """Comments that have to stand first in a cell: forms of Colab, options of Quarto and nbdev, marks of a cell."""
 
@@ -30,15 +29,11 @@ def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
         cells: the cells that were run.
         otherwise: what to call it then.
     """
-    bound = re.compile(rf"^[ \t]*{attribute}\s*(,[\w, ]*)?=(?!=)|\bas {attribute}\b", re.MULTILINE)
+    if qualified_name(cells, attribute) == f"{module}.{attribute}":
+        return attribute
     used = re.compile(rf"\b{attribute}\b")
-    if knows(cells, attribute, f"{module}.{attribute}"):
-        return attribute if not any(bound.search(cell.source) for cell in cells.history) else _fresh(otherwise, cells)
-    return _fresh(otherwise, cells) if any(used.search(cell.source) for cell in cells.history) else attribute
-
-
-def _fresh(stem: str, cells: Cells) -> str:
-    return rewriting.fresh_name(stem, cells)
+    is_used = any(used.search(cell.source) for cell in cells.history)
+    return rewriting.fresh_name(otherwise, cells) if is_used else attribute
 
 
 def knows_torch(cells: Cells) -> bool:
@@ -48,7 +43,7 @@ def knows_torch(cells: Cells) -> bool:
 
 def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
     """Return the name that the cells know torch by, and the import that is needed for it, if any."""
-    if any(_TORCH_BOUND.search(cell.source) for cell in cells.history):
+    if qualified_name(cells, "torch").rpartition(".")[2] != "torch":
         return Refused("`torch` stands for something else in these cells")
     names = [name for cell in cells.history for name, home in sorted(imports_in(cell.source)) if home == "torch"]
     if "torch" in names or not names:

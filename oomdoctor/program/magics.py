@@ -69,6 +69,11 @@ def parsed(source: str) -> ast.Module | None:
     return _tree(mask(source).text)
 
 
+def tree_of(source: str) -> ast.Module:
+    """Return the tree of a cell or a file, an empty one where it is not Python."""
+    return parsed(source) or ast.Module(body=[], type_ignores=[])
+
+
 @lru_cache(maxsize=256)
 def mask(source: str) -> MaskedCell:
     """Return ``source`` with IPython's syntax replaced, each line by a statement on the same line."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain, takewhile
 from typing import Final
 
-from oomdoctor.program.magics import mask, parsed
+from oomdoctor.program.magics import mask, tree_of
 
 _WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -75,13 +75,13 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 @lru_cache(maxsize=256)
 def imports_in(source: str) -> frozenset[tuple[str, str]]:
     """Return each name that a cell's own imports bind, and what it stands for: ``("F", "torch.nn.functional")``."""
-    return frozenset(pair for node in own_nodes(_body(source)) for pair in imported(node))
+    return frozenset(pair for node in own_nodes(tree_of(source).body) for pair in imported(node))
 
 
 @lru_cache(maxsize=256)
 def bound_otherwise(source: str) -> frozenset[str]:
     """Return the names that a cell binds at its top level by anything but an import."""
-    nodes = (node for node in own_nodes(_body(source)) if not isinstance(node, ast.alias))
+    nodes = (node for node in own_nodes(tree_of(source).body) if not isinstance(node, ast.alias))
     kinds = ast.Name, ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
     named = (node for node in nodes if isinstance(node, kinds) and not isinstance(getattr(node, "ctx", None), ast.Load))
     return frozenset(node.id if isinstance(node, ast.Name) else str(node.name) for node in named)
@@ -90,12 +90,12 @@ def bound_otherwise(source: str) -> frozenset[str]:
 @lru_cache(maxsize=256)
 def all_imports_in(source: str) -> frozenset[tuple[str, str]]:
     """Return the same of all imports of a cell, those in functions included."""
-    return frozenset(pair for part in _body(source) for node in ast.walk(part) for pair in imported(node))
+    return frozenset(pair for part in tree_of(source).body for node in ast.walk(part) for pair in imported(node))
 
 
 def calls_only(source: str, names: Collection[str]) -> bool:
     """Return whether a cell calls nothing but functions of these names."""
-    nodes = (node for part in _body(source) for node in ast.walk(part))
+    nodes = (node for part in tree_of(source).body for node in ast.walk(part))
     return all(call_name(node) in names for node in nodes if isinstance(node, ast.Call))
 
 
@@ -114,7 +114,7 @@ def first_uses(source: str) -> dict[str, FirstUse]:
     A binding inside ``if``, ``try`` or ``match`` may not happen and does not count. Functions and classes that the
     cell defines are taken to read all that they mention, from where they are defined.
     """
-    return _first_uses(_body(source))
+    return _first_uses(tree_of(source).body)
 
 
 def read_first(body: Iterable[ast.stmt]) -> set[str]:
@@ -169,7 +169,7 @@ def outside(definitions: Mapping[str, ast.stmt], names: Iterable[str]) -> set[st
 def bound_names(source: str) -> frozenset[str]:
     """Return the names that the cell binds at its top level, wherever."""
     names: set[str] = set()
-    for statement in _body(source):
+    for statement in tree_of(source).body:
         names.update(bound_by(statement))
     return frozenset(names)
 
@@ -188,7 +188,7 @@ def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
         for statement in chain.from_iterable(blocks):
             follow(statement, is_other=is_other)
 
-    for statement in _body(source):
+    for statement in tree_of(source).body:
         follow(statement, is_other=False)
     return frozenset(inside - outside)
 
@@ -196,7 +196,7 @@ def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
 def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
     """Return the first assignment of a cell's top level that binds each name."""
     found: dict[str, ast.Assign | ast.AnnAssign] = {}
-    for node in own_nodes(_body(source)):
+    for node in own_nodes(tree_of(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             for part in ast.walk(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
@@ -208,7 +208,9 @@ def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
 def loop_targets(source: str) -> frozenset[str]:
     """Return the names that the loops at the top level of a cell bind to items of something else."""
     names: set[str] = set()
-    for loop in (node for node in own_nodes(_body(source)) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))):
+    for loop in (
+        node for node in own_nodes(tree_of(source).body) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+    ):
         targets = [] if isinstance(loop, ast.While) else [loop.target]
         for node in own_nodes(loop.body):
             if isinstance(node, ast.Assign) and _is_item(node.value):
@@ -228,15 +230,10 @@ def read_names(source: str) -> frozenset[str]:
     """Return every name that the cell mentions to read or delete, functions that it defines included."""
     return frozenset(
         node.id
-        for statement in _body(source)
+        for statement in tree_of(source).body
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)
     )
-
-
-def _body(source: str) -> list[ast.stmt]:
-    tree = parsed(source)
-    return [] if tree is None else tree.body
 
 
 def bound_by(node: ast.AST) -> Iterator[str]:

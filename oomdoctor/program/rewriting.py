@@ -24,7 +24,7 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
-from oomdoctor.program.magics import MaskedCell, mask, parsed
+from oomdoctor.program.magics import MaskedCell, mask, tree_of
 from oomdoctor.program.recompiling import MAKING, why_not
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -54,7 +54,7 @@ class ParsedCell:
     @property
     def tree(self) -> ast.Module:
         """The tree of ``ast`` of the same text."""
-        return parsed(self.source) or ast.Module(body=[], type_ignores=[])
+        return tree_of(self.source)
 
     def lines_of(self, node: cst.CSTNode) -> range:
         """Return the lines of the cell that ``node`` stands on, one-based."""
