@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
-    from oomdoctor.fixes._batch_parts import batch_parts
+    from oomdoctor.fixes._batch_parts import batch_parts, join_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.reporting import report
@@ -23,6 +23,7 @@ __all__ = [
     "batch_parts",
     "explain",
     "heal",
+    "join_parts",
     "last_case",
     "load_ipython_extension",
     "plan",
@@ -37,6 +38,7 @@ _HOMES: Final = {
     "batch_parts": "oomdoctor.fixes._batch_parts",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
+    "join_parts": "oomdoctor.fixes._batch_parts",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "plan": "oomdoctor.shell.script_plan",

@@ -23,6 +23,7 @@ def test_the_surface_is_pinned():
         "batch_parts",
         "explain",
         "heal",
+        "join_parts",
         "last_case",
         "load_ipython_extension",
         "plan",

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from oomdoctor.errors import StateError, UsageError
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
-__all__ = ["batch_parts"]
+__all__ = ["batch_parts", "join_parts"]
 
 _Batched: TypeAlias = tuple[int, int] | None
 """The dimension of the batch, and how many entries of it there are for each row; None where there is none."""
@@ -41,7 +41,8 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
         parts: how many; fewer than there are rows.
         values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
             tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
-        dim: the dimension of the batch.
+        dim: the dimension of the batch. A tensor that has it elsewhere, as the state of a recurrent layer, or that was
+            flattened, is cut where it is. What has a graph is cut from it, and its gradients are passed on at the end.
 
     Yields:
         The part of the one value, or of each value as a tuple.
@@ -53,17 +54,73 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     rows = batch_size(values, dim)
     if rows is None:
         raise UsageError("batch_parts was given no tensor with the rows of a batch")
-    draws, start = _Draws(rows, _generators(values)), 0
+    draws, start, borders = _Draws(rows, _generators(values)), 0, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
+    terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
+    terms["steps"] = next((one.shape[1 - dim] for one in given), 0)
     for count in _counts(rows, parts):
-        part = cut(values, rows, partial(_rows, start=start, count=count, dim=dim), dim)
+        part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
         with draws.of(start, count):
             yield part if len(values) > 1 else part[0]
         start += count
     draws.end()
+    reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
+    if reached:
+        torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
 
 
-def _rows(whole: Any, *, start: int, count: int, dim: int) -> Any:
-    return whole.narrow(dim, start, count) if isinstance(whole, torch.Tensor) else whole[start : start + count]
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Return what parts of a batch have left as that of the whole batch, without its graph.
+
+    Args:
+        parts: of each part the same kind of thing: a tensor, or tuples, lists and dictionaries of tensors. Tensors are
+            joined along the dimension in which they differ.
+    """
+    leaves, structure = zip(*map(pytree.tree_flatten, parts), strict=True)
+    return pytree.tree_unflatten([_joined(list(several)) for several in zip(*leaves, strict=True)], structure[0])
+
+
+def _joined(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[-1]
+    shapes = [one.shape for one in parts]
+    differing = [at for at, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    return torch.cat([one.detach() for one in parts], differing[0]) if differing else parts[-1].detach()
+
+
+def _dim_of(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
+    """Return the dimension of the batch: ``dim``, or the other one of the first two, as of a recurrent state."""
+    dims = [dim, *([1 - dim] if tensor.ndim > 2 and dim in (0, 1) else [])]
+    return next((one for one in dims if tensor.ndim > one and tensor.shape[one] == rows), None)
+
+
+def _rows(
+    whole: Any,
+    *,
+    start: int,
+    count: int,
+    rows: int,
+    dim: int,
+    steps: int,
+    borders: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> Any:
+    """Return the rows of one value; a tensor with a graph is cut from it, and gets the gradients of all parts at once.
+
+    Args:
+        steps: the size of the other dimension, by which a tensor of one dimension may have been flattened with it.
+        borders: such tensors with what stands for them, by their identity.
+    """
+    if not isinstance(whole, torch.Tensor):
+        return whole[start : start + count] if len(whole) == rows else whole
+    at = _dim_of(whole, rows, dim)
+    is_flat = at is None and steps > 0 and whole.ndim == 1 and len(whole) == rows * steps
+    if at is None and not is_flat:
+        return whole
+    if whole.grad_fn is not None and torch.is_grad_enabled():
+        whole = borders.setdefault(id(whole), (whole, whole.detach().requires_grad_()))[1]
+    if at is not None:
+        return whole.narrow(at, start, count)
+    return whole.view((steps, rows) if dim else (rows, steps)).narrow(dim, start, count).reshape(-1)
 
 
 def _counts(rows: int, parts: int) -> list[int]:

@@ -29,18 +29,12 @@ def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | 
 
 def why_not(code: CodeFacts, loop: TrainingLoop) -> str | None:
     """Return why this loop's batch cannot be taken apart, as far as facts tell."""
-    if not loop.optimizers:
-        return "no optimizer is stepped in the loop, so what else changes the weights would run for each part"
-    if not loop.models:
-        return "no call of a model was found in the loop"
     for text in loop.models:
         model = model_facts(code, loop, text)
         if model is None:
             continue
         if model.training and model.batch_norm:
             return f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode"
-        if model.sequence_first:
-            return f"{layer(model, model.sequence_first[0])} takes the batch in dimension 1, not 0"
         if (why := takes_note(model, own=True)) is not None:
             return why
     return None

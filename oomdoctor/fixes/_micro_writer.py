@@ -1,10 +1,10 @@
-"""Writes one training loop anew from the plan of its step."""
+"""Writes one region anew from the plan of its step."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import libcst as cst
 
@@ -12,75 +12,136 @@ from oomdoctor.fixes._samples import CannotSplit, Shape
 from oomdoctor.fixes._step import Step
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import bound
 from oomdoctor.program.import_lines import knows_torch
+from oomdoctor.program.regions import Region, backwards_in
 
 __all__ = ["Writer"]
 
 _Node = TypeVar("_Node", bound=cst.CSTNode)
+Block: TypeAlias = cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite
+
+
+def block_at(parsed: rewriting.ParsedCell, region: Region) -> Block | None:
+    """Return the block that a region is a stretch of."""
+    first = region.block[0]
+    for node, where in parsed.positions.items():
+        if isinstance(node, cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite) and node.body:
+            start = parsed.positions[node.body[0]].start
+            if start.line == first.lineno and start.column == first.col_offset and where.end.line:
+                return node
+    return None
 
 
 class Writer:
-    """Writes one loop anew from its plan.
+    """Writes one region anew from its plan.
 
     Args:
         by: the name of ``batch_parts``, where the batch is more than tensors or the step draws random numbers.
+        join: the name of ``join_parts``, where something is carried through the region.
     """
 
-    def __init__(self, cells: Cells, parsed: rewriting.ParsedCell, step: Step, parts: int, by: str = "") -> None:
-        self._parsed, self._step, self._parts, self._by = parsed, step, parts, by
-        self._taken: list[str] = []
-        self._cells = cells
+    def __init__(
+        self,
+        cells: Cells,
+        parsed: rewriting.ParsedCell,
+        region: Region,
+        step: Step,
+        parts: int,
+        by: str = "",
+        join: str = "",
+    ) -> None:
+        self._parsed, self._region, self._step, self._parts, self._by = parsed, region, step, parts, by
+        self._join, self._taken, self._cells, self._is_weighed = join, list[str](), cells, False
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
         self._sums = {name: self._fresh(f"batch_{name}") for name, _ in step.summed}
-        self._lists = {name: self._fresh(f"{name}_parts") for name in step.gathered}
+        self._lists = {name: self._fresh(f"{name}_parts") for name in (*step.gathered, *step.carried)}
 
     def _fresh(self, stem: str) -> str:
         self._taken.append(rewriting.fresh_name(stem, self._cells, self._taken))
         return self._taken[-1]
 
-    def loop(self, old: cst.For | cst.While) -> rewriting.Statement:
-        """Return ``old`` with its body taken apart.
+    def lines(self, lines: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+        """Return the statements of the region, given as they were, taken apart.
 
         Raises:
             CannotSplit: what is used after the step cannot be put together again.
         """
-        lines = rewriting.lines_apart(old)
-        step = self._step
+        step, self._opening = self._step, self._head()
         start = [f"{self._sum} = 0.0"] if self._sum else []
         start += [f"{total} = 0.0" for total in self._sums.values()]
         start += [f"{parts} = []" for parts in self._lists.values()]
         end = [f"{step.loss} = {self._sum}"] if self._sum else []
         end += [f"{name} = {total}" for name, total in self._sums.items()]
-        end += [f"{name} = torch.cat({parts})" for name, parts in self._lists.items()]
-        if self._lists and not knows_torch(self._cells):
+        joins = {name: self._join if name in step.carried or step.dim else "torch.cat" for name in self._lists}
+        end += [f"{name} = {joins[name]}({parts})" for name, parts in self._lists.items()]
+        if "torch.cat" in joins.values() and not knows_torch(self._cells):
             raise CannotSplit(
                 f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it"
             )
-        inner = [lines[place] for place in step.inner]
+        pairs = list(zip(self._region.body, lines, strict=True))
+        of_part = _renamed(cst.IndentedBlock(body=lines), self._micro).body
+        inner = self._chosen(list(zip(self._region.body, of_part, strict=True)), "inner")
         inner[0], gap = _without_gap(inner[0])
         opened = [*self._statements(start), self._inner(inner)]
         opened[0] = opened[0].with_changes(leading_lines=(*gap, *opened[0].leading_lines))
-        new = [
-            *(lines[place] for place in step.before),
-            *opened,
-            *self._statements(end),
-            *(lines[place] for place in step.after),
-            *lines[max(step.inner) + 1 :],
-        ]
-        return old.with_changes(body=rewriting.block(old, new))
+        before, after = self._chosen(pairs, "before"), self._chosen(pairs, "after")
+        return [*before, *opened, *self._statements(end), *after]
+
+    def _chosen(self, pairs: Sequence[tuple[ast.stmt, cst.BaseStatement]], where: str) -> list[cst.BaseStatement]:
+        """Return the statements that go to a place, those of a branch with ``backward`` in a branch of their own."""
+        found = list[cst.BaseStatement]()
+        for at, (node, line) in enumerate(pairs):
+            if isinstance(node, ast.Expr) or not backwards_in(node):
+                place = self._step.places[id(node)]
+                if place == where or (place == "both" and where != "before"):
+                    found += self._weighted(node, line) if id(node) in self._step.losses else [line]
+                continue
+            found += self._share_of_branch(node, [one for one, _ in pairs[:at]]) if where == "inner" else []
+            if (branch := self._branch(node, line, where)) is not None:
+                found.append(branch)
+        return found
+
+    def _share_of_branch(self, node: ast.stmt, before: Sequence[ast.stmt]) -> list[cst.BaseStatement]:
+        """Return what weighs a loss that is made before a branch, where backward may not be called."""
+        form = next(form for at, form in self._step.losses.items() if at in {id(one) for one in backwards_in(node)})
+        made = {name for one in before for name in bound(one)}
+        if form.shape is Shape.SUM or self._step.loss not in made:
+            return []
+        self._is_weighed = True
+        return [*self._statements([f"{self._step.loss} = {self._step.loss} * ({self._share()})"])]
+
+    def _branch(self, node: ast.stmt, line: cst.BaseStatement, where: str) -> cst.BaseStatement | None:
+        """Return a branch with the statements in it that go to a place, None where there are none."""
+        whole = cst.ensure_type(line, cst.If) if isinstance(node, ast.If) else cst.ensure_type(line, cst.With)
+        body = self._chosen(list(zip(node.body, rewriting.lines_apart(whole), strict=True)), where)  # type: ignore[attr-defined]
+        otherwise = getattr(whole, "orelse", None)
+        rest: cst.BaseStatement | None = None
+        if isinstance(otherwise, cst.If):
+            rest = self._branch(node.orelse[0], otherwise, where)  # type: ignore[attr-defined]
+        elif otherwise is not None:
+            lines = self._chosen(list(zip(node.orelse, rewriting.lines_apart(otherwise), strict=True)), where)  # type: ignore[attr-defined]
+            rest = otherwise.with_changes(body=cst.IndentedBlock(body=lines)) if lines else None
+        if not body and rest is None:
+            return None
+        lines = body or [*self._statements(["pass"])]
+        made = whole.with_changes(body=rewriting.block(whole.body, lines))
+        if where != "inner":
+            made = made.with_changes(leading_lines=())
+        return made.with_changes(orelse=rest) if isinstance(whole, cst.If) else made
 
     def _inner(self, lines: list[cst.BaseStatement]) -> rewriting.Statement:
-        step = self._step
-        head, first = self._head()
-        *forward, backward = _renamed(cst.IndentedBlock(body=lines), self._micro).body
-        body = [*self._statements(first), *forward, *self._weighted(backward)]
+        step, (head, first) = self._step, self._opening
+        body = [*self._statements(first), *lines]
         if step.keeps_loss:
             body += self._statements([f"{self._sum} += {step.loss}.detach()"])
         for name, is_mean in step.summed:
             share = f" * ({self._share()})" if is_mean else ""
             body += self._statements([f"{self._sums[name]} += {name}.detach(){share}"])
-        body += self._statements([f"{parts}.append({name}.detach())" for name, parts in self._lists.items()])
+        for name, parts in self._lists.items():
+            kept = self._micro[name] if name in step.carried else name if step.dim else f"{name}.detach()"
+            body += self._statements([f"{parts}.append({kept})"])
         comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
         (loop,) = self._statements([f"{head}:", "    pass"])
         loop = cst.ensure_type(loop, cst.For)
@@ -92,14 +153,15 @@ class Writer:
         step, first = self._step, list[str]()
         head = f"for {', '.join(self._micro.values())} in "
         if self._by:
-            head += f"{self._by}({self._parts}, {', '.join(step.names)})"
-            if step.kind == "dict" and not step.key and step.form.counted is None:  # it may be emptied in the step
+            dim = f", dim={step.dim}" if step.dim else ""
+            head += f"{self._by}({self._parts}, {', '.join(step.names)}{dim})"
+            if step.kind == "dict" and not step.key and self._counted is None:  # it may be emptied in the step
                 self._rows = self._fresh("rows")
                 first = [f"{self._rows} = len(next(iter({self._micro[step.names[0]]}.values())))"]
         else:
             chunks = [f"{name}.chunk({self._parts})" for name in step.names]
             head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
-        if step.form.counted is not None:
+        if self._counted is not None:
             if self._lists:
                 raise CannotSplit("the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")
@@ -107,7 +169,7 @@ class Writer:
         return head, first
 
     def _counts(self, *, micro: bool) -> str:
-        target, ignored = self._step.form.counted or ("", "0")
+        target, ignored = self._counted or ("", "0")
         names = {node.id for node in ast.walk(ast.parse(target)) if isinstance(node, ast.Name)}
         if not names <= set(self._step.names):
             raise CannotSplit(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
@@ -123,7 +185,7 @@ class Writer:
 
     def _share(self) -> str:
         step = self._step
-        if step.form.counted is not None:
+        if self._counted is not None:
             return f"{self._kept} / {self._counts(micro=False)}"
         name, micro = next(iter(self._micro.items()))
         if step.key:
@@ -132,21 +194,27 @@ class Writer:
         if step.kind == "dict":
             return f"{self._rows} / len(next(iter({name}.values())))"
         item = "[0]" if step.kind == "list" else ""
+        if step.dim:
+            return f"{micro}{item}.size({step.dim}) / {name}{item}.size({step.dim})"
         return f"len({micro}{item}) / len({name}{item})"
 
-    def _weighted(self, backward: cst.BaseStatement) -> list[cst.BaseStatement]:
+    @property
+    def _counted(self) -> tuple[str, str] | None:
+        return next((form.counted for form in self._step.losses.values() if form.counted is not None), None)
+
+    def _weighted(self, node: ast.stmt, line: cst.BaseStatement) -> list[cst.BaseStatement]:
         """Return ``backward`` with the loss of a part weighted by its share of the batch; sums have no weight."""
-        if self._step.form.shape is Shape.SUM:
-            return [backward]
-        call = cst.ensure_type(cst.ensure_type(backward, cst.SimpleStatementLine).body[0], cst.Expr).value
-        inner = _loss_node(cst.ensure_type(call, cst.Call))
-        name = self._step.loss or self._fresh("loss")
+        if self._is_weighed or self._step.losses[id(node)].shape is Shape.SUM:
+            return [line]
+        backward = cst.ensure_type(line, cst.SimpleStatementLine)
+        inner = _loss_node(cst.ensure_type(cst.ensure_type(backward.body[0], cst.Expr).value, cst.Call))
         text = cst.Module([]).code_for_node(inner)
+        name = self._step.loss or self._fresh("loss")
         value = text if self._step.loss else f"({text})"
         (weigh,) = self._statements([f"{name} = {value} * ({self._share()})"])
-        line = cst.ensure_type(backward, cst.SimpleStatementLine)
-        called = cst.ensure_type(line.with_changes(leading_lines=()).deep_replace(inner, cst.Name(name)), type(line))
-        return [weigh.with_changes(leading_lines=line.leading_lines), called]
+        new = cst.parse_expression(name)
+        called = cst.ensure_type(backward.with_changes(leading_lines=()).deep_replace(inner, new), type(backward))
+        return [weigh.with_changes(leading_lines=backward.leading_lines), called]
 
     def _statements(self, lines: Sequence[str]) -> tuple[rewriting.Statement, ...]:
         return rewriting.statements("\n".join(lines) + "\n", self._parsed) if lines else ()

@@ -158,8 +158,8 @@ class Samples:
 
     def follow(self, node: ast.stmt) -> None:
         """Take one statement of the step into account."""
-        if isinstance(node, ast.With):
-            for inner in node.body:
+        if isinstance(node, ast.With | ast.If | ast.For):
+            for inner in (*node.body, *getattr(node, "orelse", ())):
                 self.follow(inner)
         elif isinstance(node, ast.Assign):
             for target in node.targets:

@@ -10,6 +10,9 @@ which takes another weight where the guess was wrong.
 
 from __future__ import annotations
 
+import ast
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import libcst as cst
@@ -17,8 +20,8 @@ import libcst as cst
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_short, why_not_training
 from oomdoctor.fixes._chunks import model_facts, why_not
-from oomdoctor.fixes._micro_names import known_names
-from oomdoctor.fixes._micro_writer import Writer
+from oomdoctor.fixes._micro_names import facts_of, known_names
+from oomdoctor.fixes._micro_writer import Writer, block_at
 from oomdoctor.fixes._samples import CannotSplit
 from oomdoctor.fixes._step import plan
 from oomdoctor.model.absence import Refused
@@ -27,29 +30,52 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.book import Book
-from oomdoctor.program.dataflow import loop_at
+from oomdoctor.program.definitions import site
+from oomdoctor.program.regions import Region, regions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cell, Cells
+    from oomdoctor.model.site import Site
+    from oomdoctor.objects.known import Objects
+    from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "TOLERANCE", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "detect", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 
 _PARTS: Final = (2, 4, 8, 16, 32)
 
-_WAYS: Final = (Dose.of(draws=True), *(Dose.of(weigh=over) for over in ("counted", "sum", "rows")))
-"""A forward may draw random numbers that no layer and no line of the loop shows. And what a part's loss may be: a mean
-over the entries of its target that are not -100, a sum, a mean over its rows."""
+_HELPERS: Final = {"batch_parts": "parts_of", "join_parts": "joined_parts"}
+
+_WEIGHTS: Final = tuple(Dose.of(weigh=over) for over in ("counted", "sum", "rows"))
+_LATE: Final = Dose.of(late=True)
+_WAYS: Final = (
+    *(_LATE, Dose.of(draws=True), *_WEIGHTS, *(_LATE | one for one in _WEIGHTS)),
+    *(Dose.of(dim=dim) for dim in (0, 1)),
+)
+"""What is made of the batch before the model is called may be of all of it; a forward may draw random numbers that no
+layer and no line of the loop shows; a part's loss may be a mean over the entries of its target that are not -100, or a
+sum, or a mean over its rows; and the batch may be in another dimension."""
+
+_IN_PARTS: Final = re.compile(r"\.(chunk|split|tensor_split)\(|\b(batch_parts|parts_of)\(")
+
+_FEW: Final = 3
+"""Tensors that are cut by ``chunk``, more of which would not fit on a line."""
 
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
+
+
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the steps that end in a backward pass in what the failing cell runs."""
+    del objects
+    return tuple(site("backward", one.scope, one.body[-1]) for one in regions(program))
 
 
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
@@ -58,8 +84,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         return through
     code = evidence.code
     loops = [loop for loop in code.loops if loop.in_failing_run]
-    if not loops:
-        return Refused("no training loop was found in what the failing cell runs")
+    if not loops and not code.sites.get("micro_batch"):
+        return Refused("no backward pass was found in what the failing cell runs")
     if (why := why_not_training(evidence)) is not None:
         return Refused(why)
     for loop in loops:
@@ -98,41 +124,82 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainer_source.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
-    code = evidence.code
-    loops = [loop for loop in code.loops if loop.in_failing_run]
-    if not loops:
-        return Refused("no training loop was found in what the failing cell runs")
-    numbers = dict.fromkeys(loop.cell for loop in loops)
-    return rewriting.join(
-        cells,
-        [_cell(cells, cells.get(n), code, [loop for loop in loops if loop.cell == n], dose) for n in numbers],
-    )
+    found = regions(definitions.read(cells))
+    if not found:
+        return Refused("no backward pass was found in what the failing cell runs")
+    try:
+        numbers = dict.fromkeys(region.scope.cell for region in found)
+        return rewriting.join(
+            cells,
+            [_cell(cells, cells.get(n), evidence.code, [r for r in found if r.scope.cell == n], dose) for n in numbers],
+        )
+    except CannotSplit as why:
+        return Refused(str(why))
 
 
-def _cell(cells: Cells, cell: Cell, code: CodeFacts, loops: Sequence[TrainingLoop], dose: Dose) -> Edit | Refused:
+def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], dose: Dose) -> Edit | Refused:
+    """Return the edit of a cell whose ``found`` regions are taken apart."""
     parsed = rewriting.read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    book, given = Book.read(cells), dict(dose.values)
-    tree = book.page(cell.number).tree
-    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
-    imports, beside = dict[str, None](), cells.beside(cell)
-    for facts in loops:
-        try:
-            if why := why_not(code, facts):
-                raise CannotSplit(why)
-            old, loop = rewriting.loop_at(parsed, facts.line), loop_at(tree, facts.line)
-            if old is None or loop is None:
-                raise CannotSplit("the loop is not where it was found before")
-            step = plan(tree, loop, known_names(book, code, facts, tree, loop), str(given.get("weigh", "")))
-            cuts = step.kind != "tensors" or given.get("draws", False) or _draws(code, facts)
-            by = import_lines.name_for("oomdoctor", "batch_parts", beside, "parts_of") if cuts else ""
-            imports |= {import_lines.source_of("oomdoctor", "batch_parts", by): None} if by else {}
-            changes[old] = [Writer(beside, parsed, step, dose.number("parts"), by).loop(old)]
-        except CannotSplit as why:
-            return Refused(str(why))
-    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), [*imports])
+    beside = cells.beside(cell)
+    names = {name: import_lines.name_for("oomdoctor", name, beside, other) for name, other in _HELPERS.items()}
+    changes: dict[cst.CSTNode, rewriting.New] = {}
+    used = dict[str, None]()
+    blocks: dict[int, list[Region]] = {}
+    for region in found:
+        blocks.setdefault(id(region.block), []).append(region)
+    for several in blocks.values():
+        block = block_at(parsed, several[0])
+        if block is None:
+            return Refused("the step is not where it was found before")
+        writers = [
+            (one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several)
+        ]
+        changes[block] = partial(_rewritten, writers)
+    module = import_lines.insert_at_top(
+        parsed,
+        rewriting.exchange(parsed.module, changes),
+        [import_lines.source_of("oomdoctor", name, names[name]) for name in used],
+    )
     return rewriting.edit(cells, cell, parsed, module)
+
+
+def _writer(
+    cells: Cells,
+    parsed: rewriting.ParsedCell,
+    found: Sequence[Region],
+    code: CodeFacts,
+    dose: Dose,
+    names: Mapping[str, str],
+    used: dict[str, None],
+) -> Writer:
+    """Return what writes the first of ``found``; the others stand behind it in its block."""
+    given, program, book = dict(dose.values), definitions.read(cells), Book.read(cells)
+    region = found[0]
+    if region.loop is not None and _IN_PARTS.search(ast.unparse(getattr(region.loop, "iter", region.loop.body[0]))):
+        raise CannotSplit("the batch is taken in parts already")
+    facts = facts_of(program, code, region)
+    if why := why_not(code, facts):
+        raise CannotSplit(why)
+    known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
+    step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
+    cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
+    cuts = cuts or bool(given.get("draws")) or _draws(code, facts)
+    joins = bool(step.carried or (step.dim and step.gathered))
+    used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
+    by = names["batch_parts"] if cuts else ""
+    return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"])
+
+
+def _rewritten(writers: Sequence[tuple[Region, Writer]], block: cst.CSTNode) -> cst.CSTNode:
+    """Return a block with its regions taken apart."""
+    lines, new, end = rewriting.lines_apart(block), list[cst.BaseStatement](), 0
+    for region, writer in writers:
+        new += [*lines[end : region.start], *writer.lines(lines[region.start : region.end])]
+        end = region.end
+    new += lines[end:]
+    return rewriting.block(block, new) if isinstance(block, cst.BaseSuite) else block.with_changes(body=new)
 
 
 FIX: Final = Fix(
@@ -146,4 +213,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect,
 )

@@ -23,28 +23,33 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def batch_size(batch: Any, dim: int = 0) -> int | None:
-    """Return how many rows a batch has: what most of its tensors share in dimension ``dim``. None where it has none."""
+    """Return how many rows a batch has: what most of its tensors share in dimension ``dim``. None where it has none.
+
+    Where it has no tensors, its first array or list tells.
+    """
     sizes = Counter(tensor.shape[dim] for tensor in tensors_in(batch) if tensor.ndim > dim)
-    return sizes.most_common(1)[0][0] if sizes else None
+    if sizes:
+        return sizes.most_common(1)[0][0]
+    values = batch if isinstance(batch, tuple | list) else ()
+    return next((len(value) for value in values if hasattr(value, "__array__") and value.ndim), None)
 
 
-def cut(batch: Any, size: int, take: Callable[[Any], Any], dim: int = 0) -> Any:
+def cut(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
     """Return a batch of the same structure with fewer rows.
 
     Args:
-        size: how many rows there are; what has another number of them stays as it is.
-        take: gives the rows of one tensor, or of a list with an item for each row.
-        dim: the dimension of the rows.
+        size: how many rows there are.
+        take: gives the rows of one tensor or array, or of a list with an item for each row.
     """
-    if isinstance(batch, torch.Tensor):
-        return take(batch) if batch.ndim > dim and batch.shape[dim] == size else batch
+    if isinstance(batch, torch.Tensor) or (hasattr(batch, "__array__") and batch.ndim):
+        return take(batch)
     if isinstance(batch, Mapping):
         made = copy.copy(batch)
         for key, value in batch.items():
-            made[key] = cut(value, size, take, dim)  # type: ignore[index]
+            made[key] = cut(value, size, take)  # type: ignore[index]
         return made
     if isinstance(batch, tuple | list):
         is_rows = len(batch) == size and not any(isinstance(item, torch.Tensor | Mapping) for item in batch)
-        items = take([*batch]) if is_rows and dim == 0 else [cut(item, size, take, dim) for item in batch]
+        items = take([*batch]) if is_rows else [cut(item, size, take) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch

@@ -285,7 +285,8 @@ def _assigns_past_autograd(node: ast.AST) -> TypeGuard[ast.stmt]:
     if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         return False
     parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
-    return any(isinstance(part.ctx, ast.Store) and _leads_past_autograd(part) for part in parts)
+    written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
+    return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
 
 
 def _changes_unseen(called: ast.expr) -> bool:

@@ -118,20 +118,18 @@ def apart(node: cst.SimpleStatementLine | cst.SimpleStatementSuite) -> list[cst.
     return lines
 
 
-def lines_apart(loop: cst.For | cst.While) -> list[cst.BaseStatement]:
-    """Return the statements of a loop's body, each on a line of its own."""
-    body = loop.body
+def lines_apart(node: cst.CSTNode) -> list[cst.BaseStatement]:
+    """Return the statements of a block or of a statement's block, each on a line of its own."""
+    body = node if isinstance(node, cst.Module | cst.BaseSuite) else node.body  # type: ignore[attr-defined]
     if isinstance(body, cst.SimpleStatementSuite):
         return list(apart(body))
-    lines = (apart(node) if isinstance(node, cst.SimpleStatementLine) else [node] for node in body.body)
+    lines = (apart(one) if isinstance(one, cst.SimpleStatementLine) else [one] for one in body.body)
     return [one for line in lines for one in line]  # type: ignore[misc]
 
 
-def block(loop: cst.For | cst.While, lines: Sequence[cst.BaseStatement]) -> cst.IndentedBlock:
-    """Return the body of a loop with these statements in it."""
-    if isinstance(loop.body, cst.IndentedBlock):
-        return loop.body.with_changes(body=lines)
-    return cst.IndentedBlock(body=lines)
+def block(old: cst.BaseSuite, lines: Sequence[cst.BaseStatement]) -> cst.IndentedBlock:
+    """Return a block with these statements in it."""
+    return old.with_changes(body=lines) if isinstance(old, cst.IndentedBlock) else cst.IndentedBlock(body=lines)
 
 
 def within(node: cst.CSTNode, kind: type[Kind], without: tuple[type[cst.CSTNode], ...] = ()) -> Iterator[Kind]:

@@ -16,7 +16,8 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Program, Scope
-from oomdoctor.program.names import arguments_of, call_name, own_nodes, target_names
+from oomdoctor.program.names import arguments_of, call_name, loaded, own_nodes, target_names
+from oomdoctor.program.regions import Region
 
 _BARS: Final = frozenset({"enumerate", "tqdm", "tqdm_notebook", "notebook_tqdm", "auto_tqdm", "track", "progress_bar"})
 """They take the first batch as soon as they begin; ``zip``, ``iter`` and libraries may draw random numbers before."""
@@ -250,6 +251,20 @@ def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
     return target_names(target)
 
 
+def batch_of(region: Region) -> tuple[str, ...]:
+    """Return the names that may hold the batch where a region begins: of its loop, or of its function."""
+    loop = region.loop
+    if loop is not None:
+        return _batch(region.scope, loop)
+    function = region.function
+    return (*_parameters(function), *_drawn([*region.body])) if function is not None else ()
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
+    given = function.args
+    return tuple(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs) if one.arg != "self")
+
+
 def _counts(node: ast.expr) -> bool:
     inner = _inner(node, _WRAPPERS - {"trange"})
     return isinstance(inner, ast.Call) and call_name(inner).rpartition(".")[2] in {"range", "trange", "count"}
@@ -260,6 +275,8 @@ def _drawn(body: list[ast.stmt]) -> tuple[str, ...]:
     made = [node for node in [*body, *inside] if isinstance(node, ast.Assign)]
     cut = [node for node in made if any(map(_draws_batch, _parts(node.value)))]
     cut = cut or [node for node in made if any(map(_makes_up_batch, _parts(node.value)))]
+    names = {name for node in cut for name in target_names(*node.targets)}
+    cut = [node for node in cut if not names & loaded(node.value)]  # what is cut by the batch is made of it
     return _unique(name for node in cut for name in target_names(*node.targets))
 
 

@@ -26,7 +26,13 @@ def few_rows(batch: Any, most: int) -> Any:
     if size is None or size <= most:
         return batch
     rows = _unlike([tensor for tensor in tensors_in(batch) if tensor.ndim and tensor.shape[0] == size], size, most)
-    return cut(batch, size, lambda whole: whole[rows] if torch.is_tensor(whole) else [whole[row] for row in rows])
+
+    def taken(whole: Any) -> Any:
+        if isinstance(whole, list):
+            return [whole[row] for row in rows]
+        return whole[rows] if whole.ndim and whole.shape[0] == size else whole
+
+    return cut(batch, size, taken)
 
 
 def _unlike(tensors: list[torch.Tensor], size: int, most: int) -> list[int]:

@@ -415,7 +415,79 @@ IN_A_CLASS = """
 
     Trainer(model, loader).fit()
 """
+A_STEP_A_CALL = """
+    def train_step(net, inputs, targets, scale=1.0):
+        out = net(inputs)
+        loss = scale * criterion(out, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    for x, y in loader:
+        losses.append(train_step(model, x, y))
+"""
+CLOSURE = """
+    for x, y in loader:
+        def closure():
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            return loss
+        losses.append(optimizer.step(closure).item())
+"""
+SEVERAL = """
+    head = nn.Linear(4, 4)
+    judge = torch.optim.SGD(head.parameters(), lr=0.1)
+    for x, y in loader:
+        rows = x.size(0)
+        real = torch.full((rows, 4), 0.5)
+        judge.zero_grad()
+        made = model(x)
+        error = F.mse_loss(head(made.detach()), real)
+        error.backward()
+        judge.step()
+
+        optimizer.zero_grad()
+        real.fill_(1.0)
+        loss = F.mse_loss(head(made), real)
+        loss.backward()
+        optimizer.step()
+        losses += [error.item(), loss.item(), rows]
+"""
+IN_BRANCHES = """
+    for phase in ["train", "val"]:
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(phase == "train"):
+                out = model(x)
+                best = out.argmax(1)
+                loss = criterion(out, y)
+                if phase == "train":
+                    loss.backward()
+                    optimizer.step()
+            losses.append(loss.item())
+            correct += (best == y).sum().item()
+"""
+BY_HAND = """
+    for step in range(3):
+        chosen = torch.randint(len(X), (16,))
+        loss = 0
+        for layer in range(2):
+            loss += criterion(model(X[chosen]), Y[chosen])
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.1 * weight.grad
+        losses.append(loss.item())
+"""
 FOLLOWED = {
+    "a step a call": A_STEP_A_CALL,
+    "closure": CLOSURE,
+    "several": SEVERAL,
+    "in branches": IN_BRANCHES,
+    "by hand": BY_HAND,
     "accumulating": ACCUMULATING,
     "own loss": OWN_LOSS,
     "terms": TERMS,
@@ -436,9 +508,74 @@ def test_what_is_followed_leaves_the_same_parameters(name: str) -> None:
     run(after(made, sources), split)
     assert distance(plain, split) <= TOLERANCE
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
-    assert max(rows) in (4, 5)
+    assert max(rows) in (4, 5) or name == "several"  # what a later backward pass goes through is made at once
     assert split["scheduler"].last_epoch == plain["scheduler"].last_epoch
+    assert split["correct"] == plain["correct"]
     assert isinstance(patched(*after(made, sources)), Refused)
+
+
+class Recurrent(nn.Module):
+    """A layer that takes the batch in dimension 1 and gives its state on, as ``nn.LSTM`` does, and a flat output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(8, 8, 2), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        out, state = self.layer(x, state)
+        return self.head(out).view(-1, 4), state
+
+
+CARRIED = """
+    def repackage(state):
+        return tuple(part.detach() for part in state)
+
+    state = (torch.zeros(2, 14, 8), torch.zeros(2, 14, 8))
+    for i in range(0, 12, 4):
+        data, target = S[i : i + 4], T[i : i + 4].view(-1)
+        optimizer.zero_grad()
+        state = repackage(state)
+        out, state = model(data, state)
+        loss = criterion(out, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def test_a_state_is_carried_and_the_batch_may_be_in_another_dimension() -> None:
+    def recurrent() -> dict[str, Any]:
+        torch.manual_seed(0)
+        return program(model=Recurrent(), S=torch.randn(12, 14, 8), T=torch.randint(0, 4, (12, 14)))
+
+    cells = cells_of(SETUP, CARRIED)
+    made = patch(cells, evidence(cells, recurrent()), PARTS)
+    assert isinstance(made, Patch), made
+    plain, split = recurrent(), recurrent()
+    run([textwrap.dedent(source) for source in (SETUP, CARRIED)], plain)
+    run(after(made, (SETUP, CARRIED)), split)
+    assert distance(plain, split) <= TOLERANCE
+    pairs = zip(plain["state"], split["state"], strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+
+
+LATE = """
+    for x, y in loader:
+        weight = x.abs().sum(1)
+        weight = weight / weight.sum()
+        optimizer.zero_grad()
+        loss = (weight * F.cross_entropy(model(x), y, reduction="none")).sum()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_what_depends_on_the_whole_batch_is_made_before_the_parts() -> None:
+    for dose, same in ((PARTS, False), (PARTS | Dose.of(late=True), True)):
+        made = patched(SETUP, LATE, dose=dose)
+        assert isinstance(made, Patch), made
+        assert tried(made, [SETUP_TEXT, textwrap.dedent(LATE)], program()).same is same
 
 
 CONSTANTS = "PAD, BOS = 0, 1\nIGNORED = PAD\nclass Config:\n    pad = PAD\nconfig = Config()\n"
@@ -602,7 +739,7 @@ def test_patching_again_is_refused() -> None:
     assert isinstance(made, Patch)
     again = patched(*after(made, (SETUP, ZERO_FIRST)))
     assert isinstance(again, Refused)
-    assert "backward is not called by a statement of the loop itself" in again.reason
+    assert again.reason == "the batch is taken in parts already"
 
 
 GOLDEN = """\
@@ -666,28 +803,9 @@ def test_golden_diff() -> None:
 HEAD = "for x, y in loader:\n    optimizer.zero_grad()\n"
 TAIL = "    loss.backward()\n    optimizer.step()\n"
 REFUSED = {
-    "backward is called in a function that the loop calls": (
-        "def train_step(x, y):\n    loss = criterion(model(x), y)\n    loss.backward()\n    optimizer.step()\n"
-        "for x, y in loader:\n    train_step(x, y)\n"
-    ),
-    "closure": (
-        "for x, y in loader:\n    def closure():\n        loss = criterion(model(x), y)\n"
-        "        loss.backward()\n        return loss\n    optimizer.step(closure)\n"
-    ),
-    "backward 2 times": (
-        HEAD + "    a = criterion(model(x), y)\n    a.backward()\n    loss = criterion(model(x), y)\n" + TAIL
-    ),
-    "`hidden` is carried|passed to `model`": (
-        HEAD + "    out, hidden = model(x, hidden)\n    loss = criterion(out, y)\n" + TAIL
-    ),
     "beside the loss": (HEAD + "    state.last = model(x)\n    loss = criterion(model(x), y)\n" + TAIL),
     "arguments": (
         HEAD + "    loss = criterion(model(x), y)\n    loss.backward(retain_graph=True)\n    optimizer.step()\n"
-    ),
-    "no optimizer": ("for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n"),
-    "before backward": (HEAD + "    loss = criterion(model(x), y)\n    optimizer.step()\n    loss.backward()\n"),
-    "statement of the loop": (
-        HEAD + "    loss = criterion(model(x), y)\n    if True:\n        loss.backward()\n    optimizer.step()\n"
     ),
     "how the step goes on": (HEAD + "    loss = criterion(model(x), y)\n    if loss > 9:\n        continue\n" + TAIL),
 }
@@ -789,12 +907,6 @@ def test_batch_norm_is_refused_while_it_trains() -> None:
     assert isinstance(patched(SETUP, ZERO_FIRST, model=norm().eval()), Patch)
 
 
-def test_sequence_first_layers_are_refused() -> None:
-    refused = patched(SETUP, ZERO_FIRST, model=nn.LSTM(8, 4))
-    assert isinstance(refused, Refused)
-    assert "dimension 1" in refused.reason
-
-
 class LeavesTerm(nn.Module):
     """A model whose forward leaves a term of the loss on itself."""
 
@@ -867,11 +979,7 @@ def test_random_numbers_are_drawn_as_for_the_whole_batch(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("print(1)", "no training loop"),
-        (
-            "for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n    descend()\n",
-            "no optimizer is stepped",
-        ),
+        ("print(1)", "no backward pass"),
     ],
 )
 def test_proposals_refused(source: str, reason: str) -> None:

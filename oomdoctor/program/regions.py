@@ -1,0 +1,163 @@
+"""Regions of a program that end in a backward pass, wherever they stand: in a loop, a function, a method, a closure.
+
+A region is a stretch of one block: the statements behind the backward pass before, up to the one that calls
+``backward``, by itself or within ``if`` and ``with``. So a block with several backward passes has several regions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.names import blocks_of, free_names, target_names
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BRANCHES = (ast.If, ast.With, ast.AsyncWith)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """The statements ``block[start:end]``, of which the last one holds a call of ``backward``.
+
+    Attributes:
+        path: what the block stands in, from the function or the cell down to the statement that the block belongs to.
+    """
+
+    scope: Scope
+    path: tuple[ast.AST, ...]
+    block: Sequence[ast.stmt]
+    start: int
+    end: int
+
+    @property
+    def body(self) -> Sequence[ast.stmt]:
+        """The statements."""
+        return self.block[self.start : self.end]
+
+    @property
+    def function(self) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """The innermost function that the region stands in, None at the top level of a cell."""
+        return next((node for node in reversed(self.path) if isinstance(node, _FUNCTIONS)), None)
+
+    @property
+    def loop(self) -> ast.For | ast.AsyncFor | ast.While | None:
+        """The loop that runs the region once for each turn, None where the region's function has none around it."""
+        for node in reversed(self.path):
+            if isinstance(node, _LOOPS):
+                return node
+            if not isinstance(node, _BRANCHES):
+                return None
+        return None
+
+    @property
+    def read_behind(self) -> set[str]:
+        """The names that are read behind the region before they are bound anew."""
+        used = read_before(self.block[self.end :])
+        inner: Sequence[ast.stmt] = self.block
+        for node in reversed(self.path):
+            if isinstance(node, _LOOPS):
+                again = read_before([ast.Expr(node.test), *inner] if isinstance(node, ast.While) else inner)
+                used |= again if isinstance(node, ast.While) else again - {*target_names(node.target)}
+            if isinstance(node, (*_FUNCTIONS, ast.Module)):
+                break
+            outer = self.path[self.path.index(node) - 1]
+            for block in blocks_of(outer):
+                if node in block:
+                    used |= read_before(block[block.index(node) + 1 :])
+                    inner = block
+        return used
+
+
+def regions(program: Program) -> tuple[Region, ...]:
+    """Return the regions of what the failing cell runs, those of a block in their order."""
+    found: dict[tuple[int, int], Region] = {}
+    for scope in program.running:
+        top: ast.AST = scope.function.node if scope.function else ast.Module(body=[*scope.body], type_ignores=[])
+        for path, block in _blocks((top,), scope.body):
+            for start, end in _stretches(block):
+                key = block[start].lineno, block[end - 1].lineno
+                found.setdefault((scope.cell, *key), Region(scope=scope, path=path, block=block, start=start, end=end))  # type: ignore[arg-type]
+    return tuple(found.values())
+
+
+def backwards_in(node: ast.stmt) -> tuple[ast.Expr, ...]:
+    """Return the statements that call ``backward``: ``node`` itself, or those within an ``if`` or a ``with``."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _is_backward(node.value):
+        return (node,)
+    if isinstance(node, _BRANCHES):
+        return tuple(found for block in blocks_of(node) for one in block for found in backwards_in(one))
+    return ()
+
+
+def read_before(body: Iterable[ast.AST], *, certain: bool = True) -> set[str]:
+    """Return the names that statements read before they bind them.
+
+    Args:
+        certain: what a branch or a loop binds is bound only where it surely runs; else also where it may.
+    """
+    return _exposed(body, certain)[0]
+
+
+def _exposed(body: Iterable[ast.AST], certain: bool) -> tuple[set[str], set[str]]:
+    """Return the names that are read before they are bound, and those that are bound."""
+    found, made = set[str](), set[str]()
+    for node in body:
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            found |= free_names(node) - made
+            made.add(node.name)
+            continue
+        blocks = blocks_of(node)
+        inner = {id(one) for block in blocks for one in block}
+        heads = [part for part in ast.iter_child_nodes(node) if id(part) not in inner] if blocks else [node]
+        found |= {name for part in heads for name in reads(part)} - made
+        heads_bind = {name for part in heads for name in bound(part)}
+        each = [_exposed(block, certain) for block in blocks]
+        found |= {name for used, _ in each for name in used} - made - heads_bind
+        made |= heads_bind
+        if isinstance(node, ast.With | ast.AsyncWith) or not certain:
+            made |= {name for _, binds in each for name in binds}
+        elif isinstance(node, ast.If) and len(each) == 2:
+            made |= each[0][1] & each[1][1]
+    return found, made
+
+
+def _is_backward(call: ast.Call) -> bool:
+    """Tell whether a call is one of ``backward``."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+
+
+def _stretches(block: Sequence[ast.stmt]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for at, node in enumerate(block):
+        if _is_apart(node):
+            start = at + 1
+        elif backwards_in(node):
+            yield start, at + 1
+            start = at + 1
+
+
+def _is_apart(node: ast.stmt) -> bool:
+    """Tell whether a branch has several backward passes one after the other, which are regions of its own block."""
+    return isinstance(node, _BRANCHES) and any(
+        sum(bool(backwards_in(one)) for one in block) > 1 or any(map(_is_apart, block)) for block in blocks_of(node)
+    )
+
+
+def _blocks(
+    path: tuple[ast.AST, ...], block: Sequence[ast.stmt]
+) -> Iterator[tuple[tuple[ast.AST, ...], Sequence[ast.stmt]]]:
+    """Yield the blocks that regions may be stretches of, each with what it stands in."""
+    owner = path[-1]
+    if not isinstance(owner, _BRANCHES) or _is_apart(owner):
+        yield path, block
+    named = {part.id for node in block for part in ast.walk(node) if isinstance(part, ast.Name)}
+    for node in block:
+        if isinstance(node, _FUNCTIONS) and node.name in named:
+            yield from _blocks((*path, node), node.body)
+        elif not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            for inner in blocks_of(node):
+                yield from _blocks((*path, node), inner)
