@@ -50,7 +50,7 @@ class StepLines:
         return self._of(lines)
 
     def _of(self, lines: Sequence[cst.BaseStatement]) -> cst.For | cst.While:
-        return self.loop.with_changes(body=rewriting.block(self.loop, lines))
+        return self.loop.with_changes(body=rewriting.block(self.loop.body, lines))
 
 
 def step_lines(parsed: rewriting.ParsedCell, facts: TrainingLoop, runners: Collection[str] = ()) -> StepLines:
