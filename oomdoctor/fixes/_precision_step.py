@@ -17,6 +17,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Final
 
 import libcst as cst
@@ -66,7 +68,8 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
         helpers = {name for name, body in bodies.items() if runs(body, facts.models)}
         step = step_lines(parsed, facts, helpers)
         around = ancestors(parsed.tree, step.node)
-        last = _last(step, {*facts.models, *helpers}, around)
+        step = _with_named_loss(step, {*facts.models, *helpers}, rewriting.fresh_name("loss", cells))
+        last = _last(step, around)
         given = {name for one in around if isinstance(one, ast.FunctionDef) for name in parameters_of(one)}
         there = _device_text(ast.unparse(step.node), given, trees.values(), device)
         new = step.under(f"torch.autocast({there}, dtype=torch.{dtype})", last)
@@ -88,8 +91,8 @@ def under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], devi
     return need(rewriting.edit(cells, cell, parsed, module.with_changes(body=body), [line]))
 
 
-def _last(step: StepLines, runners: Collection[str], around: Sequence[ast.AST]) -> int:
-    """Return the line that binds the loss."""
+def _backward(step: StepLines) -> tuple[int, ast.expr]:
+    """Return the line that calls ``backward``, and what it is called on."""
     calls = [node for node in ast.walk(step.node) if isinstance(node, ast.Call) and _method(node) == "backward"]
     if not calls:
         raise Unfit("backward is called in a function that the loop calls, not by the loop itself")
@@ -97,12 +100,32 @@ def _last(step: StepLines, runners: Collection[str], around: Sequence[ast.AST]) 
         raise Unfit(f"the loop calls backward {len(calls)} times, not once")
     (call,) = calls
     at = next((i for i, one in enumerate(step.node.body) if isinstance(one, ast.Expr) and one.value is call), None)
-    before = step.node.body[: need(at, "backward is not called by a statement of the loop itself")]
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     if _OWNERS.match(ast.unparse(receiver)):
         raise Unfit(f"`{ast.unparse(receiver)}` takes its precision from its own settings")
-    if runs(receiver, runners):
-        raise Unfit("backward is called on an expression that runs the model: give the loss a name")
+    return need(at, "backward is not called by a statement of the loop itself"), receiver
+
+
+def _with_named_loss(step: StepLines, runners: Collection[str], name: str) -> StepLines:
+    """Return the step with a name for its loss, where ``backward`` is called on what runs the model."""
+    at, receiver = _backward(step)
+    line = step.lines[at]
+    if not runs(receiver, runners) or not isinstance(line, cst.SimpleStatementLine):
+        return step
+    of = line.body[0].value.func.value  # type: ignore[attr-defined]
+    first, *_ = rewriting.statements(f"{name} = {text_of(of)}\n", step.parsed)
+    first = first.with_changes(leading_lines=line.leading_lines)
+    second = rewriting.exchange(line.with_changes(leading_lines=()), {of: cst.Name(name)})
+    node = copy(step.node)
+    text = f"{name} = {ast.unparse(receiver)}\n{name}.backward()"
+    node.body = [*node.body[:at], *ast.parse(text).body, *node.body[at + 1 :]]
+    return replace(step, node=node, lines=[*step.lines[:at], first, second, *step.lines[at + 1 :]])
+
+
+def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
+    """Return the line that binds the loss."""
+    at, receiver = _backward(step)
+    before = step.node.body[:at]
     last = max((place for place, one in enumerate(before) if bound(one) & reads(receiver)), default=-1)
     if last < step.first:
         raise Unfit("the model and the loss are not called by statements of the loop itself")

@@ -94,7 +94,16 @@ SHARED_BRANCH = """
         if step % 2:
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 """
+UNNAMED = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        # the whole step
+        criterion(model(x), y).backward()  # at once
+        optimizer.step()
+        losses.append(model[2].weight.detach().abs().mean().item())
+"""
 NOTEBOOKS = {
+    "unnamed": (SETUP, UNNAMED),
     "shared lines": (SETUP, SHARED_LINES),
     "shared branch": (SETUP, SHARED_BRANCH),
     "plain": (SETUP, PLAIN),
@@ -318,7 +327,6 @@ CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
 REFUSED_IN_SOURCE = {
     "two losses": (("for x, y in loader:\n    loss = model(x).sum()\n    loss.backward()\n    loss.backward()\n    "
                    "optimizer.step()\n"), BF16, "backward 2 times"),
-    "expression": (PLAIN.replace("loss.backward", "criterion(model(x), y).backward"), BF16, "give the loss a name"),
     "accelerator": (PLAIN.replace("loss.backward()", "accelerator.backward(loss)"), BF16, "its own settings"),
     "autocast": (PLAIN.replace("logits = model(x)", "with torch.autocast('cuda'):\n            logits = model(x)"),
                  BF16, "cell 2 has to do with mixed precision already"),
