@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward
 
-__all__ = ["Checked"]
-
 _DIMENSIONS: Final = 4
 """Batch, heads, length and features: what the kernels take."""
 _SOFTMAXES: Final = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default})

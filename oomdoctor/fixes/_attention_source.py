@@ -26,8 +26,6 @@ from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import blocks_of, call_name
 from oomdoctor.program.replay import node_of
 
-__all__ = ["Operation", "fused", "operation"]
-
 _LONGEST: Final = 100
 _NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "self"})
 _OPERATORS: Final = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add", ast.MatMult: "matmul"}

@@ -26,9 +26,6 @@ from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.bindings import last_binding
 from oomdoctor.program.rewriting import exchange, text_of, within
 
-__all__ = ["Call", "advised", "code_of", "exchanged", "find", "keyword", "last_name", "made", "with_keyword"]
-
-
 _MAIN: Final = re.compile(r"if __name__ == ['\"]__main__['\"]:")
 
 

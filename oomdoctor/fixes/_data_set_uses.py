@@ -20,8 +20,6 @@ from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within
 
-__all__ = ["Pages", "Uses"]
-
 _SPLITS: Final = frozenset({"random_split", "Subset"})
 _SIZES: Final = m.OneOf(*(m.Name(name) for name in ("shape", "size", "dtype", "ndim", "dim", "numel", "nbytes")))
 _BEFORE_COLLATE: Final = 6

@@ -9,18 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
-
-if TYPE_CHECKING:
-    from oomdoctor.model.fix import Dose
-    from oomdoctor.model.session import Session
-
-__all__ = ["DDP", "alone", "never_applied", "shared_by", "wrapped"]
+from oomdoctor.model.fix import Dose
+from oomdoctor.model.session import Session
 
 DDP: Final = "DistributedDataParallel"
 

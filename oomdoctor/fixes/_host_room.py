@@ -11,8 +11,6 @@ from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
 
-__all__ = ["check_host", "refuse"]
-
 _FAMILIES: Final = frozenset(
     {
         *(Family.HOST, Family.NUMPY, Family.PINNED, Family.FORK, Family.SHM),

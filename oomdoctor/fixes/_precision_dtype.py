@@ -7,8 +7,6 @@ from typing import Final
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 
-__all__ = ["ROUNDS", "kind_of_device", "native"]
-
 ROUNDS: Final = {
     "bfloat16": "matrix products and convolutions are rounded to bfloat16, 8 significant bits in place of 24",
     "float16": "matrix products and convolutions are rounded to float16, 11 significant bits in place of 24, and a "

@@ -36,8 +36,6 @@ from oomdoctor.program.magics import parsed as tree_of
 from oomdoctor.program.names import parameters_of
 from oomdoctor.program.rewriting import apart, text_of, within
 
-__all__ = ["under_autocast"]
-
 _CLIPPING: Final = m.Name("clip_grad_norm_") | m.Name("clip_grad_value_") | m.Name("clip_grad_norm")
 _CLIP: Final = m.Call(func=_CLIPPING | m.Attribute(attr=_CLIPPING))
 _BACKWARD: Final = m.SimpleStatementLine([m.Expr(m.Call(func=m.Attribute(attr=m.Name("backward"))))])

@@ -13,8 +13,6 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop, loop_at, own
 
-__all__ = ["StepLines", "runs", "step_lines"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLines:

@@ -31,9 +31,6 @@ from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
 from oomdoctor.program.rewriting import text_of
 
-__all__ = ["BATCH", "owner", "patched", "setting"]
-
-
 _COUNTING: Final = ("limit_train_batches", "overfit_batches", "val_check_interval", "fast_dev_run")
 _SCHEDULES: Final = re.compile(r"sched|warmup|OneCycle|Cosine", re.IGNORECASE)
 _LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from oomdoctor.fixes._activations import why_not_short
 from oomdoctor.fixes._batch_sizes import smaller
@@ -23,13 +23,9 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-
-__all__ = ["ADAFACTOR", "adams", "proposed", "weights"]
 
 _PARTS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02

@@ -11,8 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from oomdoctor.model.absence import Refused
 
-__all__ = ["Unfit", "need", "refusing"]
-
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
 

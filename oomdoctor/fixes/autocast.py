@@ -11,7 +11,7 @@ There is no live form: loops that a library owns take their precision from its s
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
@@ -21,15 +21,11 @@ from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIX", "patch", "propose"]
 
 _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")
 _NO_BCE: Final = (
@@ -116,6 +112,5 @@ FIX: Final = Fix(
     effect=Effect.CHANGES_RESULT,
     cost="results rounded to 16 bits within the network; most often faster on a GPU",
     propose=propose,
-    apply=None,
     patch=patch,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -22,7 +22,9 @@ from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
@@ -32,12 +34,6 @@ from oomdoctor.program.definitions import Program, Scope, site, statements
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import call_name, names_in, own_nodes
 from oomdoctor.program.rewriting import place_at, text_of, within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NOWHERE: Final = "no statement was found that puts a whole data set on the device"
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
@@ -270,7 +266,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="a copy of each batch to the device",
     propose=propose,
-    apply=None,
     detect=detect,
     patch=patch,
 )

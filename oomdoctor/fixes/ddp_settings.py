@@ -16,7 +16,7 @@ There is no live form: the buckets are made with the wrapper, on every process a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -26,16 +26,12 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import words
 from oomdoctor.program.words import Result
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIX", "patch", "propose"]
 
 _VIEW: Final = "gradient_as_bucket_view"
 _SEARCH: Final = "find_unused_parameters"
@@ -127,7 +123,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="nothing",
     propose=propose,
-    apply=None,
     patch=patch,
     guard=_ddp_ranks.alone,
     is_tried=False,

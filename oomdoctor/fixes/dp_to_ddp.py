@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 import libcst.matchers as m
@@ -26,18 +25,13 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Census, Role
-from oomdoctor.model.session import Cell
+from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
 from oomdoctor.program.rewriting import New, exchange, within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIX", "patch", "propose"]
 
 _CAVEAT: Final = (
     "the cells then are a program that torchrun starts once for each device; every process prints and saves for "
@@ -106,7 +100,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for loop in loops:
         path = dict(loop.stands_for).get(loop.loader, loop.loader)
         if (_given(loaders[path].node, "shuffle") or "False") != "False":
-            program.tell_epoch(loop, path)
+            program.tell_epoch(loop)
     program.start(processes)
     return program.patch()
 
@@ -210,19 +204,16 @@ class _Program:
                 if node.evaluated_value == "cuda:0":
                     self._exchange(cell, node, node.with_changes(value=node.value.replace("cuda:0", "cuda")))
 
-    def tell_epoch(self, loop: TrainingLoop, loader: str) -> None:
-        """Tell a shuffling loader the epoch, as its order is drawn from that."""
-        for cell in self._cells.history if loop.function is not None else [self._cells.get(loop.cell)]:
-            parsed = rewriting.read(cell.source)
-            if isinstance(parsed, Refused):
-                continue
-            for node in _outer_loops(parsed, loop, cell):
-                if not isinstance(node, cst.For) or not isinstance(node.target, cst.Name):
-                    raise Unfit(f"a loop of {cell} repeats the training without a number")
-                (told,) = rewriting.statements(f"{loader}.sampler.set_epoch({node.target.value})\n", parsed)
-                if node.body in self._nodes.get(cell.number, {}):
-                    raise Unfit(f"a loop of {cell} repeats more than one loop at a time")
-                self._exchange(cell, node.body, partial(_behind, told=told))
+    def tell_epoch(self, loop: TrainingLoop) -> None:
+        """Tell a shuffling loader each time that another epoch begins, as its order is drawn from that."""
+        cell = self._cells.get(loop.cell)
+        parsed = need(rewriting.read(cell.source))
+        old = need(rewriting.loop_at(parsed, loop.line), f"{loop.where} is not a loop that can be rewritten")
+        line = f"{loop.loader}.sampler.set_epoch({loop.loader}.sampler.epoch + 1)\n"
+        (told,) = rewriting.statements(line, parsed)
+        self._exchange(
+            cell, old, [told.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
+        )
 
     def start(self, processes: str) -> None:
         """Enter the process group before anything is put on a device."""
@@ -248,22 +239,6 @@ def _processes(others: Sequence[cst.Arg]) -> str | None:
     return str(len(numbers)) if is_first else None
 
 
-def _outer_loops(parsed: rewriting.ParsedCell, loop: TrainingLoop, cell: Cell) -> list[cst.For | cst.While]:
-    """Return the loops that repeat ``loop``: the innermost around it, or around the calls of its function."""
-    called = re.compile(rf"(?<!def )\b{loop.function or '(?!)'}\(")
-    lines = {n for n, line in enumerate(cell.source.splitlines(), 1) if called.search(line.partition("#")[0])}
-    found: dict[int, cst.For | cst.While] = {}
-    for line in sorted(lines | ({loop.line} if cell.number == loop.cell else set())):
-        around = [node for node in rewriting.path_to(parsed, line) if isinstance(node, cst.For | cst.While)]
-        around = [node for node in around if parsed.lines_of(node)[0] != line]
-        found |= {id(node): node for node in around[-1:]}
-    return list(found.values())
-
-
-def _behind(body: cst.CSTNode, told: cst.BaseStatement) -> cst.CSTNode:
-    return body.with_changes(body=[told, *cst.ensure_type(body, cst.IndentedBlock).body])
-
-
 def _given(call: cst.Call, name: str) -> str | None:
     """Return the text of what is passed by a keyword."""
     given = _class_calls.keyword(call, name)
@@ -286,7 +261,6 @@ FIX: Final = Fix(
     effect=Effect.ADVICE,
     cost="a program that torchrun starts, in the place of a notebook",
     propose=propose,
-    apply=None,
     patch=patch,
     guard=_ddp_ranks.never_applied,
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -28,17 +28,13 @@ from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
 from oomdoctor.program.import_lines import qualified_name
 from oomdoctor.program.rewriting import place_at, text_of, within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIXES"]
 
 _LOADS: Final = frozenset({"np.load", "numpy.load"})
 _READS_NONE: Final = "the line that ran out of memory reads no array as a whole with np.load"
@@ -219,7 +215,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="reads from disk where memory is short",
         propose=_propose_mapped,
-        apply=None,
         patch=_patch_mapped,
     ),
     Fix(
@@ -228,7 +223,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="7 digits instead of 16",
         propose=_propose_narrow,
-        apply=None,
         patch=_patch_narrow,
     ),
 )

@@ -23,7 +23,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 
@@ -36,16 +36,12 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.dataflow import own
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-
-__all__ = ["FIXES"]
 
 _HOME: Final = "torch.autograd.graph"
 _NAME: Final = "save_on_cpu"

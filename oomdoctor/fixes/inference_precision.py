@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 
@@ -30,26 +30,21 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import called_on
 from oomdoctor.program.dataflow import Flow, bound
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
 from oomdoctor.program.names import own_nodes
 from oomdoctor.program.rewriting import text_of, within
 from oomdoctor.program.words import Result
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
-
-__all__ = ["FIXES"]
 
 _CASTS: Final = re.compile(r"\.half\(\)|\.bfloat16\(\)|torch\.(bfloat16|float16|half)\b")
 _MAY_BE_TENSORS: Final = (cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.BinaryOperation, cst.UnaryOperation)
@@ -306,7 +301,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="results rounded to 16 bits",
         propose=_propose_half,
-        apply=None,
         patch=_patch_half,
         detect=_detect,
         guard=_guard,
@@ -317,7 +311,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="results rounded to 8 bits; most often faster on a CPU",
         propose=_propose_quantized,
-        apply=None,
         patch=_patch_quantized,
     ),
 )

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 import libcst.matchers as m
@@ -30,20 +30,15 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.program.rewriting import EditPlace, place_at, text_of, within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.session import Cells, Session
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
-
-__all__ = ["FIX", "detect", "guard", "patch", "propose"]
 
 _LOAD: Final = "torch.load"
 _NUMBERS: Final = re.compile(
@@ -284,7 +279,6 @@ FIX: Final = Fix(
     cost="nothing",
     detect=detect,
     propose=propose,
-    apply=None,
     patch=patch,
     guard=guard,
 )

@@ -21,7 +21,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -32,18 +32,13 @@ from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Family
+from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import HostProcess, Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.book import Book, Page, Place
 from oomdoctor.program.replay import exchanged
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIXES"]
 
 _WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
@@ -326,7 +321,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="steps may wait for their data",
         propose=_fewer_workers,
-        apply=None,
         patch=partial(_patch, "num_workers"),
         is_tried=False,
     ),
@@ -336,7 +330,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="steps may wait for their data",
         propose=_prefetch,
-        apply=None,
         patch=partial(_patch, "prefetch_factor"),
         is_tried=False,
     ),
@@ -346,7 +339,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="slower copies of batches to the device",
         propose=_pin_memory_off,
-        apply=None,
         patch=partial(_patch, "pin_memory"),
         is_tried=False,
     ),
@@ -356,7 +348,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="workers are started for every epoch",
         propose=_persistent_workers_off,
-        apply=None,
         patch=partial(_patch, "persistent_workers"),
         is_tried=False,
     ),

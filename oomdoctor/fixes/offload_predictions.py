@@ -15,31 +15,26 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import words
 from oomdoctor.program.arguments import kept_otherwise
 from oomdoctor.program.dataflow import Flow, Way
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.kept_tensors import gathers_predictions
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, root_of, stored
 from oomdoctor.program.words import Result
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program, Scope
-
-__all__ = ["FIX", "detect", "patch", "propose"]
 
 _NOTHING: Final = "no loop that the failing cell runs collects outputs of a model on the device"
 _TOLERANCE: Final = 1e-5
@@ -301,7 +296,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="a copy to the host in each step",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
     tolerance=_TOLERANCE,

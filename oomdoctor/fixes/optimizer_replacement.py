@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -29,18 +29,14 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
 from oomdoctor.program.replay import LOADERS, write
 from oomdoctor.program.rewriting import text_of
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIXES"]
 
 _LIBRARIES: Final = ("torchao", "bitsandbytes")
 _ANEW: Final = "it begins without what the optimizer has gathered so far, and its learning rate has to be found anew"
@@ -232,7 +228,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="averages rounded to 8 bits; a little time for each step",
         propose=_propose_8bit,
-        apply=None,
         patch=partial(_patch, "optimizer_8bit"),
     ),
     Fix(
@@ -241,7 +236,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="another course of the training; its learning rate has to be found anew",
         propose=_propose_lighter,
-        apply=None,
         patch=partial(_patch, "lighter_optimizer"),
     ),
 )

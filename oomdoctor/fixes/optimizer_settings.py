@@ -19,7 +19,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import ref
 
 import libcst as cst
@@ -32,22 +32,17 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, words
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import own_nodes
 from oomdoctor.program.rewriting import within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
-
-__all__ = ["FIXES", "TOLERANCE", "in_the_step"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of parameters in float32: single and list kernels may contract operations differently."""
@@ -220,7 +215,6 @@ FIXES: Final = (
         tolerance=TOLERANCE,
         cost="more and smaller kernels in the optimizer's step",
         propose=_propose_one_by_one,
-        apply=None,
         patch=_patch_one_by_one,
     ),
     Fix(
@@ -229,7 +223,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_none,
-        apply=None,
         patch=_patch_none,
         detect=_detect_kept,
         guard=_guard_none,

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 
@@ -36,15 +36,11 @@ from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-
-__all__ = ["FIXES"]
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HONOURED: Final = (2, 11)
@@ -254,7 +250,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_by_name,
-        apply=None,
         patch=_patch_by_name,
         is_tried=False,
     ),

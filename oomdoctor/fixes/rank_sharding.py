@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
@@ -29,16 +29,12 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIXES"]
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"
 _OF_SHARDED: Final = "torch.distributed.optim"
@@ -276,7 +272,6 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="every parameter is sent once more in each step",
         propose=_propose_zero,
-        apply=None,
         patch=_patch_zero,
         guard=_ddp_ranks.alone,
         is_tried=False,
@@ -287,7 +282,6 @@ FIXES: Final = (
         effect=Effect.ADVICE,
         cost="half as much again to send, and checkpoints that hold shares",
         propose=_propose_fsdp,
-        apply=None,
         patch=_patch_fsdp,
         guard=_ddp_ranks.never_applied,
     ),

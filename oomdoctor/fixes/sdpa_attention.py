@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 
@@ -35,7 +35,9 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path, plain_dict, submodules
@@ -46,12 +48,6 @@ from oomdoctor.program.ground import ground
 from oomdoctor.program.import_lines import insert_at_top
 from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes, target_names
 from oomdoctor.program.rewriting import within
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-
-__all__ = ["DROPS", "FIX", "TOLERANCE", "WRITTEN", "detect", "guard", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: fused kernels take the softmax block by block."""
@@ -275,7 +271,6 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="nothing",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
     guard=guard,

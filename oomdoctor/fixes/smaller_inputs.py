@@ -15,7 +15,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import libcst as cst
 
@@ -27,7 +27,9 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import Book, Number, calls
@@ -35,12 +37,6 @@ from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchange_numbers
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-
-__all__ = ["FIXES"]
 
 Line: TypeAlias = "Callable[[TrainingLoop, set[str]], str | Refused]"
 """Makes the line that makes the batch of a loop smaller, from the loop and the names that are bound by then."""
@@ -306,7 +302,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="what is cut off is not learnt from; faster",
         propose=_truncate,
-        apply=None,
         patch=_truncated,
     ),
     Fix(
@@ -315,7 +310,6 @@ FIXES: Final = (
         effect=Effect.CHANGES_RESULT,
         cost="small things are lost; faster",
         propose=_shrink,
-        apply=None,
         patch=_shrunk,
     ),
 )

@@ -156,8 +156,8 @@ class Fix:
     effect: Effect
     cost: str
     propose: Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]
-    apply: Callable[[Session, Dose], AbstractContextManager[None]] | None
     patch: Callable[[Cells, Evidence, Dose], Patch | Refused]
+    apply: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
     guard: Callable[[Session, Dose], AbstractContextManager[None]] | None = None
     asks: bool = False
     detect: Detect | None = None

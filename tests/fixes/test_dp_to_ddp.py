@@ -155,13 +155,14 @@ GOLDEN = """\
  optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 --- In[3]
 +++ In[3] fixed
-@@ -1,5 +1,6 @@
+@@ -1,6 +1,7 @@
  losses = []
  for epoch in range(2):
-+    loader.sampler.set_epoch(epoch)
      # one pass over the data
++    loader.sampler.set_epoch(loader.sampler.epoch + 1)
      for x, y in loader:
          x, y = x.to(device), y.to(device)
+         optimizer.zero_grad()
 """  # noqa: E501, W293
 
 
@@ -228,7 +229,6 @@ def test_what_is_proposed() -> None:
         ((DATA.replace("(dataset,", "(make(),"), MODEL, TRAIN), "give it a name first"),
         ((DATA.replace("batch_size=batch_size, ", ""), MODEL, TRAIN), "batches of one sample"),
         ((DATA, MODEL, TRAIN.replace("model(x)", "model(x).view(batch_size, -1)")), "as well"),
-        ((DATA, MODEL, TRAIN.replace("for epoch in range(2)", "while True")), "without a number"),
         ((DATA.replace("import torch\n", "import torch as t\n"), MODEL, TRAIN), "no cell imports torch by its name"),
     ],
 )
