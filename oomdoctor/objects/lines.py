@@ -7,10 +7,11 @@ a line that is typed, or if there are more than a few, there is no such line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.paths import Origin, Path, Root
+from oomdoctor.objects.paths import Found, Origin, Path, Root
 
 _MOST_NAMES: Final = 6
 _MOST_ROOTS: Final = 3 * _MOST_NAMES
@@ -19,6 +20,8 @@ _LONGEST: Final = 160
 """What the reports show of a line, in characters; one cut short cannot be typed."""
 _MOST_STEPS: Final = 2_000_000
 """Of the search for one report; holders after that are not told how to be freed."""
+_OF_A_NAME: Final = 4
+"""References to what a name is bound to: the namespace's, and three in ``are_all_known``."""
 _RELEASE: Final = "fix release_traceback"
 
 
@@ -102,6 +105,36 @@ class Ways:
             self._steps += 1 + len(again)
             yield from again
             step = step.parent
+
+
+def are_all_known(names: Sequence[tuple[str, Any]], met: Sequence[Found]) -> bool:
+    """Return whether the namespace, and containers that it has a name for, hold what was met, and nothing else does.
+
+    Told by counting references, so that large containers need not be searched for more. Those that are known are taken
+    off; if there are others, whosever they are, the answer is no.
+
+    Args:
+        names: of the namespace, in a list with a tuple for each.
+        met: just now, so that nothing else of ours keeps the tensors.
+    """
+    bound = dict(names)
+    unbound = _most_references([object()])
+    for found in met:
+        named = bound.get(found.path.root.name)
+        if found.path.parent is not None or found.path.root.origin is not Origin.NAME or not found.tensors:
+            return False
+        holders = 1
+        if found.first is None:
+            holders = _OF_A_NAME
+        elif _most_references([named]) > unbound + _OF_A_NAME:
+            return False
+        if _most_references(list(found.tensors)) > unbound + holders + 1:  # that of ``met``
+            return False
+    return True
+
+
+def _most_references(values: list[Any]) -> int:
+    return max(map(sys.getrefcount, values))
 
 
 def line(roots: Iterable[Root], first: str | None = None) -> str | None:
