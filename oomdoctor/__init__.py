@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
+    from oomdoctor.fixes._chunked_loss import chunked_loss
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.reporting import report
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "batch_parts",
+    "chunked_loss",
     "explain",
     "heal",
     "join_parts",
@@ -36,6 +38,7 @@ __version__: Final = "0.1.0"
 
 _HOMES: Final = {
     "batch_parts": "oomdoctor.fixes._batch_parts",
+    "chunked_loss": "oomdoctor.fixes._chunked_loss",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
     "join_parts": "oomdoctor.fixes._batch_parts",

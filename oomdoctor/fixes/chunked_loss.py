@@ -5,9 +5,9 @@ gradients of that size. A row's loss depends on that row alone: taken in chunks 
 pass, each of them exists for one chunk at a time. The mean is over all rows that count, weighted by their classes, not
 the mean of means of chunks.
 
-Each call becomes one of a small function under ``torch.utils.checkpoint``. Calls are told by the function's name, or by
-what is called being such a loss of the namespace. Limits: the logits themselves are the model's, and stay; a loss that
-a library takes inside of a model's forward is not seen.
+What is called becomes ``chunked_loss(F.cross_entropy, 8)``, which reads its options as it runs and refuses what has no
+rows of classes. Calls are told by the function's name, or by what is called being such a loss of the namespace. Limits:
+the logits themselves are the model's, and stay; a loss that a library takes inside of a model's forward is not seen.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import libcst as cst
+
 from oomdoctor.fixes._activations import HELD, NUMBER_BYTES
-from oomdoctor.fixes._loss_source import rewrite
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import site
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import call_name, own_nodes
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
     from oomdoctor.model.site import Site
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "TOLERANCE", "detect", "guard", "patch", "propose"]
+__all__ = ["FIX", "TOLERANCE", "detect", "patch", "propose"]
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: the mean over the rows is taken in another order."""
@@ -51,6 +52,7 @@ _OVERHEAD: Final = 0.02
 _WORTH: Final = 1 / 20
 """What the log-probabilities have to take of the memory found, so that it is worth the while."""
 
+_FUNCTION: Final = "torch.nn.functional.cross_entropy"
 _FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
 _MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
 
@@ -151,25 +153,31 @@ def _loss_bytes(each: int, code: CodeFacts) -> int:
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return each cross-entropy of the failing run as a call of a function that takes it in chunks."""
-    if evidence.code.half_weights and not evidence.code.autocast:
+    """Return each cross-entropy of the failing run as one that is taken in chunks."""
+    code, sites = evidence.code, evidence.code.sites.get("chunked_loss", ())
+    if code.half_weights and not code.autocast:
         return Refused("the loss is taken in half precision: sums of its chunks would round otherwise")
-    losses = evidence.code.losses
-    return rewrite(cells, evidence.code.sites.get("chunked_loss", ()), losses, dose.number("chunks"))
+    if any(re.search(r"\bchunked_loss\(", cell.source) for cell in cells.history):
+        return Refused("the code takes its cross-entropy in chunks already")
+    if not sites:
+        return Refused("no cell takes the cross-entropy: what a library does cannot be changed in the source")
+    known = {loss.path for loss in code.losses}
 
+    def changed(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module | Refused:
+        beside = cells.beside(cells.get(here[0].cell))
+        by = import_lines.name_for("oomdoctor", "chunked_loss", beside, "loss_in_chunks")
+        new: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            called, stands_for = one.names
+            if stands_for not in known and import_lines.qualified_name(beside, called) != _FUNCTION:
+                return Refused(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
+            for call in rewriting.within(parsed.module, cst.Call):
+                if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
+                    new[call.func] = cst.parse_expression(f"{by}({called}, {dose.number('chunks')})")
+        module = rewriting.exchange(parsed.module, new)
+        return import_lines.insert_at_top(parsed, module, [import_lines.source_of("oomdoctor", "chunked_loss", by)])
 
-@contextmanager
-def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Refuse targets that are probabilities, and losses in half precision, where the changed cell takes them.
-
-    Raises:
-        OomDoctorError: from the loss.
-    """
-    from oomdoctor.fixes._loss_check import CheckedLoss
-
-    del session, dose
-    with CheckedLoss():
-        yield
+    return rewriting.at_sites(cells, sites, changed)
 
 
 FIX: Final = Fix(
@@ -182,5 +190,4 @@ FIX: Final = Fix(
     apply=None,
     patch=patch,
     detect=detect,
-    guard=guard,
 )

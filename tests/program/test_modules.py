@@ -263,7 +263,7 @@ def fit(model, loader, optimizer):
 @pytest.mark.parametrize(
     ("fix", "dose", "line"),
     [
-        ("chunked_loss", {"chunks": 2}, "loss = chunked_cross_entropy("),
+        ("chunked_loss", {"chunks": 2}, "loss = chunked_loss("),
         ("save_on_cpu", {"pin_memory": False}, "with torch.autograd.graph.save_on_cpu():"),
         ("sdpa_attention", {}, "y = F.scaled_dot_product_attention(q, k, v)"),
         ("drop_retain_graph", {}, "loss.backward()"),
