@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
     from oomdoctor.fixes._chunked_loss import chunked_loss
+    from oomdoctor.fixes._recompute import recompute
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.reporting import report
@@ -29,6 +30,7 @@ __all__ = [
     "last_case",
     "load_ipython_extension",
     "plan",
+    "recompute",
     "report",
     "simulate",
     "unload_ipython_extension",
@@ -45,6 +47,7 @@ _HOMES: Final = {
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "plan": "oomdoctor.shell.script_plan",
+    "recompute": "oomdoctor.fixes._recompute",
     "report": "oomdoctor.shell.reporting",
     "simulate": "oomdoctor.allocator.virtual",
     "unload_ipython_extension": "oomdoctor.shell",

@@ -7,6 +7,8 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import isqrt
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -31,12 +33,21 @@ _FOREACH_DEVICES: Final = frozenset({"cuda", "xpu", "mtia"})
 
 Source: ``torch.utils._foreach_utils._get_foreach_kernels_supported_devices``.
 """
+_WORTH: Final = 0.75
+"""Share of the layers of a module that stand in parts of their own, from which on it may be taken apart."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
 def models(modules: Iterable[tuple[str, Any]]) -> tuple[ModelFacts, ...]:
     """Return the facts of each root module that is not a loss."""
     return tuple(_model(path, module) for path, module in modules if not _is_loss(module))
+
+
+def local(found: Iterable[tuple[str, Any, tuple[int, int]]]) -> Iterator[ModelFacts]:
+    """Yield the facts of each module that is not a loss, with where the function begins that holds it."""
+    for path, module, scope in found:
+        if not _is_loss(module):
+            yield replace(_model(path, module), scope=scope)
 
 
 def classes(modules: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
@@ -120,6 +131,7 @@ def _model(path: str, root: Any) -> ModelFacts:
         training=trains,
         parameter_bytes=_parameter_bytes(tree),
         blocks=tuple(module.path for module in tree if _is_repeated(module)),
+        segments=_Segments(root).found,
         switches=tuple(_switches(tree)),
         batch_norm=tuple(module.path for module in active if _couples(module)),
         dropout=tuple(module.path for module in active if _drops(module)),
@@ -182,6 +194,74 @@ def _is_layer(module: Any) -> bool:
         and not _mapping(plain_dict(module), "_modules")
         and "RNNBase" not in _names_above(type(module))
     )
+
+
+class _Segments:
+    """Parts of a model to run again in the backward pass: each about as large as there are many.
+
+    What is kept then is an input for each, and all that one of them saves. Source: Chen et al., arXiv:1604.06174.
+    Parts whose own forward is more than that of their children are not taken apart for less than ``_WORTH``.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._size = max(isqrt(_layer_count(root)), 2)
+        self.found = tuple(self._within("", root))
+
+    def _within(self, path: str, module: Any) -> Iterator[str]:
+        """Yield the segments below a module, in the order in which they are held."""
+        children = [(name, child) for name, child in _children(module).items() if child is not None]
+        if _runs_in_turn(module):
+            yield from self._stretches(path, [child for _, child in children])
+            return
+        for name, child in children:
+            yield from self._of(f"{path}.{name}".lstrip("."), child)
+
+    def _of(self, path: str, module: Any) -> Iterator[str]:
+        if _is_layer(module):
+            return
+        count = _layer_count(module)
+        below = sum(_layer_count(child) for child in _children(module).values() if not _is_layer(child))
+        is_list = "ModuleList" in (names := _names_above(type(module))) or "ModuleDict" in names
+        is_taken_apart = (
+            count > self._size if _runs_in_turn(module) else count > 2 * self._size and below > _WORTH * count
+        )
+        if is_list or is_taken_apart:
+            yield from self._within(path, module)
+        else:
+            yield path
+
+    def _stretches(self, path: str, layers: list[Any]) -> Iterator[str]:
+        """Yield stretches of a ``Sequential``: none begins with a layer that writes into its input."""
+        begun, count = 0, 0
+        for at, layer in enumerate(layers):
+            own = _layer_count(layer)
+            in_place = (plain_dict(layer) or {}).get("inplace") is True
+            if count and count + own > self._size and not in_place:
+                yield from self._stretch(path, layers, begun, at)
+                begun, count = at, 0
+            count += own
+        yield from self._stretch(path, layers, begun, len(layers))
+
+    def _stretch(self, path: str, layers: list[Any], start: int, stop: int) -> Iterator[str]:
+        if stop - start > 1:
+            yield f"{path}[{start}:{stop}]"
+        elif stop > start:
+            yield from self._of(f"{path}.{start}".lstrip("."), layers[start])
+
+
+def _children(module: Any) -> dict[str, Any]:
+    return {str(name): child for name, child in _mapping(plain_dict(module), "_modules").items() if child is not None}
+
+
+def _layer_count(module: Any) -> int:
+    """Return of how many layers without children a module is made."""
+    return sum(map(_layer_count, _children(module).values())) or 1
+
+
+def _runs_in_turn(module: Any) -> bool:
+    """Whether it is a ``Sequential`` with the forward of that class."""
+    owner = next((base for base in mro_of(type(module)) if "forward" in members_of(base)), None)
+    return owner is not None and owner.__name__ == "Sequential" and owner.__module__ == f"{_LAYERS}container"
 
 
 def _switches(tree: Iterable[_Module]) -> Iterator[tuple[str, bool]]:

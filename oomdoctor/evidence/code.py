@@ -40,6 +40,7 @@ def facts(
     optimizers: Iterable[tuple[str, Any]] = (),
     loaders: Iterable[tuple[str, Any]] = (),
     *,
+    local: Iterable[tuple[str, Any, tuple[int, int]]] = (),
     line: int | None = None,
     running: Iterable[tuple[int, int]] = (),
     passed: Passed | None = None,
@@ -54,6 +55,7 @@ def facts(
         namespace: the globals that they ran in; only types and dictionaries of its values are looked at.
         modules: ``(path, nn.Module)`` of each root module found there.
         optimizers: likewise; ``loaders``: likewise.
+        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins.
         line: line of the failing cell that was running, to tell whether autograd was off there.
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
         passed: the trainer of a library that the failure came out of.
@@ -86,6 +88,7 @@ def facts(
         failing_cell=cells.failing.number,
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
         models=models,
+        local_models=tuple(_models.local(local)),
         losses=losses,
         optimizers=_models.typed(optimizers),
         steppers=optimizer_facts(optimizers),

@@ -22,7 +22,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
-from oomdoctor.objects.frames import lines_of
+from oomdoctor.objects.frames import lines_of, local_modules
 from oomdoctor.objects.kinds import Kind, spelled
 from oomdoctor.objects.named import user_names
 
@@ -111,6 +111,7 @@ def _facts(
             cells,
             spelled(session.namespace),
             *objects,
+            local=local_modules(exc, filenames, objects[0]),
             line=line,
             running=running,
             passed=passed(exc),

@@ -24,6 +24,7 @@ def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | 
     exact = [model for model in code.models if model.path == path]
     if not exact and path.startswith("self."):
         exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
+    exact = exact or [model for model in code.local_models if model.path == path]
     return exact[0] if len(exact) == 1 else None
 
 

@@ -1,8 +1,7 @@
-"""Forwards of live modules replaced for a while, and recomputed in the backward pass with the state left single.
+"""Forwards of live modules replaced for a while, and what forbids to run one in another way.
 
 What the fixes share that run a module's ``forward`` in another way. The replacement is an instance attribute, a bound
 method as the original is, so that ``copy.deepcopy`` and ``pickle`` of a model in its scope give a model of its own.
-Limits: a state that a forward keeps outside of its module (a global list, a file) is not seen.
 """
 
 from __future__ import annotations
@@ -12,37 +11,31 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _generators
 from oomdoctor.objects.kinds import submodules
 
 __all__ = [
-    "StateWatch",
     "active_dropout",
     "compiled",
     "devices",
     "drops",
     "host_marks",
     "is_shadow_run",
-    "recomputed",
     "refuse_batch_norm",
     "refuse_hooks",
     "refuse_unless_plain",
     "replaced",
     "rng_marks",
-    "running_statistics",
     "splittable",
 ]
 
@@ -51,7 +44,6 @@ Run: TypeAlias = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """Runs ``forward`` of a module in its own way: ``run(module, forward, args, kwargs)``."""
 
 _MISSING: Final = object()
-_RUNNING_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _NOT_REPLACEABLE: Final = {
     "DataParallel": "nn.DataParallel copies the model with its replaced forward to every device",
     "FullyShardedDataParallel": "the parameters are sharded, and gathered by hooks around each forward",
@@ -233,128 +225,9 @@ def _device_rng(device: torch.device) -> Any:
     return torch.mps.get_rng_state() if device.type == "mps" else getattr(torch, device.type).get_rng_state(device)
 
 
-class StateWatch:
-    """Tells what a forward changed in its module, the running statistics of normalisation layers apart.
-
-    As a context manager it stands around one recomputation: running statistics are updated in copies that are thrown
-    away, so that each batch counts once, and any other change is an error.
-
-    Source: ``torch.nn.modules.batchnorm._NormBase`` keeps them in its buffers; a forward in training mode updates
-    them and does not read them. ``torch.native_batch_norm`` updates those that it is given without counting up their
-    version, which is how a module of the user's own may keep them.
-    """
-
-    def __init__(self, path: str, module: Any) -> None:
-        self._path, self._module = path, module
-        self._spared: list[tuple[dict[str, Any], str, Any]] = []
-        self._before = self._marks()
-        self._parameters = self._parameter_marks()
-
-    def changed(self) -> str | None:
-        """Return the path of something that is not as it was when the watch began, None if all is."""
-        now = self._marks()
-        if now == self._before:
-            return None
-        names = [name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name)]
-        return min(names)
-
-    def __enter__(self) -> None:
-        if self._parameters != self._parameter_marks():
-            raise OomDoctorError(
-                f"{self._path} cannot be recomputed: its parameters are no longer those that its forward ran with"
-            )
-        for part in self._module.modules():
-            for name, buffer in running_statistics(part):
-                self._spared.append((part._buffers, name, buffer))
-                part._buffers[name] = buffer.clone()
-        self._before = self._marks() | {"Python's or NumPy's random numbers": host_marks()}
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        drawn = self._before.pop("Python's or NumPy's random numbers")
-        what = "Python's or NumPy's random numbers" if drawn != host_marks() else self.changed()
-        for buffers, name, buffer in reversed(self._spared):
-            buffers[name] = buffer
-        self._spared.clear()
-        if what is not None and (kind is None or kind.__name__ == "_StopRecomputationError"):
-            raise OomDoctorError(
-                f"{self._path} cannot be recomputed: its forward changes {what}, which would then happen twice"
-            )
-
-    def _marks(self) -> dict[str, Any]:
-        parts = list(submodules(self._module, self._path))
-        own = {name: mark for path, part in parts for name, mark in _marks(path, part)}
-        return own | dict(_generators.marks(parts))
-
-    def _parameter_marks(self) -> list[tuple[int, int]]:
-        """Return which parameters there are, by identity: ``torch.func.functional_call`` exchanges them for a call."""
-        return [
-            (id(parameter), parameter._version)
-            for _, part in submodules(self._module, self._path)
-            for parameter in part._parameters.values()
-            if parameter is not None
-        ]
-
-
-def running_statistics(part: Any) -> list[tuple[str, Any]]:
-    """Return the buffers of ``part`` that its forward may update unseen, by name."""
-    if isinstance(part, _NormBase):
-        names = _RUNNING_STATISTICS if part.training and part.track_running_stats else ()
-    else:
-        names = tuple(name for name, held in part._buffers.items() if _is_vector(held))
-    return [(name, part._buffers[name]) for name in names if part._buffers.get(name) is not None]
-
-
-def _is_vector(buffer: Any) -> bool:
-    return buffer is not None and buffer.ndim == 1 and buffer.is_floating_point()
-
-
 def host_marks() -> tuple[Any, ...]:
     """Return where the random number generators of Python and NumPy stand, for comparison."""
     if (numpy := sys.modules.get("numpy")) is None:
         return (random.getstate(),)
     _, keys, position, *_ = numpy.random.get_state()
     return random.getstate(), keys.tobytes(), position
-
-
-def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a forward may change: buffers written or replaced, plain attributes, the length of containers."""
-    for name, buffer in part._buffers.items():
-        if buffer is not None and not (isinstance(part, _NormBase) and name in _RUNNING_STATISTICS):
-            yield f"{path}.{name}", (id(buffer), buffer._version)
-    for name, value in vars(part).items():
-        if type(value) in (int, float, bool, str):
-            yield f"{path}.{name}", value
-        elif type(value) in (list, dict, set):
-            yield f"{path}.{name}", (id(value), len(value))
-
-
-def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``forward`` so that it keeps its inputs alone and is run again in the backward pass.
-
-    Every tensor is handed over by position, however deep it was: of the others, torch keeps neither the version nor
-    the device whose random numbers have to be drawn again.
-
-    Source: ``torch.utils.checkpoint.get_device_states`` looks at positional arguments only.
-    """
-    leaves, form = pytree.tree_flatten((args, kwargs))
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    there = {leaves[at].device for at in places}
-    elsewhere = {parameter.device for parameter in module.parameters()} - there - {torch.device("cpu")}
-    anchors = [torch.empty(0, device=device) for device in elsewhere if device.type != "meta"]
-
-    def run(*tensors: Any) -> Any:
-        filled = list(rest)
-        for at, tensor in zip(places, tensors, strict=False):
-            filled[at] = tensor
-        inner_args, inner_kwargs = pytree.tree_unflatten(filled, form)
-        return forward(*inner_args, **inner_kwargs)
-
-    tensors = [leaves[at] for at in places]
-    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    out = checkpoint(
-        run, *tensors, *anchors, use_reentrant=False, context_fn=lambda: (nullcontext(), StateWatch(path, module))
-    )
-    if versions != [None if tensor.is_inference() else tensor._version for tensor in tensors]:
-        raise OomDoctorError(f"{path} cannot be recomputed: its forward changes its input in place")
-    return out

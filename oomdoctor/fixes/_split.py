@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _forward
+from oomdoctor.fixes import _forward, _recompute
 
 __all__ = ["Call", "Divided", "divide", "forwards_in_parts", "gathered", "join"]
 
@@ -64,7 +64,7 @@ class _InParts:
             raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
         _forward.refuse_batch_norm(path, module)
         devices = _forward.devices(module)
-        watch, marks = _forward.StateWatch(path, module), _forward.rng_marks(devices)
+        watch, marks = _recompute.StateWatch(path, module), _forward.rng_marks(devices)
         most = -(-call.rows // self._parts)
         rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
         whole = gathered(path, self._each(path, module, self._whole(forward), call), rows)
@@ -77,7 +77,7 @@ class _InParts:
     def _each(self, path: str, module: Any, forward: Any, call: Divided) -> Iterator[Any]:
         for args, kwargs in call.chunks(self._parts):
             if torch.is_grad_enabled():
-                yield _forward.recomputed(path, module, forward, args, kwargs)
+                yield _recompute.recomputed(path, module, forward, args, kwargs)
             else:
                 yield forward(*args, **kwargs)
 

@@ -37,6 +37,7 @@ from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
+from oomdoctor.forecast.module_memory import ModuleCalls
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled, fills_up
@@ -47,6 +48,7 @@ from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.forecast.ways import Ways
+from oomdoctor.model.session import Attempt
 from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
@@ -59,7 +61,7 @@ from oomdoctor.sandbox.walls import forbid
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from oomdoctor.model.session import Accelerator, Attempt, Session
+    from oomdoctor.model.session import Accelerator, Session
     from oomdoctor.sandbox.card import Card
 
 __all__ = ["Start", "bring_back", "run", "warm_up"]
@@ -195,6 +197,7 @@ def _run(
     pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
     tracker.scalars.until = pace.until if card is None else -math.inf
+    calls = ModuleCalls(tracker) if attempt == Attempt(source=session.cells.failing.source) else None
     settings, is_left, missed, left_early = AllocatorSettings(), True, None, False
     try:
         if cached or card is not None:
@@ -204,6 +207,8 @@ def _run(
         with _time_limit(time_s):
             _put_in_place(session, start, tracker, pace)
             tracker.scalars.choose = ways.choose
+            if calls is not None:
+                calls.follow(session.modules)
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
     except OutOfTime:
@@ -238,6 +243,7 @@ def _run(
         missed=missed or reading.missed,
         left_early=left_early,
         course=course,
+        modules=() if calls is None else calls.told(),
         card=card.type if card is not None and card.held is None else None,
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.cost import Meter
     from oomdoctor.forecast.ledger import Ledger, Note
 
-__all__ = ["course_of"]
+__all__ = ["alive_after", "course_of"]
 
 _POINTS: Final = 256
 
@@ -32,7 +32,7 @@ def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course
         meter: what the operations cost.
         statements: lines at which the statements of the cell begin, in order.
     """
-    sizes = _alive_after(ledger, ledger.peak_at)
+    sizes = alive_after(ledger, ledger.peak_at)
     last = ledger.note(ledger.events[ledger.peak_at - 1][1]) if ledger.peak_at else None
     roles, temporaries = Counter[Role](), Counter[str]()
     for number, nbytes in sizes.items():
@@ -49,7 +49,7 @@ def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course
     )
 
 
-def _alive_after(ledger: Ledger, count: int) -> dict[int, int]:
+def alive_after(ledger: Ledger, count: int) -> dict[int, int]:
     """Return the sizes of what was alive after so many events, by number."""
     alive: dict[int, int] = {}
     for event in ledger.events[:count]:
@@ -80,7 +80,7 @@ def _statement(note: Note, statements: Sequence[int]) -> int:
 def _points(ledger: Ledger) -> list[tuple[int, int | None]]:
     """Return what was alive when the cell began, and then the highest of each bin of events."""
     begun = len(ledger.events) if ledger.begun is None else ledger.begun
-    sizes = _alive_after(ledger, begun)
+    sizes = alive_after(ledger, begun)
     level, line = sum(sizes.values()), None
     points: list[tuple[int, int | None]] = [(level, line)]
     width = -(-(len(ledger.events) - begun) // (_POINTS - 1))

@@ -56,6 +56,7 @@ class Note:
         in_graph: whether a tensor that requires grad lay in it; ``detached``: whether one was detached.
         fed: whether it was given to an operation that is differentiated, and is not itself.
         is_bound: whether values decide how large it is, and it was taken for the largest.
+        within: the module whose forward made it; ``out_of``: those that gave it out.
     """
 
     line: int | None
@@ -67,6 +68,8 @@ class Note:
     detached: bool = False
     fed: bool = False
     is_bound: bool = False
+    within: Any = None
+    out_of: frozenset[Any] = frozenset()
 
 
 class _Entry:
@@ -89,6 +92,7 @@ class Ledger:
         begun: how many events there were when the cell began, None before that.
         turn: iterations of loops of the cell so far; whoever sees them counts them here.
         making: what whatever is allocated now is an operation's own need of, None for none.
+        within: the module whose forward is running.
     """
 
     def __init__(self) -> None:
@@ -96,6 +100,7 @@ class Ledger:
         self.live = self.peak = self.clock = self.raised_at = self.peak_at = self.turn = 0
         self.begun: int | None = None
         self.making: str | None = None
+        self.within: Any = None
         self._notes: list[Note] = []
         self._entries: dict[int, _Entry] = {}
         self._twins: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -194,7 +199,7 @@ class Ledger:
 
     def _allocate(self, entry: _Entry, role: Role | None) -> None:
         line, statement = (None, None) if self.begun is None else _place()
-        self._notes.append(Note(line, statement, self.turn, role, self.making))
+        self._notes.append(Note(line, statement, self.turn, role, self.making, within=self.within))
         number = len(self._notes)
         self.events.append(("alloc", number, entry.bytes))
         entry.number = number  # not before: the time may be up anywhere, and what was not counted is not freed

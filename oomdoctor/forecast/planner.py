@@ -164,7 +164,8 @@ class Planner:
                 return None
 
     def _is_settled(self, ladder: Ladder) -> bool:
-        return ladder.refused is not None or ladder.effect is Effect.ADVICE or ladder.search.over
+        is_early = self._unchanged is None and any(part.fix.is_measured for part in ladder.rungs[0])
+        return ladder.refused is not None or ladder.effect is Effect.ADVICE or ladder.search.over or is_early
 
     def _promise(self, ladder: Ladder, unchanged: Forecast, scale: float) -> tuple[object, ...]:
         if ladder.refused is not None:
@@ -216,6 +217,7 @@ class Planner:
     def _answer(self, key: Any, reading: Reading) -> None:
         if key is None:
             self._unchanged = self._judged(reading)
+            self._measure(reading)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._tell(*one)
@@ -225,6 +227,18 @@ class Planner:
             self._waiting.append((self._ladders[place], index, reading))
         else:
             self._tell(self._ladders[place], index, reading)
+
+    def _measure(self, reading: Reading) -> None:
+        """Make the doses anew of those changes that choose by what each module keeps."""
+        self._evidence = replace(self._evidence, modules=reading.modules)
+        for ladder in self._ladders:
+            fix = ladder.rungs[0][0].fix
+            if reading.modules and ladder.is_single and fix.is_measured and ladder.refused is None:
+                proposals = fix.propose(self._incident, self._evidence)
+                if not isinstance(proposals, Refused):
+                    rungs = [(Part(fix=fix, proposal=one),) for one in proposals]
+                    self._ladders[ladder.place] = Ladder(ladder.place, rungs, self._session, self._evidence)
+                    self._ladders[ladder.place].attempt(0)
 
     def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
         unchanged = self._unchanged

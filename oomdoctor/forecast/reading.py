@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import ModuleMemory, Role
 from oomdoctor.model.plan import Course
 
 __all__ = ["OUT_OF_TIME", "Reading", "one_sentence"]
@@ -43,6 +43,7 @@ class Reading:
         left_early: whether a library was left in its training, so that what comes after it was not seen.
         is_uncompiled: whether code ran as it is that is compiled in a real run.
         course: how the memory went on the way.
+        modules: what the forward of each module keeps; of the unchanged cell alone.
         why: why there are no numbers.
         is_unfit: whether that is because the change found itself unfit for the cell.
         lacks: type of the device that the cell asked for in vain, where that is why.
@@ -66,6 +67,7 @@ class Reading:
     left_early: bool = False
     is_uncompiled: bool = False
     course: Course | None = None
+    modules: tuple[ModuleMemory, ...] = ()
     why: str | None = None
     is_unfit: bool = False
     lacks: str | None = None
@@ -81,6 +83,7 @@ class Reading:
         fields = json.loads(text)
         course = fields.pop("course")
         fields["unknown"] = tuple(fields["unknown"])
+        fields["modules"] = tuple(ModuleMemory(**{**one, "model": tuple(one["model"])}) for one in fields["modules"])
         return cls(course=None if course is None else _course(course), **fields)
 
 

@@ -63,6 +63,7 @@ class ModelFacts:
     Attributes:
         path: the expression for it, ``model``.
         blocks: paths of containers of repeated blocks below it (``encoder.layers``), outermost first.
+        segments: parts to run again in the backward pass, paths and stretches ``features[0:3]``, in their order.
         switches: methods by which parts of it recompute their own layers, ``(path, whether it may leave layers out)``.
         batch_norm: modules that couple the samples of a batch in training mode.
         dropout: modules that draw random numbers in training mode with a probability above zero.
@@ -72,6 +73,7 @@ class ModelFacts:
         fused_without_grad: modules that in evaluation without gradients compute by another, fused kernel.
         hooked: modules with hooks that are called at each forward, empty text for the model itself.
         leaves: attributes in which a forward has left tensors with their graph, a loss term or features.
+        scope: of a model that only locals of a function lead to, ``(cell, line)`` of the function.
     """
 
     path: str
@@ -79,6 +81,7 @@ class ModelFacts:
     training: bool
     parameter_bytes: int
     blocks: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
     switches: tuple[tuple[str, bool], ...] = ()
     batch_norm: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ()
@@ -88,6 +91,7 @@ class ModelFacts:
     fused_without_grad: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    scope: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +224,7 @@ class CodeFacts:
     cell does it.
 
     Attributes:
+        local_models: models that only locals of the functions lead to that were running.
         steppers: what the optimizers of ``optimizers`` are like.
         not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed.
@@ -256,6 +261,7 @@ class CodeFacts:
     failing_cell: int | None = None
     loops: tuple[TrainingLoop, ...] = ()
     models: tuple[ModelFacts, ...] = ()
+    local_models: tuple[ModelFacts, ...] = ()
     losses: tuple[LossFacts, ...] = ()
     optimizers: tuple[tuple[str, str], ...] = ()
     steppers: tuple[OptimizerFacts, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
+from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, ModuleMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class Evidence:
         devices: every device in use, and the host's memory as a device where tensors live on it.
         censuses: who holds what, one for each of ``devices``, in their order.
         beside_tensors: the names that lead to most of this process's memory that is no tensor's, the largest first.
+        modules: what the forward of each module keeps, where a dry run has told it.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -23,6 +24,7 @@ class Evidence:
     censuses: tuple[Census, ...]
     code: CodeFacts
     beside_tensors: tuple[HostHolding, ...] = ()
+    modules: tuple[ModuleMemory, ...] = ()
 
     @property
     def device(self) -> DeviceMemory:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.model.session import shown_path
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
     from oomdoctor.model.site import Site
 
+_SHOWN: Final = 2
 Value: TypeAlias = int | float | str | bool
 Detect: TypeAlias = "Callable[[Any, Any], tuple[Site, ...]]"
 """Finds the sites of one practice in ``program.definitions.Program`` and ``objects.known.Objects``. Pure."""
@@ -57,9 +58,19 @@ class Dose:
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.values)
 
+    @property
+    def short(self) -> str:
+        """The dose with long lists cut: ``modules=net:layer1.0, net:layer1.1 and 4 more``."""
+        return ", ".join(f"{name}={_cut(value)}" for name, value in self.values)
+
     def number(self, name: str) -> int:
         """Return the whole number called ``name``."""
         return int(self[name])
+
+
+def _cut(value: Value) -> str:
+    items = str(value).split(", ")
+    return str(value) if len(items) <= _SHOWN + 1 else f"{', '.join(items[:_SHOWN])} and {len(items) - _SHOWN} more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +155,7 @@ class Fix:
         detect: finds where the practice that it mends stands; what it found is ``code.sites[id]`` of the evidence.
         is_tried: whether running the cell as it was and as changed on a few rows shows anything: not where the change
             only moves or frees memory, or sets how a loader's processes work.
+        is_measured: whether its doses are made anew from what a dry run of the unchanged cell tells of its modules.
         draws: where it is proposed as one that changes results, it is so by random numbers that fall otherwise, and by
             nothing else.
         ways: what is added to a dose for further ways to write the change, which are tried where the first one does
@@ -162,6 +174,7 @@ class Fix:
     asks: bool = False
     detect: Detect | None = None
     is_tried: bool = True
+    is_measured: bool = False
     draws: bool = False
     leaves: tuple[str, ...] = ()
     ways: tuple[Dose, ...] = ()

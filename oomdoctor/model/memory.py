@@ -278,3 +278,24 @@ class HostMemory:
     malloc_free: Measured = _UNREAD
     bare: Measured = _UNREAD
     kept_back: Measured = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMemory:
+    """What the forward of one module keeps until the backward pass, as a dry run saw it.
+
+    Attributes:
+        model: the model that it is a part of, ``(type name, bytes of parameters)``; ``path``: its path there.
+        own: bytes that its own forward made and that are kept, those of the modules below it apart.
+        output: bytes of what it gives out.
+        cost: the share of its forwards in the time of the run, those of the modules below it included.
+        runs_in_turn: whether it is a plain ``Sequential``; ``in_place``: it writes into its input.
+    """
+
+    model: tuple[str, int]
+    path: str
+    own: int
+    output: int
+    cost: float
+    runs_in_turn: bool
+    in_place: bool

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.kinds import module_of, spelled
+from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict, spelled, submodules
 
 _cause: Final = vars(BaseException)["__cause__"].__get__
 _context: Final = vars(BaseException)["__context__"].__get__
@@ -153,6 +153,34 @@ def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple
         if through in found:
             return found
     return []
+
+
+def local_modules(
+    exc: BaseException | None, cells: Mapping[str, int], known: Iterable[tuple[str, Any]]
+) -> list[tuple[str, Any, tuple[int, int]]]:
+    """Return the modules of torch that only locals of functions lead to, outermost function first.
+
+    Args:
+        exc: the failure that came out of the functions.
+        cells: number of the cell by the file name of its code.
+        known: ``(path, module)`` of those that names of the notebook lead to.
+
+    Returns:
+        ``(path, module, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.
+    """
+    seen = {id(part) for path, module in known for _, part in submodules(module, path)}
+    found = []
+    for step in (step for link in chained(exc) for step in steps_of(traceback_of(link))):
+        code = step.tb_frame.f_code
+        if (number := cells.get(code.co_filename)) is None or code.co_name == "<module>":
+            continue
+        own = locals_of(step.tb_frame)
+        held = {f"self.{name}": value for name, value in (plain_dict(own.get("self")) or {}).items()}
+        for path, value in [*own.items(), *held.items()]:
+            if kind_of(type(value)) is Kind.MODULE and id(value) not in seen and path.replace(".", "").isidentifier():
+                seen.update(id(part) for _, part in submodules(value, path))
+                found.append((path, value, (number, code.co_firstlineno)))
+    return found
 
 
 def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:

@@ -180,7 +180,7 @@ def _keep(used: _Used, candidate: Candidate) -> str:
     shows = f"`%oomdoctor diff {used.number}` shows the change to make in your source"
     if used.as_priced is not None:
         return f"{shows}, `%oomdoctor fix {used.number} --insert` puts it into the next cell"
-    return f"{shows}, there with {words.clean(str(candidate.dose), 120)}: write {used.dose} instead"
+    return f"{shows}, there with {words.clean(candidate.dose.short, 120)}: write {used.dose} instead"
 
 
 def _untried(case: Case) -> prices.FixRow | None:

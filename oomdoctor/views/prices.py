@@ -167,7 +167,7 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
     return FixRow(
         number=number,
         title=words.clean(candidate.title),
-        dose=words.clean(str(candidate.dose), 120),
+        dose=words.clean(candidate.dose.short, 120),
         effect=effect,
         promise=promise,
         peak=_peak(forecast, unchanged),

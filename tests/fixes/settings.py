@@ -51,9 +51,6 @@ def runs_in_bfloat16(layer: torch.nn.Module, given: torch.Tensor) -> bool:
 
 DEFAULT: Final = Settings()
 
-_LAYERS_APART: Final = ("mlp", "lstm", "gan", "vae", "encoder_decoder", "stateful", "wide", "zeroed")
-"""Families whose models have no layer twice in one container."""
-
 _NO_LEAK: Final = (
     *("mlp", "cnn", "unet", "lstm", "gpt", "vit", "gan", "vae", "encoder_decoder", "transformers", "contrastive"),
     *("attention", "evaluation", "prediction", "retained", "stateful", "wide", "zeroed"),
@@ -77,7 +74,8 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     "batch_to_device": Settings(elsewhere="on the virtual accelerator the host's memory is the device's"),
     "checkpoint_blocks": Settings(
         refuses={
-            "no model with repeated blocks": _LAYERS_APART,
+            "no model was found with parts": ("vae", "stateful"),
+            "in the optimizer's step": ("wide",),
             "gradients are off": ("prediction",),
         }
     ),

@@ -27,7 +27,7 @@ IN_STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:178 _init_
 
 def evidence(activations: int, found: int) -> Evidence:
     base = live.evidence(
-        live.model_facts(blocks=("layers",)),
+        live.model_facts(segments=("layers.0", "layers.1")),
         roles=((Role.ACTIVATION, activations),),
         loops=(live.loop(1, 1),),
     )
@@ -53,7 +53,7 @@ def test_a_step_of_the_optimizer_is_short_of_its_own_state(
 @pytest.mark.parametrize("fix", [checkpoint_blocks, chunked_forward])
 @pytest.mark.parametrize("source", ["x = torch.zeros(20_000_000)", "def build():\n    return np.zeros(9**12)\nbuild()"])
 def test_a_request_that_no_model_made_is_none_of_theirs(fix, source) -> None:
-    found = live.evidence(live.model_facts(blocks=("layers",)))
+    found = live.evidence(live.model_facts(segments=("layers.0", "layers.1")))
     in_cell = replace(live.INCIDENT, framework_frame="/tmp/ipykernel_7/1.py:1 <module>")
 
     def proposed(source: str, incident: Incident) -> object:

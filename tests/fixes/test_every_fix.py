@@ -118,9 +118,9 @@ def noticed(fix: Fix, family: str, by: str) -> None:
         pytest.param(
             "checkpoint_blocks",
             "gpt",
-            "use_reentrant=False",
-            "use_reentrant=False, preserve_rng_state=False",
-            "the trial: ",
+            "model = ",
+            "torch.rand(1)\nmodel = ",
+            "not bit for bit the same",
             id="other draws",
         ),
         pytest.param("detach_history", "history", "val_loss.detach()", "(val_loss)", "are not enough", id="no use"),
