@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -27,7 +27,7 @@ from oomdoctor.fixes._recompute_choice import choices
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
@@ -130,27 +130,27 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     models = _trained(evidence.code)
     lines: dict[ModelFacts, str] = {}
     name = import_lines.name_for("oomdoctor", "recompute", cells, "recompute_parts")
-    imports = (import_lines.source_of("oomdoctor", "recompute", name),) if "modules" in asked else ()
+    imports: tuple[str, ...] = ()
     for model in models:
-        if "modules" in asked:
-            chosen = [part for path, part in _parts(str(asked["modules"])) if path == model.path]
-            if chosen:
-                texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
-                lines[model] = f"{name}({model.path}, {texts})\n"
-        elif model.switches:
+        if model.switches and "every" in asked:
             line = _switch(model, dose.number("every"))
             if isinstance(line, Refused):
                 return line
             lines[model] = line
+        elif chosen := _chosen(model, asked):
+            texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
+            lines[model] = f"{name}({model.path}, {texts})\n"
+            imports = (import_lines.source_of("oomdoctor", "recompute", name),)
     if not lines:
         return Refused("no model was found with parts that keep more than their input")
     return _placed(cells, lines, imports)
 
 
-def _parts(text: str) -> Iterator[tuple[str, str]]:
-    for one in text.split(", "):
-        path, _, part = one.partition(":")
-        yield path, part
+def _chosen(model: ModelFacts, asked: dict[str, Value]) -> list[str]:
+    if "every" in asked:
+        return list(model.segments[:: int(asked["every"])])
+    named = (text.partition(":") for text in str(asked["modules"]).split(", "))
+    return [part for path, _, part in named if path == model.path]
 
 
 def _shortened(model: ModelFacts, chosen: Sequence[str]) -> list[str]:

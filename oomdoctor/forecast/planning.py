@@ -17,14 +17,13 @@ from oomdoctor.forecast.attempts import attempt_with, attempt_with_all
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
 from oomdoctor.forecast.pricing import late
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Fix
+from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Session
 
-__all__ = ["Planning", "attempt_with", "attempt_with_all", "make_plan", "stronger"]
+__all__ = ["Planning", "attempt_with", "attempt_with_all", "make_plan"]
 
 _OFF: Final = "forecasts are switched off"
 
@@ -158,12 +157,3 @@ def make_plan(
     )
     *_, plan = planning.wait()
     return plan
-
-
-def stronger(fix: Fix, dose: Dose, incident: Incident, evidence: Evidence) -> tuple[Dose, ...]:
-    """Return the doses of ``fix`` that are stronger than ``dose``, mildest first."""
-    proposals = fix.propose(incident, evidence)
-    if isinstance(proposals, Refused):
-        return ()
-    doses = [proposal.dose for proposal in proposals]
-    return tuple(doses[doses.index(dose) + 1 :]) if dose in doses else ()

@@ -117,6 +117,7 @@ class Candidate:
         is_tried: whether a retry runs both programs on a few rows before it makes the change, so that what it promises
             is still to be checked.
         parts: the two that it is made of, each as its id and its dose; empty where it is one.
+        stronger: the doses of the one that are stronger, mildest first.
         breaks: whether its shadow run failed where that of the unchanged cell did not.
         refuted: what a retry found that makes it wrong for this program, None where nothing was found.
     """
@@ -131,6 +132,7 @@ class Candidate:
     is_tried: bool = False
     caveat: str | None = None
     parts: tuple[tuple[str, Dose], ...] = ()
+    stronger: tuple[Dose, ...] = ()
     breaks: bool = False
     refuted: str | None = None
 

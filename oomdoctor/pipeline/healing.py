@@ -88,8 +88,8 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
 
     fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]
     others = [candidate for candidate in chosen if candidate not in fitting]
-    made = [*fitting, *(dose for one in fitting for dose in _stronger(one, case))]
-    made += [dose for one in others for dose in (one, *_stronger(one, case))]
+    made = [*fitting, *(dose for one in fitting for dose in _stronger(one))]
+    made += [dose for one in others for dose in (one, *_stronger(one))]
     choices = []
     for candidate in made:
         parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
@@ -100,16 +100,10 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
     return choices
 
 
-def _stronger(candidate: Candidate, case: Case) -> list[Candidate]:
+def _stronger(candidate: Candidate) -> list[Candidate]:
     """Return the candidate in its stronger doses; two fixes together have none."""
-    from oomdoctor import fixes
-    from oomdoctor.forecast.planning import stronger
-
-    if candidate.parts:
-        return []
     unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-    doses = stronger(fixes.get(candidate.fix), candidate.dose, case.incident, case.evidence)
-    return [replace(candidate, dose=dose, forecast=unpriced) for dose in doses]
+    return [replace(candidate, dose=dose, forecast=unpriced) for dose in candidate.stronger]
 
 
 def _with(plan: Plan, made: Candidate | None) -> Plan:

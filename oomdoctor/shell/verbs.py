@@ -272,6 +272,7 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     return replace(
         candidate,
         dose=proposal.dose,
+        stronger=tuple(one.dose for one in [*doses.values()][[*doses].index(chosen) + 1 :]),
         patch=patch,
         effect=max(proposal.effect, candidate.effect, key=tuple(Effect).index),
         caveat=proposal.caveat or candidate.caveat,

@@ -23,7 +23,9 @@ from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.testing import assert_heals
 
-MODEL = live.model_facts("model", type_name="GPT2LMHeadModel", blocks=("transformer.h",))
+MODEL = live.model_facts(
+    "model", type_name="GPT2LMHeadModel", blocks=("transformer.h",), segments=("transformer.h.0", "transformer.h.1")
+)
 ADAM = OptimizerFacts(
     path="trainer.optimizer",
     type_name="AdamW",

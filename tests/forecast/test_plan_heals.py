@@ -61,7 +61,12 @@ def test_what_was_seen_to_fit_is_tried_before_any_estimate_and_any_stronger_dose
         given = (session, INCIDENT, evidence(), list(made.values()))
         plan = make_plan(*given, budget=1 << 30, prepare=nothing, time_budget_s=0)
         candidates = [
-            replace(one, dose=Dose.of(strength=0), forecast=estimate if one.fix == "estimated" else seen)
+            replace(
+                one,
+                dose=Dose.of(strength=0),
+                stronger=tuple(Dose.of(strength=at) for at in range(1, len(sizes[one.fix]))),
+                forecast=estimate if one.fix == "estimated" else seen,
+            )
             for one in plan.candidates
         ]
         assert [one.fix for one in candidates] == list(sizes)
