@@ -28,6 +28,7 @@ def test_the_surface_is_pinned():
         "last_case",
         "load_ipython_extension",
         "plan",
+        "recompute",
         "report",
         "simulate",
         "unload_ipython_extension",

@@ -77,8 +77,8 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
     switched = any(model.switches for model in models) or _trainer_source.owner(code, "checkpoint_blocks")
     parts = [] if switched else [(model, part) for model in models for part in model.segments]
-    if not switched and (measured := _measured(evidence, models)):
-        return measured
+    if not switched and evidence.modules:
+        return _measured(evidence, models)
     return tuple(
         Proposal(
             dose=_dose(parts[::every]) if parts else Dose.of(every=every),
@@ -92,10 +92,12 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> tuple[Proposal, ...]:
+def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> tuple[Proposal, ...] | Refused:
     """Return the cheapest parts for more and more bytes, where a dry run has told what each of them keeps."""
     by_type = {(model.type_name, model.parameter_bytes): model for model in models}
-    rows = [row for row in evidence.modules if row.model in by_type]
+    found = choices([row for row in evidence.modules if row.model in by_type])
+    if not found:
+        return Refused("what the calls of its modules keep is their input and output alone")
     return tuple(
         Proposal(
             dose=_dose([(by_type[part.model], part.name) for part in choice.parts]),
@@ -104,7 +106,7 @@ def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> tuple[Proposa
             slowdown=1 + choice.cost,
             basis=f"estimate: {len(choice.parts)} parts keep {format_size(choice.saves)} less, by what each keeps",
         )
-        for choice in choices(rows)
+        for choice in found
     )
 
 

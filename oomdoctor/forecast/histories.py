@@ -32,15 +32,7 @@ def fill_histories(pace: Pace) -> None:
     def filled(optimizer: Any, closure: Any) -> Any:
         for group in optimizer.param_groups:
             group["tolerance_change"] = -1.0
-        loss = step(optimizer, closure)
-        (group,), state = optimizer.param_groups, optimizer.state[optimizer._params[0]]
-        # The first iteration of all remembers nothing.
-        most = min(group["history_size"], pace.most_steps() * group["max_iter"] - 1)
-        while "d" in state and len(state["old_dirs"]) < most:
-            state["old_dirs"].append(torch.empty_like(state["d"]))
-            state["old_stps"].append(torch.empty_like(state["d"]))
-            state["ro"].append(state["d"].new_empty(()))
-        return loss
+        return step(optimizer, closure)
 
     module.LBFGS.step = filled
     module._strong_wolfe = _searched

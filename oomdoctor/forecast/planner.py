@@ -235,10 +235,12 @@ class Planner:
             fix = ladder.rungs[0][0].fix
             if reading.modules and ladder.is_single and fix.is_measured and ladder.refused is None:
                 proposals = fix.propose(self._incident, self._evidence)
-                if not isinstance(proposals, Refused):
-                    rungs = [(Part(fix=fix, proposal=one),) for one in proposals]
-                    self._ladders[ladder.place] = Ladder(ladder.place, rungs, self._session, self._evidence)
-                    self._ladders[ladder.place].attempt(0)
+                if isinstance(proposals, Refused):
+                    ladder.refused = proposals.reason
+                    continue
+                rungs = [(Part(fix=fix, proposal=one),) for one in proposals]
+                self._ladders[ladder.place] = Ladder(ladder.place, rungs, self._session, self._evidence)
+                self._ladders[ladder.place].attempt(0)
 
     def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
         unchanged = self._unchanged

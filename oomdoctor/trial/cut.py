@@ -46,12 +46,13 @@ class Progress:
         most: optimizer steps after which a loop ends.
         was_cut: whether a loop ended before its time.
         gradients: that optimizers have stepped by: a learning rate of nothing would leave no trace of them.
-        begins: called before the first forward.
+        begins: called before the first forward; ``calls``: before each, with its module.
     """
 
     def __init__(self, known: Collection[str], most: int) -> None:
         self.known, self.most = frozenset(known), most
         self.begins: Callable[[], None] = lambda: None
+        self.calls: Callable[[torch.nn.Module], None] = lambda _: None
         self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
         self.gradients: dict[str, Leaf] = {}
@@ -69,9 +70,10 @@ class Progress:
 
         owner.backward = counted  # type: ignore[attr-defined]
 
-    def _forwarded(self, *_args: Any) -> None:
+    def _forwarded(self, module: torch.nn.Module, *_args: Any) -> None:
         if not self.forwards:
             self.begins()
+        self.calls(module)
         self.forwards += 1
 
     def _steps(self, optimizer: Any, *_args: Any) -> None:

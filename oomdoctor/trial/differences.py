@@ -18,9 +18,8 @@ __all__ = ["Difference", "differences", "is_blurred", "rounding"]
 
 _TIMES_NOISE: Final = 30.0
 """How many times as large as that of the control a difference may be: a part's sums round in another order."""
-_LEAST: Final = 5e-6
-"""Relative difference that is rounding in any program: some forty of float32's last digits. Of a model that the cell
-itself makes no control tells more."""
+_LEAST: Final = 2e-6
+"""Relative difference that is rounding in any program: some twenty of float32's last digits."""
 _DIGITS: Final = 1.01
 """How many of the last digit that it is printed with a number may be off by rounding."""
 _BLURRED: Final = 0.02

@@ -15,6 +15,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.objects.leaves import Leaf
@@ -127,7 +128,9 @@ def run(
     progress.count()
     sizes = cut_loaders(rows)
     if nudged:
-        _nudge(stage.parameters, _COARSE if is_coarse else 0.0, nudged)
+        nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
+        nudge(stage.parameters)
+        progress.calls = lambda module: nudge(module.parameters())
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     texts_written = {name: file.getvalue() for name, file in stage.written.items()}
@@ -245,11 +248,22 @@ def _leave_autocast_off() -> None:
     cls.__enter__ = entered
 
 
-def _nudge(parameters: Iterable[torch.nn.Parameter], size: float, seed: int) -> None:
-    """Put parameters off by their last digit, or by ``size`` of them, by numbers of a generator of our own."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), _disable_current_modes():
-        for found in parameters:
-            if found.is_floating_point() and found.device.type == "cpu":
-                by = torch.rand(found.shape, generator=generator, dtype=torch.float64) * 2 - 1
-                found.data.mul_((1 + by * max(size, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))
+class _Nudge:
+    """Puts parameters off by their last digit, or by ``size`` of them, by numbers of a generator of our own; each once.
+
+    Those that the program makes itself are met at the first forward of their module.
+    """
+
+    def __init__(self, size: float, seed: int) -> None:
+        self._size, self._generator = size, torch.Generator().manual_seed(seed)
+        self._met: dict[int, torch.nn.Parameter] = {}
+
+    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            for found in parameters:
+                if id(found) in self._met or is_lazy(found):
+                    continue
+                self._met[id(found)] = found
+                if found.is_floating_point() and found.device.type == "cpu":
+                    by = torch.rand(found.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+                    found.data.mul_((1 + by * max(self._size, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))
