@@ -106,7 +106,7 @@ def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
     Pages that wait to be written cannot be dropped at once; tmpfs and locked pages stand on other lists than those
     that files are reclaimed from.
     """
-    stat = _proc.table(folder / "memory.stat")
+    stat = _proc.Table(folder / "memory.stat")
     active, inactive = (stat[key] for key in form.reclaimed_from)
     return Cgroup(
         version=form.version,
@@ -116,7 +116,7 @@ def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
         reclaimable=_proc.less(_proc.total(active, inactive), *(stat[key] for key in form.unwritten)),
         anon=stat[form.anon],
         tmpfs=stat[form.tmpfs],
-        oom_kills=_proc.table(own / form.kills)["oom_kill"],
+        oom_kills=_proc.Table(own / form.kills)["oom_kill"],
         ooms=_ooms(form, folder),
         own=own,
     )
@@ -141,7 +141,7 @@ def _bound(path: Path) -> Measured:
 def _ooms(form: _Form, folder: Path) -> Measured:
     """Return how often the group ran out. v1 counts how often its limit was met, which page cache does as well."""
     if form is _V2:
-        return _proc.table(folder / "memory.events")["oom"]
+        return _proc.Table(folder / "memory.events")["oom"]
     met = _proc.number(folder / "memory.failcnt")
     if isinstance(met, Unavailable) or met == 0:
         return met

@@ -8,8 +8,6 @@ Source: proc(5), Documentation/admin-guide/cgroup-v2.rst.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -72,38 +70,20 @@ def _count(word: str, unit: int = 1) -> int | None:
     return count if (count := int(word) * unit) < _LARGEST else None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The numbers of one file by their keys, sizes in bytes; a key that is not there says so.
+class Table(dict[str, Measured]):
+    """The table that a file holds: numbers by their keys, sizes in bytes; a key that is not there says so."""
 
-    Attributes:
-        values: None for a key whose value is no number.
-    """
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._found = path, text(path)
+        for line in self._found.splitlines() if isinstance(self._found, str) else ():
+            words = line.split()
+            if len(words) > 1:
+                key, count = words[0].rstrip(":"), _count(words[1], 1024 if words[2:] == ["kB"] else 1)
+                self[key] = Unavailable(f"{path} holds no number for {key}") if count is None else count
 
-    path: Path
-    values: Mapping[str, int | None] | Unavailable
-
-    def __getitem__(self, key: str) -> Measured:
-        """Return the number for ``key``."""
-        if isinstance(self.values, Unavailable):
-            return self.values
-        if key not in self.values:
-            return Unavailable(f"{self.path} has no {key}")
-        value = self.values[key]
-        return Unavailable(f"{self.path} holds no number for {key}") if value is None else value
-
-
-def table(path: Path) -> Table:
-    """Return the table that a file holds."""
-    found = text(path)
-    if isinstance(found, Unavailable):
-        return Table(path, found)
-    values: dict[str, int | None] = {}
-    for line in found.splitlines():
-        words = line.split()
-        if len(words) > 1:
-            values[words[0].rstrip(":")] = _count(words[1], 1024 if words[2:] == ["kB"] else 1)
-    return Table(path, values)
+    def __missing__(self, key: str) -> Measured:
+        return Unavailable(f"{self._path} has no {key}") if isinstance(self._found, str) else self._found
 
 
 def total(*parts: Measured) -> Measured:

@@ -66,7 +66,7 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
 
 
 def _of_linux(root: Path) -> dict[str, Any]:
-    memory = _proc.table(root / "proc/meminfo")
+    memory = _proc.Table(root / "proc/meminfo")
     dirty = _proc.total(memory["Dirty"], memory["Writeback"])
     return {
         "total": memory["MemTotal"],
@@ -127,7 +127,7 @@ def _limit(root: Path) -> tuple[Measured, Measured, str | Unavailable]:
 
     Where none is set, what the first that there is would be compared with is told as used.
     """
-    status = _proc.table(root / "proc/self/status")
+    status = _proc.Table(root / "proc/self/status")
     found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
     told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
     if told:
@@ -215,7 +215,7 @@ class HostAccelerator:
         """Return the host's memory by the limit that binds first."""
         capacity, free, which = binding_limit(read(in_full=False))
         unknown = Unavailable("the host's allocator keeps no count of tensors")
-        peak = _proc.table(_proc.ROOT / "proc/self/status")["VmHWM"]
+        peak = _proc.Table(_proc.ROOT / "proc/self/status")["VmHWM"]
         grown = isinstance(peak, int) and self._base is not None
         return DeviceMemory(
             name=self.name,
