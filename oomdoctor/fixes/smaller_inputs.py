@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -22,7 +22,7 @@ import libcst as cst
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._chunks import layer, model_facts
 from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._unfit import need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -38,7 +38,7 @@ from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchange_numbers
 
-Line: TypeAlias = "Callable[[TrainingLoop, set[str]], str | Refused]"
+Line: TypeAlias = Callable[[TrainingLoop, set[str]], str]
 """Makes the line that makes the batch of a loop smaller, from the loop and the names that are bound by then."""
 
 _DIVISORS: Final = (2, 4, 8)
@@ -56,32 +56,39 @@ _CHANNELS: Final = frozenset({1, 3, 4})
 _SIZES: Final = frozenset({"Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop"})
 
 
-def _loops(
-    evidence: Evidence, why_not: Callable[[Evidence, TrainingLoop, str], str | None]
-) -> list[TrainingLoop] | Refused:
-    """Return the training loops of the failing run, or why the models that they call cannot be given less."""
+def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
+    """Return the training loops of the failing run, whose models can be given less."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    whys = (why_not(evidence, loop, text) for loop in loops for text in loop.models)
-    why = next(filter(None, whys), None) if loops else "no training loop was found in what the failing cell runs"
-    return loops if why is None else Refused(why)
+    if not loops:
+        raise Unfit("no training loop was found in what the failing cell runs")
+    for text, model in ((text, model_facts(evidence.code, loop, text)) for loop in loops for text in loop.models):
+        if not of_images and model is not None and model.sequence_first:
+            where = layer(model, model.sequence_first[0])
+            raise Unfit(f"{where} takes the batch in dimension 1, where the length would be")
+        if of_images and model is None:
+            raise Unfit(f"`{text}` is not among the notebook's objects, so whether it takes any size is not known")
+        if of_images and model is not None and not model.any_size:
+            raise Unfit(f"`{text}` does not pool images of any size to one, so it may take its own size alone")
+    return loops
 
 
 def _scales(incident: Incident, evidence: Evidence) -> int:
-    return evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
-
-
-def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
-    """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
+    """Return the bytes that grow with the inputs."""
     if (why := why_not_training(evidence)) is not None:
-        return Refused(why)
-    loops, length, scales = _loops(evidence, _not_shorter), _length(evidence), _scales(incident, evidence)
-    if isinstance(loops, Refused):
-        return loops
-    if length is None:
-        return Refused("the census found no batch of token numbers, samples by length")
+        raise Unfit(why)
+    scales = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     if not scales:
-        return Refused("no activations were found that shorter sequences could save")
-    return tuple(
+        raise Unfit("no activations were found that smaller inputs could save")
+    return scales
+
+
+@refusing
+def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+    """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
+    scales = _scales(incident, evidence)
+    _loops(evidence, of_images=False)
+    length = need(_length(evidence), "the census found no batch of token numbers, samples by length")
+    found = tuple(
         Proposal(
             dose=Dose.of(length=length // one),
             effect=Effect.CHANGES_RESULT,
@@ -93,37 +100,25 @@ def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | 
         )
         for one in _DIVISORS
         if length // one >= _SHORTEST
-    ) or Refused(f"sequences of {length} tokens are short already")
-
-
-def _not_shorter(evidence: Evidence, loop: TrainingLoop, text: str) -> str | None:
-    model = model_facts(evidence.code, loop, text)
-    if model is None or not model.sequence_first:
-        return None
-    return f"{layer(model, model.sequence_first[0])} takes the batch in dimension 1, where the length would be"
-
-
-def _tokens(evidence: Evidence) -> list[Holding]:
-    """Return the tensors of the batch that hold whole numbers, samples by length."""
-    batch = [held for held in evidence.census.holdings if held.role is Role.BATCH]
-    return [held for held in batch if _WHOLE.match(held.dtype or "") and len(held.shape or ()) == 2]
+    )
+    return need(found or None, f"sequences of {length} tokens are short already")
 
 
 def _length(evidence: Evidence) -> int | None:
-    return max((held.shape[1] for held in _tokens(evidence) if held.shape), default=None)
+    """Return the length of the longest tensor of the batch that holds whole numbers, samples by length."""
+    batch = [held for held in evidence.census.holdings if held.role is Role.BATCH and _WHOLE.match(held.dtype or "")]
+    return max((held.shape[1] for held in batch if held.shape and len(held.shape) == 2), default=None)
 
 
 @refusing
 def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with sequences of ``dose["length"]`` tokens at most."""
-    loops, length = _loops(evidence, _not_shorter), dose.number("length")
-    if isinstance(loops, Refused):
-        return loops
+    loops, length = _loops(evidence, of_images=False), dose.number("length")
     if any(f"[:, :{length}]" in cell.source for cell in cells.history):
-        return Refused(f"the batch is cut to {length} already")
+        raise Unfit(f"the batch is cut to {length} already")
     told = _told(Book.read(cells), _max_length)
     if told and max(number.value for number in told) <= length:
-        return Refused(f"the tokenizer cuts to {length} or less already")
+        raise Unfit(f"the tokenizer cuts to {length} or less already")
     sizes = {number: length for number in told if number.value > length}
     return _written(
         cells, loops, exchange_numbers(cells, sizes, _MAKES) if sizes else None, partial(_cut, evidence, length)
@@ -145,46 +140,47 @@ def _told(book: Book, sizes: Callable[[ast.Call], Iterable[ast.expr]]) -> list[N
     return list({id(one.node): one for one in found}.values())
 
 
-def _cut(evidence: Evidence, length: int, loop: TrainingLoop, names: set[str]) -> str | Refused:
-    """Return the line that cuts the batch of ``loop``, of which the model is given ``names``."""
-    longest = _length(evidence)
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+def _batch_shapes(evidence: Evidence) -> Iterator[tuple[str, str, Holding]]:
+    """Yield the tensors of the batch, each with the name that it is found by and what follows that."""
     for held in evidence.census.holdings:
+        root = re.match(r"(?:local `)?(\w+)(\[)?", held.path)
         if held.role is Role.BATCH and held.shape:
-            root = re.match(r"(?:local `)?(\w+)", held.path)
-            shapes.setdefault(root[1] if root else "", []).append(held.shape)
+            yield (root[1], root[2] or "", held) if root else ("", "", held)
+
+
+def _cut(evidence: Evidence, length: int, loop: TrainingLoop, names: set[str]) -> str:
+    """Return the line that cuts the batch of ``loop``, of which the model is given ``names``."""
+    longest, shapes = _length(evidence), dict[str, list[tuple[int, ...]]]()
+    for name, _, held in _batch_shapes(evidence):
+        shapes.setdefault(name, []).append(held.shape or ())
     # A name that was moved to a device has the batch under the name that it was given then.
     batch = [name for name in dict.fromkeys((*loop.batch, *sorted(names))) if name in shapes]
     if len(loop.batch) == 1 and batch == [loop.batch[0]] and len(shapes[batch[0]]) > 1:
         (name,) = batch
-        if all(len(shape) == 2 and shape[1] == longest for shape in shapes[name]):
-            return f"{name} = {{key: value[:, :{length}].contiguous() for key, value in {name}.items()}}"
-        if all(len(shape) == 1 or (len(shape) == 2 and shape[1] == longest) for shape in shapes[name]):
-            value = f"value[:, :{length}].contiguous() if value.dim() > 1 else value"
-            return f"{name} = {{key: {value} for key, value in {name}.items()}}"
-        return Refused(f"`{name}` holds tensors of other lengths, which may belong to the tokens one by one")
+        if any(len(shape) > 2 or (len(shape) == 2 and shape[1] != longest) for shape in shapes[name]):
+            raise Unfit(f"`{name}` holds tensors of other lengths, which may belong to the tokens one by one")
+        value = f"value[:, :{length}].contiguous()"
+        if not all(len(shape) == 2 for shape in shapes[name]):
+            value += " if value.dim() > 1 else value"
+        return f"{name} = {{key: {value} for key, value in {name}.items()}}"
     missing = [name for name in loop.batch if name not in shapes and name not in {"_", "i", "step", "idx"}]
     if missing or not batch:
-        return Refused(f"the shape of `{(missing or ['the batch'])[0]}` was not seen, so how to cut it is not known")
+        raise Unfit(f"the shape of `{(missing or ['the batch'])[0]}` was not seen, so how to cut it is not known")
     long = [name for name in batch if any(len(shape) == 2 and shape[1] == longest for shape in shapes[name])]
     if not set(long) & names or any(len(s) > 1 for name in batch if name not in long for s in shapes[name]):
-        return Refused("the tensors of the batch differ in their length, so how to cut them is not known")
+        raise Unfit("the tensors of the batch differ in their length, so how to cut them is not known")
     # Contiguous, as the whole batch was: what comes after may call ``view``.
     return f"{', '.join(long)} = {', '.join(f'{name}[:, :{length}].contiguous()' for name in long)}"
 
 
-def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose three quarters, a half and a quarter of the side of the images."""
-    if (why := why_not_training(evidence)) is not None:
-        return Refused(why)
-    loops, scales = _loops(evidence, _not_smaller), _scales(incident, evidence)
-    side = loops if isinstance(loops, Refused) else _side(evidence)
-    if isinstance(side, Refused):
-        return side
-    if not scales:
-        return Refused("no activations were found that smaller images could save")
+    scales = _scales(incident, evidence)
+    _loops(evidence, of_images=True)
+    side = _side(evidence)
     sides = dict.fromkeys(side * part // whole // _MULTIPLE * _MULTIPLE for part, whole in _SHARES)
-    return tuple(
+    found = tuple(
         Proposal(
             dose=Dose.of(size=new),
             effect=Effect.CHANGES_RESULT,
@@ -196,71 +192,56 @@ def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         )
         for new in sides
         if _SMALLEST <= new < side
-    ) or Refused(f"images of {side} x {side} pixels are small already")
-
-
-def _not_smaller(evidence: Evidence, loop: TrainingLoop, text: str) -> str | None:
-    model = model_facts(evidence.code, loop, text)
-    if model is None:
-        return f"`{text}` is not among the notebook's objects, so whether it takes images of any size is not known"
-    return (
-        None
-        if model.any_size
-        else f"`{text}` does not pool images of any size to one, so it may take its own size alone"
     )
+    return need(found or None, f"images of {side} x {side} pixels are small already")
 
 
 def _images(evidence: Evidence) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the images of the batch by the names that hold them."""
-    found: dict[str, tuple[int, ...]] = {}
-    for held in evidence.census.holdings:
-        shape, root = held.shape or (), re.match(r"(?:local `)?(\w+)(?P<item>\[)?", held.path)
-        is_image = len(shape) == 4 and shape[1] in _CHANNELS and "float" in (held.dtype or "")
-        if held.role is Role.BATCH and is_image and root and not root["item"]:
-            found[root[1]] = shape
-    return found
+    return {
+        name: held.shape
+        for name, item, held in _batch_shapes(evidence)
+        if held.shape and len(held.shape) == 4 and held.shape[1] in _CHANNELS and "float" in (held.dtype or "")
+        if not item
+    }
 
 
-def _side(evidence: Evidence) -> int | Refused:
+def _side(evidence: Evidence) -> int:
     shapes = set(_images(evidence).values())
     if not shapes:
-        return Refused("the census found no batch of images, samples by channels by height by width")
+        raise Unfit("the census found no batch of images, samples by channels by height by width")
     sides = {length for shape in shapes for length in shape[2:]}
     if len(sides) != 1:
-        return Refused("the images are not squares of one size")
+        raise Unfit("the images are not squares of one size")
     (side,) = sides
-    for held in evidence.census.holdings:
-        shape = held.shape or ()
-        if held.role is Role.BATCH and shape not in shapes and shape[-2:] == (side, side):
-            return Refused("the targets have the size of the images, and would have to be scaled in their own way")
+    for _, _, held in _batch_shapes(evidence):
+        if held.shape not in shapes and (held.shape or ())[-2:] == (side, side):
+            raise Unfit("the targets have the size of the images, and would have to be scaled in their own way")
     return side
 
 
 @refusing
 def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with images of ``dose["size"]`` pixels a side."""
-    loops, side, size = _loops(evidence, _not_smaller), _side(evidence), dose.number("size")
-    if isinstance(loops, Refused):
-        return loops
-    if isinstance(side, Refused):
-        return side
+    loops, side, size = _loops(evidence, of_images=True), _side(evidence), dose.number("size")
     if any("interpolate(" in cell.source and f"({size}, {size})" in cell.source for cell in cells.history):
-        return Refused(f"the images are scaled to {size} x {size} already")
+        raise Unfit(f"the images are scaled to {size} x {size} already")
     told = _told(Book.read(cells), _side_told)
     values = {number.value for number in told}
     if side not in values and (size in values or max(values, default=side) < size):
-        return Refused(f"the transforms make images of {size} or less already")
+        raise Unfit(f"the transforms make images of {size} or less already")
     # What is resized before it is cropped keeps its margin.
     sizes = {number: max(number.value * size // side, 1) for number in told if number.value >= side}
-    function = spelled(cells, "torch.nn.functional.interpolate")
-    return _written(
-        cells,
-        loops,
-        exchange_numbers(cells, sizes) if side in values else None,
-        (lambda *_: Refused("the cells do not import `torch` by its name"))
-        if function is None
-        else lambda _, names: _scaled(evidence, names, function, size),
-    )
+
+    def scaled(_: TrainingLoop, names: set[str]) -> str:
+        function = spelled(cells, "torch.nn.functional.interpolate")
+        images = sorted(names & set(_images(evidence)))
+        if len(images) != 1:
+            raise Unfit("which name of the loop holds the images was not seen")
+        call = need(function, "the cells do not import `torch` by its name")
+        return f'{images[0]} = {call}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'
+
+    return _written(cells, loops, exchange_numbers(cells, sizes) if side in values else None, scaled)
 
 
 def _side_told(call: ast.Call) -> list[ast.expr]:
@@ -269,13 +250,6 @@ def _side_told(call: ast.Call) -> list[ast.expr]:
         return []
     given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "size")]
     return [part for one in given for part in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
-
-
-def _scaled(evidence: Evidence, names: set[str], function: str, size: int) -> str | Refused:
-    images = sorted(names & set(_images(evidence)))
-    if len(images) != 1:
-        return Refused("which name of the loop holds the images was not seen")
-    return f'{images[0]} = {function}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'
 
 
 def _written(
@@ -288,8 +262,7 @@ def _written(
         for facts in here:
             step = step_lines(parsed, facts)
             known = {name for node in step.node.body[: step.first] for name in bound(node)} | set(facts.batch)
-            line = need(line_of(facts, known & reads(step.node.body[step.first])))
-            changes[step.loop] = step.preceded_by(line)
+            changes[step.loop] = step.preceded_by(line_of(facts, known & reads(step.node.body[step.first])))
         return changes
 
     return told if isinstance(told, Patch) else rewriting.at_sites(cells, loops, change)
