@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,16 +32,20 @@ class Checked(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if _forward.is_shadow_run():  # there are no values to look at, nor kernels to choose from
-            with _Softmax() as seen:  # type: ignore[no-untyped-call]
-                result = func(*args, **kwargs)
-            _refuse_written_out(args, kwargs, is_written_out=seen.ran)
-            return result
         given = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        if isinstance(given, torch.Tensor) and given.dtype is torch.bool and not bool(given.any(-1).all()):
+        is_mask = isinstance(given, torch.Tensor) and given.dtype is torch.bool and not _forward.is_shadow_run()
+        if is_mask and not bool(given.any(-1).all()):
             raise OomDoctorError("a mask leaves a query nothing to attend to, which the fused kernel takes otherwise")
-        _refuse_written_out(args, kwargs, is_written_out=_is_written_out(args, kwargs))
-        return func(*args, **kwargs)
+        with _Softmax() as seen:  # type: ignore[no-untyped-call]
+            result = func(*args, **kwargs)
+        query = kwargs.get("query", args[0] if args else None)
+        if seen.ran and query.dim() == _DIMENSIONS:
+            drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            raise OomDoctorError(
+                f"PyTorch has no fused kernel for this attention{' with dropout' if drops else ''} on "
+                f"{query.device.type}: it writes out the scores"
+            )
+        return result
 
 
 class _Softmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,24 +56,3 @@ class _Softmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ran = self.ran or func in _SOFTMAXES
         return func(*args, **(kwargs or {}))
-
-
-def _refuse_written_out(args: Sequence[Any], kwargs: Mapping[str, Any], *, is_written_out: bool) -> None:
-    query = kwargs.get("query", args[0] if args else None)
-    if is_written_out and query.dim() == _DIMENSIONS:
-        drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        raise OomDoctorError(
-            f"PyTorch has no fused kernel for this attention{' with dropout' if drops else ''} on "
-            f"{query.device.type}: it writes out the scores"
-        )
-
-
-def _is_written_out(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether PyTorch would take attention of these arguments apart into products and a softmax.
-
-    Source: ``_fused_sdp_choice`` in aten/src/ATen/native/transformers, which devices without kernels do not have.
-    """
-    try:
-        return bool(torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.MATH.value)
-    except NotImplementedError:
-        return True

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._unfit import Unfit
 from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
@@ -21,28 +21,26 @@ from oomdoctor.model.session import Session
 DDP: Final = "DistributedDataParallel"
 
 
-def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...] | Refused:
-    """Return the models that DDP wraps, none where it is made in a function; Refused where DDP is not in use."""
+def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
+    """Return the models that DDP wraps, none where it is made in a function; Unfit where DDP is not in use."""
     code = evidence.code
     if code.distributed is None:
-        return Refused(f"no model is wrapped in {DDP}")
+        raise Unfit(f"no model is wrapped in {DDP}")
     if code.distributed != DDP:
-        return Refused(f"{code.distributed} spreads the training, which has settings of its own")
+        raise Unfit(f"{code.distributed} spreads the training, which has settings of its own")
     return tuple(one for one in code.replicas if one.type_name == DDP)
 
 
-def shared_by(evidence: Evidence) -> int | Refused:
+def shared_by(evidence: Evidence) -> int:
     """Return how many processes could each keep a share of what DDP repeats in all of them."""
     found = wrapped(evidence)
-    if isinstance(found, Refused):
-        return found
     ranks = evidence.code.world_size
     if ranks is None:
-        return Refused("this process is in no process group, so nothing is known of others to share with")
+        raise Unfit("this process is in no process group, so nothing is known of others to share with")
     if ranks == 1:
-        return Refused("the process group has one process, so there is none to share with")
+        raise Unfit("the process group has one process, so there is none to share with")
     if any(one.ranks not in (None, ranks) for one in found):
-        return Refused("the model is trained by a part of the processes only, so whom to share with is not known")
+        raise Unfit("the model is trained by a part of the processes only, so whom to share with is not known")
     return ranks
 
 

@@ -50,17 +50,16 @@ _PASSING: Final = re.compile(
 _KEEPING: Final = re.compile(r"\S*\.grad\b|create_graph\s*=\s*(?!False)\w+")
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where gradients were held beside their buckets."""
     del incident
     found = _ddp_ranks.wrapped(evidence)
-    if isinstance(found, Refused):
-        return found
     if found and all(one.bucket_views for one in found):
-        return Refused("the gradients lie in the buckets already")
+        raise Unfit("the gradients lie in the buckets already")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
-        return Refused("no gradient was held when the memory ran out, so the buckets are not a second copy")
+        raise Unfit("no gradient was held when the memory ran out, so the buckets are not a second copy")
     is_idle = _searches_in_vain(found)
     return (
         Proposal(

@@ -25,6 +25,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -78,21 +79,19 @@ def _loads_to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
     return "'cpu'" in text or "'meta'" in text or re.fullmatch(r"lambda \w+, \w+: \w+", text) is not None
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where a checkpoint was loaded, onto the device or in the line that failed."""
-    where = _where(incident, evidence)
-    if where is None:
-        return Refused(_NOWHERE)
+    cell, line = need(_where(incident, evidence), _NOWHERE)
     held = evidence.census.bytes_of(Role.USER_TENSOR)
     saves = held or incident.requested or 0
     if not saves:
-        return Refused("the census found no tensors of a checkpoint, and the failed request has no size")
+        raise Unfit("the census found no tensors of a checkpoint, and the failed request has no size")
     basis = (
         f"estimate: the program's own {format_size(held)} of tensors, the checkpoint's among them"
         if held
         else f"estimate: the {format_size(saves)} that the checkpoint asked for"
     )
-    cell, line = where
     return (Proposal(dose=Dose.of(cell=cell, line=line), effect=Effect.EXACT, saves=saves, basis=basis),)
 
 
@@ -107,19 +106,16 @@ def _where(incident: Incident, evidence: Evidence) -> tuple[int, int] | None:
     return None
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with the checkpoint read into host memory and mapped where that is safe."""
-    place = place_at(cells, dose.number("cell"), dose.number("line"))
-    if isinstance(place, Refused):
-        return place
-    statement = rewriting.statement_at(place.parsed, place.line)
-    loads = [] if statement is None else [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
-    if statement is None or len(loads) != 1 or any(arg.star for arg in loads[0].args):
-        return Refused(_NOWHERE)
+    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
+    statement = need(rewriting.statement_at(place.parsed, place.line), _NOWHERE)
+    loads = [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
+    if len(loads) != 1 or any(arg.star for arg in loads[0].args):
+        raise Unfit(_NOWHERE)
     (load,) = loads
     into = _destinations(cells, place, statement, load)
-    if isinstance(into, Refused):
-        return into
     mapped = _can_map(cells, load)
     nodes: dict[cst.CSTNode, rewriting.New] = {load: lambda call: _to_host(call, mapped)}
     models = {model.path for model in evidence.code.models}
@@ -152,7 +148,7 @@ def _can_map(cells: Cells, load: cst.Call) -> bool:
     return not any(_SAVES.search(cell.source) or re.search(bound, cell.source) for cell in cells.history)
 
 
-def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call] | Refused:
+def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call]:
     """Return the calls of ``load_state_dict`` that the checkpoint goes into, or what else is done with it."""
     calls = [call for call in within(statement, cst.Call) if m.matches(call, _FILLS)]
     if direct := [call for call in calls if load in within(call.args[0], cst.Call)]:
@@ -161,14 +157,14 @@ def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: 
         case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])]):
             pass
         case _:
-            return Refused(f"line {place.line} of {place.cell} loads something that is not followed")
+            raise Unfit(f"line {place.line} of {place.cell} loads something that is not followed")
     others = [cell for cell in cells.history if cell.number > place.cell.number and cell.source != place.cell.source]
     if place.around is None and any(re.search(rf"\b{name}\b", cell.source) for cell in others):
-        return Refused(f"`{name}` is used in other cells than the one that loads it")
+        raise Unfit(f"`{name}` is used in other cells than the one that loads it")
     return _followed(place, name)
 
 
-def _followed(place: EditPlace, name: str) -> list[cst.Call] | Refused:
+def _followed(place: EditPlace, name: str) -> list[cst.Call]:
     """Follow the checkpoint and its parts by their names to the calls that they go into."""
     since = place.parsed.positions
     later = [node for node in _below(place.scope) if node in since and since[node].start.line > place.line]
@@ -192,8 +188,8 @@ def _followed(place: EditPlace, name: str) -> list[cst.Call] | Refused:
                 fine |= {id(one) for one in used}
             case cst.Name() if id(node) not in fine:
                 line = since[node].start.line
-                return Refused(f"line {line} of {place.cell} uses what is loaded beside load_state_dict")
-    return list(into.values()) or Refused("what is loaded goes into no load_state_dict")
+                raise Unfit(f"line {line} of {place.cell} uses what is loaded beside load_state_dict")
+    return need(list(into.values()) or None, "what is loaded goes into no load_state_dict")
 
 
 def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -60,17 +60,18 @@ _KEEPING: Final = m.Call(
 )
 
 
-def _propose_one_by_one(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_one_by_one(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where the memory ran out in a step that goes through lists."""
     listed = _listed(evidence)
     if not listed:
-        return Refused("no optimizer was found whose step goes through lists of all parameters at once")
+        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
     if not in_the_step(incident):
-        return Refused("the memory did not run out in an optimizer's step, where the lists are made")
+        raise Unfit("the memory did not run out in an optimizer's step, where the lists are made")
     # Optimizers step one after the other.
     most = max(listed, key=_spared)
     if _spared(most) <= 0:
-        return Refused("most of what the optimizer steps is one or two parameters: a list is hardly larger")
+        raise Unfit("most of what the optimizer steps is one or two parameters: a list is hardly larger")
     return (
         Proposal(
             effect=Effect.EQUIVALENT,
@@ -134,15 +135,16 @@ def _keeps(call: ast.Call) -> bool:
     return any(isinstance(value, ast.Constant) and value.value is False for value in values)
 
 
-def _propose_none(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@refusing
+def _propose_none(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where a call keeps the gradients and the census saw some."""
     if evidence.code.first("set_to_none") is None:
-        return Refused(_NOWHERE)
+        raise Unfit(_NOWHERE)
     if (incident.framework_frame or "").startswith("torch/optim/"):
-        return Refused("memory ran out in the optimizer's step, where the gradients have to be there")
+        raise Unfit("memory ran out in the optimizer's step, where the gradients have to be there")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
-        return Refused("the census found no gradients that setting them to None would free")
+        raise Unfit("the census found no gradients that setting them to None would free")
     return (
         Proposal(
             effect=Effect.EXACT,

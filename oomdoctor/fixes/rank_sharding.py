@@ -23,7 +23,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _class_calls, _ddp_ranks
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
@@ -69,7 +69,7 @@ _CAVEAT: Final = (
 @refusing
 def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where processes repeat a state that the census found, or that the failing step was making."""
-    ranks, steppers = need(_ddp_ranks.shared_by(evidence)), evidence.code.steppers
+    ranks, steppers = _ddp_ranks.shared_by(evidence), evidence.code.steppers
     for one in steppers:
         if one.type_name == _SHARDED:
             raise Unfit(f"`{one.path}` shares its state among the processes already")
@@ -180,7 +180,7 @@ def _within(one: _class_calls.Call, name: str) -> cst.Call:
 def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     """Propose it where a model with repeated blocks is repeated in several processes."""
     del incident
-    ranks = need(_ddp_ranks.shared_by(evidence))
+    ranks = _ddp_ranks.shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
     if tuple(map(int, numbers)) < _SINCE:
         raise Unfit("this torch has no `fully_shard`, which came with 2.6")
