@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters
@@ -45,39 +44,16 @@ def _facts(path: str, module: Any, name: str) -> ReplicaFacts:
     own, dtype_of = plain_dict(module) or {}, vars(_C.TensorBase)["dtype"].__get__
     dtypes = {str(dtype_of(one)).removeprefix("torch.") for one in parameters([module])}
     devices = own.get("device_ids")
-    if name == "DataParallel":
-        return ReplicaFacts(
-            path=path,
-            type_name=name,
-            ranks=len(devices) if type(devices) is list else None,
-            dtypes=tuple(sorted(dtypes)),
-        )
+    is_many = name == "DataParallel"
     return ReplicaFacts(
         path=path,
         type_name=name,
-        ranks=_size(own.get("process_group")),
+        ranks=(len(devices) if type(devices) is list else None) if is_many else _size(own.get("process_group")),
         dtypes=tuple(sorted(dtypes)),
         bucket_views=own.get("gradient_as_bucket_view") is True,
-        searches_unused=own.get("find_unused_parameters") is True,
-        all_used=_all_used(own.get("logger"), own.get("reducer")),
     )
 
 
 def _size(group: Any) -> int | None:
     """Return how many processes a process group has."""
     return int(group.size()) if module_of(type(group)).startswith("torch.") else None
-
-
-def _all_used(logger: Any, reducer: Any) -> bool | None:
-    """Return whether the search of each step has found all parameters in the graph; None where none has ended yet.
-
-    Source: torch/csrc/distributed/c10d: ``Reducer::search_unused_parameters`` notes in ``ddp_graph_static`` whether the
-    parameters that it missed were ever others than in the step before, ``Logger::set_runtime_stats_and_log`` how many
-    those are.
-    """
-    if any(not module_of(type(one)).startswith("torch.") for one in (logger, reducer)):
-        return None
-    with suppress(RuntimeError, AttributeError):
-        missed = logger._get_ddp_logging_data().ints_map.get("unused_parameter_size")
-        return None if missed is None else bool(missed == 0 and reducer._ddp_graph_static())
-    return None

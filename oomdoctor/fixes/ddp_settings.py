@@ -5,10 +5,9 @@ gradients, for as long as the model lives. With ``gradient_as_bucket_view=True``
 The exchange itself is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with
 the next step.
 
-``find_unused_parameters=False`` comes along where DDP's own search has found every parameter in the graph of every
-step, and where two processes at most take part. Without the search DDP orders its buckets anew, and a sum of three
-numbers or more depends on its order. For the same reason ``static_graph`` and other sizes of buckets, which take no
-byte off the peak, are left as they are.
+Without the search for unused parameters DDP orders its buckets anew, and a sum of three numbers or more depends on its
+order. So that search, ``static_graph`` and other sizes of buckets, which take no byte off the peak, are left as they
+are.
 
 There is no live form: the buckets are made with the wrapper, on every process at once.
 """
@@ -23,7 +22,6 @@ import libcst as cst
 from oomdoctor.fixes import _class_calls, _ddp_ranks
 from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -34,9 +32,6 @@ from oomdoctor.program import words
 from oomdoctor.program.words import Result
 
 _VIEW: Final = "gradient_as_bucket_view"
-_SEARCH: Final = "find_unused_parameters"
-_IN_ANY_ORDER: Final = 2
-"""Of so many numbers the sum is the same to the bit in whichever order they are added."""
 
 
 _PASSING: Final = re.compile(
@@ -60,24 +55,13 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
         raise Unfit("no gradient was held when the memory ran out, so the buckets are not a second copy")
-    is_idle = _searches_in_vain(found)
     return (
         Proposal(
-            dose=Dose.of(**{_VIEW: True, **({_SEARCH: False} if is_idle else {})}),
+            dose=Dose.of(**{_VIEW: True}),
             effect=Effect.EXACT,
             saves=gradients,
             basis=f"the census found {format_size(gradients)} of gradients, of which the buckets are a second copy",
-            caveat="a later step that leaves a parameter without a gradient would stop with an error of DDP's"
-            if is_idle
-            else None,
         ),
-    )
-
-
-def _searches_in_vain(found: tuple[ReplicaFacts, ...]) -> bool:
-    searching = [one for one in found if one.searches_unused]
-    return bool(searching) and all(
-        one.all_used is True and one.ranks is not None and one.ranks <= _IN_ANY_ORDER for one in searching
     )
 
 
@@ -93,27 +77,23 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             line = next(one.strip() for one in code.splitlines() if kept[0] in one)
             raise Unfit(f"`{line}` may hold on to a gradient, which as a view would change with the next step")
     known = {one.path for one in evidence.code.replicas}
-    told = {one: _with_settings(one, dose) for one in found}
+    told = {one: _with_views(one) for one in found}
     live = dict[_class_calls.Call, list[str]]()
     for one in (one for one in found if one.around is None and one.is_live(cells)):
         if one.target is None or one.target not in known:
             raise Unfit(f"{one.where} makes it before the failing cell, under no name that leads to it")
-        first = one.node.args[0].with_changes(value=cst.parse_expression(f"{one.target}.module"))
-        anew = told[one].with_changes(args=[first, *told[one].args[1:]])
+        model = next(arg.value for arg in told[one].args if arg.keyword is None or arg.keyword.value == "module")
+        anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
         live[one] = [f"{one.target} = {_class_calls.code_of(anew)}"]
     return _class_calls.exchanged(cells, told, live=live)
 
 
-def _with_settings(one: _class_calls.Call, dose: Dose) -> cst.Call:
-    call = one.node
-    for name, value in ((_VIEW, "True"), (_SEARCH, "False")):
-        given = _class_calls.keyword(call, name)
-        text = None if given is None else _class_calls.code_of(given)
-        if text not in (None, "True", "False"):
-            raise Unfit(f"{one.where} takes `{name}` from `{text}`: set it there")
-        if text != value and (name == _VIEW or (text == "True" and name in dict(dose.values))):
-            call = _class_calls.with_keyword(call, name, value)
-    return call
+def _with_views(one: _class_calls.Call) -> cst.Call:
+    given = _class_calls.keyword(one.node, _VIEW)
+    text = None if given is None else _class_calls.code_of(given)
+    if text not in (None, "True", "False"):
+        raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
+    return one.node if text == "True" else _class_calls.with_keyword(one.node, _VIEW, "True")
 
 
 FIX: Final = Fix(

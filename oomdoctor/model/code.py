@@ -166,9 +166,7 @@ class ReplicaFacts:
         path: the expression for the wrapper, ``model``; ``type_name``: which of the two it is.
         ranks: processes that train it together, or devices of ``DataParallel``; None where that is not known.
         dtypes: of its parameters.
-        bucket_views: the gradients lie in the buckets that are exchanged; ``searches_unused``: each step looks for
-            parameters without a gradient.
-        all_used: whether every one of those searches found none; None where there was none yet.
+        bucket_views: the gradients lie in the buckets that are exchanged.
     """
 
     path: str
@@ -176,8 +174,6 @@ class ReplicaFacts:
     ranks: int | None = None
     dtypes: tuple[str, ...] = ()
     bucket_views: bool = False
-    searches_unused: bool = False
-    all_used: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

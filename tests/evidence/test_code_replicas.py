@@ -46,21 +46,6 @@ def test_the_settings_of_the_wrapper() -> None:
     )
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    ("steps", "all_used"),
-    [((), None), ((True, True), True), ((False, False), False), ((False, True, True), False), ((True, False), False)],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_whether_every_step_used_every_parameter(steps: tuple[bool, ...], all_used: bool | None) -> None:
-    model = DistributedDataParallel(Branching(), find_unused_parameters=True)
-    for both in steps:
-        model(torch.ones(1, 4), both=both).sum().backward()
-    (facts,) = replicas([("model", model)])
-    assert facts.searches_unused
-    assert facts.all_used is all_used
-
-
 def test_the_devices_of_data_parallel() -> None:
     model = nn.DataParallel(nn.Linear(4, 4))
     model.device_ids = [0, 1, 2]

@@ -20,7 +20,6 @@ from oomdoctor.model.memory import Role
 
 DDP = "DistributedDataParallel"
 VIEW = Dose.of(gradient_as_bucket_view=True)
-BOTH = Dose.of(gradient_as_bucket_view=True, find_unused_parameters=False)
 
 SETUP = """\
 import torch
@@ -125,14 +124,14 @@ def test_the_same_bits_and_the_gradients_once() -> None:
     assert plain[0]["losses"] != plain[1]["losses"]
     code = plain[0]["code"]
     (proposal,) = propose(live.INCIDENT, evidence(code))
-    assert (proposal.dose, proposal.effect, proposal.saves) == (BOTH, Effect.EXACT, 1 << 20)
+    assert (proposal.dose, proposal.effect, proposal.saves) == (VIEW, Effect.EXACT, 1 << 20)
     (edit,) = fixed(SETUP, WRAP + LOOP, dose=proposal.dose, code=code).edits
     changed = ranks(SETUP, edit.after)
     assert same(plain, changed)
     assert {one["gradients"] for one in plain} == {10}  # as many storages as parameters, beside the bucket
     assert {one["gradients"] for one in changed} == {1}  # the bucket
     (facts,) = changed[0]["code"].replicas
-    assert (facts.bucket_views, facts.searches_unused, facts.ranks) == (True, False, 2)
+    assert (facts.bucket_views, facts.ranks) == (True, 2)
 
 
 def test_three_ranks_keep_the_bits_because_only_the_views_change() -> None:
@@ -141,8 +140,6 @@ def test_three_ranks_keep_the_bits_because_only_the_views_change() -> None:
     assert proposal.dose == VIEW
     (edit,) = fixed(SETUP, WRAP + LOOP).edits
     assert same(plain, ranks(SETUP, edit.after, world=3))
-    (edit,) = fixed(SETUP, WRAP + LOOP, dose=BOTH).edits
-    assert not same(plain, ranks(SETUP, edit.after, world=3))  # the order of three numbers tells
 
 
 def test_the_second_copy_of_the_gradients_is_gone_from_the_memory_of_the_process() -> None:
@@ -192,14 +189,14 @@ GOLDEN_CELL = """\
 @@ -1,3 +1,3 @@
  # every rank has the same weights
 -model = DDP(model, find_unused_parameters=True)  # just to be sure
-+model = DDP(model, find_unused_parameters=False, gradient_as_bucket_view=True)  # just to be sure
++model = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=True)  # just to be sure
  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 """
 
 
 def test_golden_diffs_and_second_time() -> None:
     live_model = replace(evidence().code, replicas=(ReplicaFacts(path="model", type_name=DDP),))
-    for sources, dose, golden in (((MAIN,), VIEW, GOLDEN), ((SETUP, WRAP, LOOP), BOTH, GOLDEN_CELL)):
+    for sources, dose, golden in (((MAIN,), VIEW, GOLDEN), ((SETUP, WRAP, LOOP), VIEW, GOLDEN_CELL)):
         made = fixed(*sources, dose=dose, code=live_model)
         assert made.diff() == golden
         after = {edit.cell: edit.after for edit in made.edits}
@@ -230,25 +227,6 @@ def test_nothing_is_proposed_without_evidence(found: Evidence, why: str) -> None
     refused = propose(live.INCIDENT, found)
     assert isinstance(refused, Refused)
     assert why in refused.reason
-
-
-@pytest.mark.parametrize(
-    ("all_used", "searches", "ranks_", "dose"),
-    [
-        (True, True, 2, BOTH),
-        (None, True, 2, VIEW),
-        (False, True, 2, VIEW),
-        (True, True, 3, VIEW),
-        (None, False, 2, VIEW),
-    ],
-)
-def test_the_search_ends_only_where_it_was_in_vain_and_the_order_does_not_matter(
-    all_used, searches, ranks_, dose
-) -> None:
-    one = replace(NO_COPY, bucket_views=False, searches_unused=searches, all_used=all_used, ranks=ranks_)
-    (proposal,) = propose(live.INCIDENT, evidence(replicas=(one,)))
-    assert proposal.dose == dose
-    assert (proposal.caveat is not None) == (dose == BOTH)
 
 
 @pytest.mark.parametrize(
