@@ -19,7 +19,7 @@ _SIGNATURE: Final = signature(functional.cross_entropy)
 _OPTIONS: Final = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 
-def chunked_loss(loss: Callable[..., torch.Tensor], chunks: int) -> Callable[..., torch.Tensor]:
+def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
     """Return a cross-entropy that has the log-probabilities of one chunk of rows at a time.
 
     The mean is over all rows that count, weighted by their classes, not the mean of means of chunks.
@@ -29,7 +29,7 @@ def chunked_loss(loss: Callable[..., torch.Tensor], chunks: int) -> Callable[...
         chunks: how many; called with tensors of which there is no chunk, it is the loss itself.
     """
 
-    def taken(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def taken(*args: Any, **kwargs: Any) -> Any:
         if type(loss) is CrossEntropyLoss:
             kwargs |= {name: getattr(loss, name) for name in _OPTIONS}
         elif loss is not functional.cross_entropy:
