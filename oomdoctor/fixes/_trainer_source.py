@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of
 from oomdoctor.fixes._precision_dtype import kind_of_device
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainerFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -37,59 +37,52 @@ _LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)
 _MANUAL: Final = re.compile(r"\bautomatic_optimization\s*=\s*False\b")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Term:
+class _Term(NamedTuple):
     """A keyword and what is written for it.
 
     Attributes:
-        takes: the value in the dose that divides (``//``) or multiplies (``*``) what is there, or takes its place.
-        text: what is written, for every dose.
+        does: how what is there is changed: divided (``//``) or multiplied (``*``) by a value of the dose, or replaced.
+        by: that value, by its name in the dose; with ``:`` for ``does``, what is written as it stands.
     """
 
     keyword: str
-    does: str = "="
-    takes: str = ""
-    text: str = ""
+    does: str
+    by: str
 
 
 _MIXED: Final = {
-    ("transformers", "bfloat16"): _Term(keyword="bf16", text="True"),
-    ("transformers", "float16"): _Term(keyword="fp16", text="True"),
-    ("lightning", "bfloat16"): _Term(keyword="precision", text='"bf16-mixed"'),
-    ("lightning", "float16"): _Term(keyword="precision", text='"16-mixed"'),
-    ("accelerate", "bfloat16"): _Term(keyword="mixed_precision", text='"bf16"'),
-    ("accelerate", "float16"): _Term(keyword="mixed_precision", text='"fp16"'),
+    "transformers": ("{}", "True"),
+    "lightning": ("precision", '"{}-mixed"'),
+    "accelerate": ("mixed_precision", '"{}"'),
 }
+_BITS: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _EIGHT_BITS: Final = {"bitsandbytes": '"adamw_8bit"', "torchao": '"adamw_torch_8bit"'}
 
 _Terms: TypeAlias = Callable[[TrainerFacts, Dose], tuple[_Term, ...]]
 
+
+def _mixed(trainer: TrainerFacts, dose: Dose) -> tuple[_Term, ...]:
+    keyword, text = _MIXED[trainer.library]
+    bits = _BITS[str(dose["dtype"])]
+    bits = bits.replace("fp16", "16") if trainer.library == "lightning" else bits
+    return (_Term(keyword.format(bits), ":", text.format(bits)),)
+
+
 _SETTINGS: Final[Mapping[tuple[str, str], _Terms]] = {
-    ("transformers", "micro_batch"): lambda _, dose: (
-        _Term(keyword="per_device_train_batch_size", does="//", takes="parts"),
-        _Term(keyword="gradient_accumulation_steps", does="*", takes="parts"),
+    ("transformers", "micro_batch"): lambda *_: (
+        _Term("per_device_train_batch_size", "//", "parts"),
+        _Term("gradient_accumulation_steps", "*", "parts"),
     ),
-    ("lightning", "micro_batch"): lambda _, dose: (_Term(keyword="accumulate_grad_batches", does="*", takes="parts"),),
-    ("accelerate", "micro_batch"): lambda _, dose: (
-        _Term(keyword="gradient_accumulation_steps", does="*", takes="parts"),
-    ),
-    ("transformers", "smaller_batch"): lambda _, dose: (
-        _Term(keyword="per_device_train_batch_size", takes="batch_size"),
-    ),
-    ("lightning", "smaller_batch"): lambda _, dose: (),
-    **{
-        (library, "autocast"): lambda trainer, dose: (_MIXED[trainer.library, str(dose["dtype"])],)
-        for library in ("transformers", "lightning", "accelerate")
-    },
+    ("lightning", "micro_batch"): lambda *_: (_Term("accumulate_grad_batches", "*", "parts"),),
+    ("accelerate", "micro_batch"): lambda *_: (_Term("gradient_accumulation_steps", "*", "parts"),),
+    ("transformers", "smaller_batch"): lambda *_: (_Term("per_device_train_batch_size", "=", "batch_size"),),
+    ("lightning", "smaller_batch"): lambda *_: (),
+    **{(library, "autocast"): _mixed for library in _MIXED},
     ("transformers", "checkpoint_blocks"): lambda trainer, _: _recomputing(trainer),
-    ("transformers", "optimizer_8bit"): lambda _, dose: (
-        _Term(keyword="optim", text=_EIGHT_BITS[str(dose["library"])]),
-    ),
-    ("transformers", "lighter_optimizer"): lambda _, dose: (_Term(keyword="optim", text='"adafactor"'),),
-    ("transformers", "chunked_inference"): lambda _, dose: (
-        _Term(keyword="per_device_eval_batch_size", does="//", takes="chunks"),
-    ),
-    ("transformers", "offload_predictions"): lambda _, dose: (_Term(keyword="eval_accumulation_steps", text="1"),),
+    ("transformers", "optimizer_8bit"): lambda _, dose: (_Term("optim", ":", _EIGHT_BITS[str(dose["library"])]),),
+    ("transformers", "lighter_optimizer"): lambda *_: (_Term("optim", ":", '"adafactor"'),),
+    ("transformers", "chunked_inference"): lambda *_: (_Term("per_device_eval_batch_size", "//", "chunks"),),
+    ("transformers", "offload_predictions"): lambda *_: (_Term("eval_accumulation_steps", ":", "1"),),
 }
 """What each fix is in the settings of each library.
 
@@ -141,12 +134,13 @@ def _recomputing(trainer: TrainerFacts) -> tuple[_Term, ...]:
     """
     known = dict(trainer.settings)
     if "activation_checkpointing" in known:
-        return (_Term(keyword="activation_checkpointing", text="True"),)
-    kwargs = _Term(keyword="gradient_checkpointing_kwargs", text='{"use_reentrant": False}')
-    switch = _Term(keyword="gradient_checkpointing", text="True")
+        return (_Term("activation_checkpointing", ":", "True"),)
+    kwargs = _Term("gradient_checkpointing_kwargs", ":", '{"use_reentrant": False}')
+    switch = _Term("gradient_checkpointing", ":", "True")
     return (switch, kwargs) if "gradient_checkpointing_kwargs" in known else (switch,)
 
 
+@refusing
 def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused | None:
     """Return the cells with ``fix`` made through the settings of the trainer, None where that is not its way."""
     code = evidence.code
@@ -155,112 +149,76 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
         return None
     on_cpu = kind_of_device(evidence) == "cpu" and trainer.library == "transformers"
     if fix == "autocast" and on_cpu and not setting(trainer, "use_cpu"):
-        return Refused("`TrainingArguments` takes `bf16` on a CPU only with `use_cpu=True`")
+        raise Unfit("`TrainingArguments` takes `bf16` on a CPU only with `use_cpu=True`")
     if trainer.cell is None or trainer.line is None:
-        return Refused("where the cells make the settings of the trainer was not found, or they do so more than once")
+        raise Unfit("where the cells make the settings of the trainer was not found, or they do so more than once")
     book = Book.read(cells)
     page = book.page(trainer.cell)
     made = [call for call in calls(page.tree) if (call.lineno, call_name(call)) == (trainer.line, trainer.call)]
-    parsed = rewriting.read(page.cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
-    old = node_of(parsed, made[0]) if made else None
+    old = node_of(need(rewriting.read(page.cell.source)), made[0]) if made else None
     if not isinstance(old, cst.Call):
-        return Refused(f"`{trainer.call}` is not called where it was found before")
+        raise Unfit(f"`{trainer.call}` is not called where it was found before")
     changes: list[tuple[Page, ast.expr, rewriting.New]] = []
-    terms = _SETTINGS[trainer.library, fix](trainer, dose)
-    if terms:
-        call = _written(
-            _Call(trainer=trainer, book=book, place=book.place(page, made[0]), old=made[0]), old, terms, dose
-        )
-        if isinstance(call, Refused):
-            return call
-        changes.append((page, made[0], call))
+    if terms := _SETTINGS[trainer.library, fix](trainer, dose):
+        given = {one.arg: one.value for one in made[0].keywords}
+        if None in given or len(made[0].args) > 1:
+            raise Unfit(f"`{trainer.call}` takes settings by position or from a dictionary: set it there")
+        new, after, place = old, None, book.place(page, made[0])
+        is_single = "'" in text_of(old) and '"' not in text_of(old)
+        for term in terms:
+            value = given.get(term.keyword)
+            numbers = {number.value for number in book.numbers(value, place)} if value is not None else set[int]()
+            text = _value(trainer, term, dose, value, numbers)
+            text = text.replace('"', "'") if is_single else text
+            new, after = arguments.with_keyword(new, term.keyword, text, after), term.keyword
+        changes.append((page, made[0], new))
     if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
         if (counted := _why_counted(cells, made[0])) is not None:
-            return Refused(counted)
-        numbers = _numbers_in_loader(book, code, trainer.library, setting(trainer, BATCH[trainer.library]))
-        if isinstance(numbers, Refused):
-            return numbers
-        size, odd = numbers[0].value, 0
+            raise Unfit(counted)
+        found = _numbers_in_loader(book, code, trainer.library, setting(trainer, BATCH[trainer.library]))
+        size, odd = found[0].value, 0
         if fix == "smaller_batch":
             size = dose.number("batch_size")
         else:
             size, odd = divmod(size, dose.number("parts"))
         if odd:
-            return Refused(f"a batch of {numbers[0].value} does not divide into {dose.number('parts')} parts")
-        changes += [(number.page, number.node, cst.Integer(str(size))) for number in numbers]
-    changed = exchanged(changes)
-    return changed if isinstance(changed, Refused) else write(cells, changed, _MAKES)
+            raise Unfit(f"a batch of {found[0].value} does not divide into {dose.number('parts')} parts")
+        changes += [(number.page, number.node, cst.Integer(str(size))) for number in found]
+    return write(cells, need(exchanged(changes)), _MAKES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """The call that makes the settings, as it stands."""
+def _value(trainer: TrainerFacts, term: _Term, dose: Dose, given: ast.expr | None, values: set[int]) -> str:
+    """Return what is to be written for ``term``.
 
-    trainer: TrainerFacts
-    book: Book
-    place: Place
-    old: ast.Call
-
-    def given(self, keyword: str) -> ast.expr | None:
-        """Return what is written for ``keyword``."""
-        return next((one.value for one in self.old.keywords if one.arg == keyword), None)
-
-
-def _written(made: _Call, old: cst.Call, terms: Iterable[_Term], dose: Dose) -> cst.Call | Refused:
-    """Return the call with each of ``terms`` in it."""
-    if any(one.arg is None for one in made.old.keywords) or len(made.old.args) > 1:
-        return Refused(f"`{made.trainer.call}` takes settings by position or from a dictionary: set it there")
-    new = old
-    after: str | None = None
-    for term in terms:
-        value = _value(made, term, dose)
-        if isinstance(value, Refused):
-            return value
-        quotes = text_of(old)
-        if "'" in quotes and '"' not in quotes:
-            value = value.replace('"', "'")
-        new, after = arguments.with_keyword(new, term.keyword, value, after), term.keyword
-    return new
-
-
-def _value(made: _Call, term: _Term, dose: Dose) -> str | Refused:
-    """Return what is to be written for ``term``, or why it cannot be told from what is there."""
-    given, in_force = made.given(term.keyword), setting(made.trainer, term.keyword)
-    if term.text:
-        if given is not None and ast.unparse(given) == ast.unparse(ast.parse(term.text)):
-            return Refused(f"the cells say `{term.keyword}={term.text}` already")
-        return term.text
-    known = [given] if isinstance(given, ast.Constant) else []
-    values = {number.value for number in made.book.numbers(given, made.place)} if given is not None else set[int]()
-    if given is None:
-        values = {_DEFAULTS[term.keyword]}
+    Args:
+        given: what stands there, and ``values``: the numbers that it may be.
+    """
+    if term.does == ":":
+        if given is not None and ast.unparse(given) == ast.unparse(ast.parse(term.by)):
+            raise Unfit(f"the cells say `{term.keyword}={term.by}` already")
+        return term.by
+    in_force, by = setting(trainer, term.keyword), dose.number(term.by)
+    values = values if given is not None else {_DEFAULTS[term.keyword]}
     if values != {in_force} or type(in_force) is not int:
         there = f"`{term.keyword}={ast.unparse(given)}`" if given is not None else f"no `{term.keyword}`"
-        return Refused(f"the cells say {there}, and {in_force} was in force: something else sets it")
-    by = dose.number(term.takes)
+        raise Unfit(f"the cells say {there}, and {in_force} was in force: something else sets it")
     if term.does == "=":
         return str(by)
-    if given is None or known:
+    if given is None or isinstance(given, ast.Constant):
         return str(in_force // by if term.does == "//" else in_force * by)
     return f"{ast.unparse(given)} {term.does} {by}"
 
 
-def _numbers_in_loader(book: Book, code: CodeFacts, library: str, size: object) -> tuple[Number, ...] | Refused:
+def _numbers_in_loader(book: Book, code: CodeFacts, library: str, size: object) -> tuple[Number, ...]:
     """Return the numbers that set the batch size of the loader that a trainer of ``library`` goes through.
 
     Args:
         size: the batch size that was in force, None where that is not known.
     """
-    if library == "accelerate":
-        found = _of_loop(book, next(loop for loop in code.loops if loop.in_failing_run))
-    else:
-        found = _of_fit(book)
-    if isinstance(found, Refused):
-        return found
+    is_loop = library == "accelerate"
+    found = need(_of_loop(book, next(loop for loop in code.loops if loop.in_failing_run)) if is_loop else _of_fit(book))
     if any(number.value != (size or found[0].value) for number in found):
-        return Refused(f"the cells say batches of {found[0].value}, and batches of {size} were in force")
+        raise Unfit(f"the cells say batches of {found[0].value}, and batches of {size} were in force")
     return found
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
+from oomdoctor.fixes._unfit import Unfit, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -67,7 +68,10 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
         why = f"`{text}` collects outputs in a way that is not known: append them to a list"
         return (site(why, scope, node, (name,)),)
     uses = _Uses(program, ModelCalls(program, objects.kinds), scope)
-    kind = uses.follow(name)
+    try:
+        kind = _EXACT if uses.follow(name) else _ROUNDS
+    except Unfit as why:
+        kind = str(why)
     gathers = [(node, name), *((one, other) for other in uses.moved for one in uses.fills(other) if one is not node)]
     return tuple(site(kind, scope, one, (other,)) for one, other in gathers)
 
@@ -87,24 +91,17 @@ class _Uses:
         """Return the statements that put something into a collection."""
         return [node for node in own_nodes(self._scope.body) if isinstance(node, ast.stmt) and _fills(node, name)]
 
-    def follow(self, name: str) -> str:
-        """Return whether all that is made of a collection is the same with it in host memory, or why it cannot be."""
+    def follow(self, name: str) -> bool:
+        """Return whether all that is made of a collection is the same to the bit with it in host memory."""
         self.moved.append(name)
         own = parameters_of(self._scope.function.node) if self._scope.function is not None else set()
-        bound = stored(own_nodes(self._scope.body))
-        if name in own or name not in bound:
-            return f"`{name}` is made elsewhere than it is filled"
+        if name in own or name not in stored(own_nodes(self._scope.body)):
+            raise Unfit(f"`{name}` is made elsewhere than it is filled")
         if any(self._is_written(fill) for fill in self.fills(name)):
-            return f"what is put into `{name}` is written to in place, which a copy would not see"
-        kind = _EXACT
-        for scope, way in list(self._ways()):
-            for met, _ in way.met:
-                for node in own_nodes([met]):
-                    told = self._of_use(scope, way, met, node)
-                    if told not in {_EXACT, _ROUNDS}:
-                        return told
-                    kind = told if told == _ROUNDS else kind
-        return kind
+            raise Unfit(f"what is put into `{name}` is written to in place, which a copy would not see")
+        met = [(scope, way, node) for scope, way in list(self._ways()) for node, _ in way.met]
+        same = [self._is_same(scope, way, node, part) for scope, way, node in met for part in own_nodes([node])]
+        return all(same)
 
     def _ways(self) -> Iterator[tuple[Scope, Way]]:
         """Yield the ways of what is in the collections through their scope, and where that goes."""
@@ -127,29 +124,27 @@ class _Uses:
             hidden = stored(own_nodes(scope.body)) if scope.function is not None else set[str]()
             yield scope, flow.through(scope.body, way.now - hidden if is_top else ())
 
-    def _of_use(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> str:
-        """Return what one use makes of what was moved."""
+    def _is_same(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> bool:
+        """Return whether one use makes the same of what was moved, to the bit."""
         parts, is_same = _parts(node)
         moved = [part for part in parts if way.carries(met, part)]
         if not moved or (isinstance(met, ast.stmt) and any(_fills(met, name) for name in self.moved)):
-            return _EXACT
+            return True
         text = f"`{' '.join(ast.unparse(node).split())[:60]}`"
-        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Call) and words.is_in_place(words.last_name(node))):
-            return f"{text} writes in place, which the tensors on the device would not see"
-        if isinstance(node, ast.Call) and words.last_name(node) in _OTHERWISE:
-            return f"{text} may draw other numbers, or order what is alike otherwise, in host memory"
+        called = words.last_name(node) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.AugAssign) or (called and words.is_in_place(called)):
+            raise Unfit(f"{text} writes in place, which the tensors on the device would not see")
+        if called in _OTHERWISE:
+            raise Unfit(f"{text} may draw other numbers, or order what is alike otherwise, in host memory")
         if isinstance(node, ast.Call) and self._models.path(scope, node) is not None:
-            return f"{text} takes what was collected back to a model on the device"
+            raise Unfit(f"{text} takes what was collected back to a model on the device")
         beside = {name for part in parts if part not in moved for name in names_in(part)} - {"torch", *self.moved}
-        for name in sorted(beside):
-            if self._is_number(scope, name):
-                continue
+        for name in sorted(one for one in beside if not self._is_number(scope, one)):
             other = self._container(scope, name)
             if scope is not self._scope or not self.fills(other):
-                return f"{text} combines what was collected with `{name}`, which stays on the device"
-            if other not in self.moved and (told := self.follow(other)) not in {_EXACT, _ROUNDS}:
-                return told
-        return _EXACT if is_same else _ROUNDS
+                raise Unfit(f"{text} combines what was collected with `{name}`, which stays on the device")
+            is_same = (other in self.moved or self.follow(other)) and is_same
+        return is_same
 
     def _is_number(self, scope: Scope, name: str) -> bool:
         values = [value for to, value in _assigned(scope) if to == name]
@@ -230,20 +225,19 @@ def _fills(node: ast.AST, name: str) -> bool:
     return False
 
 
+@refusing
 def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
     """Propose it where the census found on the device what the collection holds."""
     if (through := _trainer_terms.proposed("offload_predictions", incident, evidence)) is not None:
         return through
     first, device = evidence.code.first("offload_predictions"), evidence.device
     if first is not None and device.tensor_device.partition(":")[0] == "cpu":
-        return Refused(f"the tensors of `{first.names[0]}` are in host memory already")
+        raise Unfit(f"the tensors of `{first.names[0]}` are in host memory already")
     found = _gathers(evidence)
-    if isinstance(found, Refused):
-        return found
     (name,) = found[0].names
     held = sum(one.bytes for one in evidence.census.holdings if _is_of(one, name) and not one.path.endswith("→ graph"))
     if not held:
-        return Refused(f"the census found nothing on {device.name} that `{name}` holds")
+        raise Unfit(f"the census found nothing on {device.name} that `{name}` holds")
     return (
         Proposal(
             effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
@@ -254,11 +248,11 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-def _gathers(evidence: Evidence) -> tuple[Site, ...] | Refused:
+def _gathers(evidence: Evidence) -> tuple[Site, ...]:
     found = evidence.code.sites.get("offload_predictions", ())
-    if not found:
-        return Refused(_NOTHING)
-    return found if found[0].kind in {_EXACT, _ROUNDS} else Refused(found[0].kind)
+    if not found or found[0].kind not in {_EXACT, _ROUNDS}:
+        raise Unfit(found[0].kind if found else _NOTHING)
+    return found
 
 
 def _is_of(holding: Holding, name: str) -> bool:
@@ -266,19 +260,16 @@ def _is_of(holding: Holding, name: str) -> bool:
     return path.startswith(name) and path[len(name) :][:1] in {"", "[", "`", " "}
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Move what is collected to host memory, and what is compared with it."""
     if (through := _trainer_source.patched("offload_predictions", cells, evidence, dose)) is not None:
         return through
     found = _gathers(evidence)
-    if isinstance(found, Refused):
-        return found
     detached = {(one.cell, one.line) for one in evidence.code.sites.get("detach_history", ())}
     for one in found:
         if (one.cell, one.line) not in detached and _has_graph(evidence, one.names[0]):
-            return Refused(
-                f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device"
-            )
+            raise Unfit(f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device")
 
     def call(one: Site) -> str:
         return ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
