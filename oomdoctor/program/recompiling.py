@@ -20,7 +20,7 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
@@ -45,7 +45,16 @@ def why_not(before: str, after: str) -> str | None:
         old, new = ast.parse(before), ast.parse(after)
     except (SyntaxError, ValueError):
         return "it is not Python"
-    return _differs(old.body, new.body, "", may_add=True)
+    defined = _defined_here(old.body)
+    was = dict(_loaded(old.body))
+    now = dict(_loaded(one for one in new.body if not _is_definition(one) or one.name in defined))
+    added = (
+        node for text, node in now.items() if text not in was and not isinstance(node, ast.Import | ast.ImportFrom)
+    )
+    gone = (node for text, node in was.items() if text not in now and not _is_definition(node))
+    if (node := next(added, None) or next(gone, None)) is not None:
+        return f"line {node.lineno} has run when the module, or an object of it, was made, which would not follow"
+    return None
 
 
 def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], None]:
@@ -223,51 +232,34 @@ def _values(node: _Node) -> tuple[Any, Any]:
     return given or None, {arg.arg: ast.literal_eval(one) for arg, one in by_name if one is not None} or None
 
 
-def _differs(old: list[ast.stmt], new: list[ast.stmt], prefix: str, *, may_add: bool) -> str | None:
-    """Return what of a body has changed that live objects would not follow."""
-    known, defined = {ast.dump(node) for node in old}, _defined_here(old)
-    left = {ast.dump(node) for node in new}
-    for node in new:
-        if ast.dump(node) in known:
-            continue
-        was = defined.get(getattr(node, "name", ""))
-        if isinstance(node, _FUNCTIONS) and prefix and MAKING.fullmatch(node.name):
-            return f"`{prefix}{node.name}` has run already for the objects that there are"
-        if isinstance(node, _FUNCTIONS) and isinstance(was, _FUNCTIONS):
-            if why := _signature_differs(was, node):
-                return why
-        elif isinstance(node, ast.ClassDef) and isinstance(was, ast.ClassDef):
-            if _head(was) != _head(node):
-                return f"the head of class `{node.name}` is changed"
-            if why := _differs(was.body, node.body, f"{prefix}{node.name}.", may_add=False):
-                return why
-        elif not (may_add and was is None and isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | _Node)):
-            return f"line {node.lineno} ran when the module was imported, and the live objects would not follow"
-    for node in old:
-        if ast.dump(node) not in left and not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
-            return f"line {node.lineno} ran when the module was imported, and the live objects would not follow"
-    return None
+def _loaded(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yield what runs when a text is loaded and its objects are made, as text; of functions all but their body."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            head = [ast.dump(one) for one in (*node.bases, *node.keywords, *node.decorator_list)]
+            yield f"class {prefix}{node.name} {head}", node
+            yield from _loaded(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, _FUNCTIONS) and not (prefix and MAKING.fullmatch(node.name)):
+            computed = [] if _are_written_out(node) else _defaults(node)
+            head = [ast.dump(one) for one in node.decorator_list]
+            yield f"{type(node)} {prefix}{node.name} {head} {computed}", node
+        else:
+            yield prefix + ast.dump(node), node
 
 
-def _head(node: ast.ClassDef) -> list[str]:
-    return [ast.dump(one) for one in (*node.bases, *node.keywords, *node.decorator_list)]
+def _are_written_out(node: _Node) -> bool:
+    with suppress(ValueError):
+        _values(node)
+        return True
+    return False
 
 
-def _defined_here(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    return {node.name: node for node in body if isinstance(node, (ast.ClassDef, *_FUNCTIONS))}
+def _is_definition(node: ast.stmt) -> TypeGuard[ast.ClassDef | _Node]:
+    return isinstance(node, (ast.ClassDef, *_FUNCTIONS))
 
 
-def _signature_differs(was: _Node, node: _Node) -> str | None:
-    if [ast.dump(one) for one in was.decorator_list] != [ast.dump(one) for one in node.decorator_list]:
-        return f"a decorator of `{node.name}` is changed"
-    if type(was) is not type(node):
-        return f"`{node.name}` is a function of another kind"
-    if _defaults(was) != _defaults(node):
-        with suppress(ValueError):
-            _values(node)
-            return None
-        return f"defaults of `{node.name}` are changed that are not written out"
-    return None
+def _defined_here(body: list[ast.stmt]) -> frozenset[str]:
+    return frozenset(node.name for node in body if _is_definition(node))
 
 
 def _run_new(module: ModuleType, edit: Edit, make: Compile, back: ExitStack) -> None:
