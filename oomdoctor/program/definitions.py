@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.magics import MaskedCell, mask, tree_of
-from oomdoctor.program.names import arguments_of, blocks_of, call_name, imports_in, own_nodes, target_names
+from oomdoctor.program.names import arguments_of, blocks_of, bound_by, call_name, imports_in, own_nodes
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -216,7 +216,7 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-_GONE = ast.parse("def gone(): pass").body[0]
+_GONE: Final[Any] = ast.parse("def gone(): pass").body[0]
 
 
 def _bound(cell: int, body: Iterable[ast.stmt], prefix: str = "") -> Iterator[Function]:
@@ -224,27 +224,14 @@ def _bound(cell: int, body: Iterable[ast.stmt], prefix: str = "") -> Iterator[Fu
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield Function(name=prefix + node.name, cell=cell, node=node, in_class=bool(prefix))
-            yield from _bound_inside(cell, node, prefix)
+            for inner in (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)):
+                yield Function(name=f"{prefix}{node.name}.<locals>.{inner.name}", cell=cell, node=inner)
         elif isinstance(node, ast.ClassDef):
             yield from _bound(cell, node.body, f"{node.name}.")
-        elif isinstance(node, ast.If | ast.With | ast.Try | ast.For):
-            yield from _bound(cell, [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)], prefix)
+        elif blocks := blocks_of(node):
+            yield from (found for block in blocks for found in _bound(cell, block, prefix))
         elif isinstance(node, ast.Assign | ast.Import | ast.ImportFrom) and not prefix:
-            for name in _plainly_bound(node):
-                yield Function(name=name, cell=cell, node=_GONE)  # type: ignore[arg-type]
-
-
-def _bound_inside(cell: int, node: FunctionNode, prefix: str) -> Iterator[Function]:
-    """Yield functions defined within a function, under their qualified name."""
-    for inner in node.body:
-        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Function(name=f"{prefix}{node.name}.<locals>.{inner.name}", cell=cell, node=inner)
-
-
-def _plainly_bound(node: ast.Assign | ast.Import | ast.ImportFrom) -> tuple[str, ...]:
-    if isinstance(node, ast.Assign):
-        return target_names(*node.targets)
-    return tuple((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            yield from (Function(name=name, cell=cell, node=_GONE) for name in bound_by(node))
 
 
 def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
