@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters, sizes
 from oomdoctor.objects.kinds import mro_of, plain_dict
-from oomdoctor.program.calls import Call, calls, calls_at, decorators, imported_modules, text_of
+from oomdoctor.program.calls import Call, calls, calls_at, decorators, imports_of, text_of
 from oomdoctor.program.definitions import Program
 from oomdoctor.program.ground import Ground
 
@@ -59,7 +59,7 @@ def told(
     ahead = max(_of_loaders(basis, loaders, "prefetch_factor", 2), default=None) if workers else None
     entered = (*calls(under.reach), *decorators(under.reach))
     casts = any(one.tail == "autocast" and one.literals.get("enabled") is not False for one in entered)
-    named = {name.partition(".")[0] for name in imported_modules(program)}
+    named = {home.partition(".")[0] for home in imports_of(program).values()}
     running = calls_at(program, line) if line is not None else ()
     pins = any(call.receiver and call.method == "pin_memory" for call in basis)
     return {

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from oomdoctor.program.definitions import Program, Scope, place, short, statements
-from oomdoctor.program.magics import tree_of
 from oomdoctor.program.names import call_name, imported, own_nodes
 
 
@@ -101,32 +100,14 @@ def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
             yield from (_call(scope, node) for node in scope.function.node.decorator_list)
 
 
-def calls_in_text(text: str) -> tuple[Call, ...]:
-    """Return every call of a text, those in functions included; none where it is not Python."""
-    tree = tree_of(text)
-    whole = Scope(cell=0, function=None, body=tuple(tree.body))
-    return tuple(_call(whole, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
-
-
 def text_of(scope: Scope) -> str:
     """Return the text of a scope's statements, as Python writes them."""
     return "\n".join(map(ast.unparse, scope.body))
 
 
 def imports_of(program: Program) -> dict[str, str]:
-    """Return what the names stand for that the cells import."""
+    """Return what the names stand for that the cells import, from wherever."""
     return dict(pair for scope in program.scopes for node in own_nodes(scope.body) for pair in imported(node))
-
-
-def imported_modules(program: Program) -> frozenset[str]:
-    """Return the modules that the cells import, or import from."""
-    found: set[str] = set()
-    for node in (node for scope in program.scopes for node in own_nodes(scope.body)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return frozenset(found)
 
 
 def _call(scope: Scope, node: ast.expr) -> Call:
