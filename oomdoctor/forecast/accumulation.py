@@ -19,8 +19,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["adds_in_place", "counts_alone", "note_maker"]
-
 _ADD: Final = torch.ops.aten.add.Tensor
 _ENGINE: Final = torch.autograd.graph._engine_run_backward.__code__
 _MAKER: Final = "_oomdoctor_maker"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.shadow import Shadows
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["evidence_ahead"]
-
 _ENDLESS: Final = 1 << 60
 """Bytes that no program fills: whether the cell fits is not asked here."""
 

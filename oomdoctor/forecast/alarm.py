@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from typing import Any, Final
 
-__all__ = ["begin_alarm", "end_alarm"]
-
 _AGAIN_S: Final = 0.1
 
 

@@ -12,8 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ALIKE", "Together"]
-
 _aten = torch.ops.aten
 _FEW: Final = 2
 

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from oomdoctor.forecast.bounds import bounded
 
-__all__ = ["ANSWERS", "COMPARISONS", "Scalars"]
-
 _aten = torch.ops.aten
 _FLIP_EVERY: Final = 32
 _MOST_ASKED: Final = 1024

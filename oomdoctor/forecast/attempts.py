@@ -24,8 +24,6 @@ from oomdoctor.model.site import Site
 from oomdoctor.program.dataflow import loop_at
 from oomdoctor.program.magics import parsed
 
-__all__ = ["attempt_with", "attempt_with_all", "composed", "patched"]
-
 _SAME_PLACE: Final = Refused("both change the same place of the source")
 
 _Lines: TypeAlias = Mapping[int, Mapping[int, int]]

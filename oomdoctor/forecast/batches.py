@@ -15,8 +15,6 @@ from typing import Final
 from oomdoctor.model.memplan import LargestBatch
 from oomdoctor.model.plan import Forecast, Verdict
 
-__all__ = ["largest"]
-
 _MOST: Final = 1 << 24
 """Larger batches are not asked for."""
 _NEAR: Final = 100

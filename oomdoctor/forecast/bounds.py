@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.forecast.ledger import Ledger, Note
 
-__all__ = ["bounded", "follow_bounds", "uncertain_bytes"]
-
 _aten = torch.ops.aten
 _MARK: Final = "_oomdoctor_bound"
 _sizes: set[int] = set()

@@ -18,8 +18,6 @@ from typing import Any, Final
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-__all__ = ["cast_bytes"]
-
 _aten = torch.ops.aten
 
 

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Accelerator, Session
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Start", "bring_back", "run", "warm_up"]
-
 _EARLIER: Final = "<oomdoctor: shadow of an earlier cell>"
 _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""

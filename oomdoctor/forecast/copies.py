@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["COPIES", "ESTIMATED", "dense_copy", "matrix_copy"]
-
 _aten = torch.ops.aten
 _FORMATS: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HALVES: Final = (torch.bfloat16, torch.float16)

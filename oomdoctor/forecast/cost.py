@@ -13,8 +13,6 @@ import torch
 
 from oomdoctor.forecast.kernels import Kernels, flop_registry
 
-__all__ = ["Meter"]
-
 _FLOPS_PER_BYTE: Final = 8.0
 """Machine balance: FLOPs that a processor does in the time in which it moves a byte.
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.cost import Meter
     from oomdoctor.forecast.ledger import Ledger, Note
 
-__all__ = ["alive_after", "course_of"]
-
 _POINTS: Final = 256
 
 

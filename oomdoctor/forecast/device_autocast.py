@@ -24,8 +24,6 @@ from oomdoctor.forecast.device_check import check_autocast
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
 
-__all__ = ["replace", "rules"]
-
 _KEY: Final = torch._C._dispatch_key_parse("AutocastPrivateUse1")
 _KEYS: Final = torch._C.DispatchKeySet(_KEY)
 _STATE: Final = "privateuseone"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["check", "check_autocast"]
-
 _ROWS, _COLUMNS = 64, 128
 _FLOATS = _ROWS * _COLUMNS * 4
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.model.memory import Role
 
-__all__ = ["Held", "bring_back", "relabel"]
-
 _torch: Any = torch
 _kept: list[Any] = []
 """What must never be freed in this process."""

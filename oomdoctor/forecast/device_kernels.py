@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Workspaces", "replace", "workspace_bytes"]
-
 _torch: Any = torch
 _aten = torch.ops.aten
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -22,8 +22,6 @@ from oomdoctor.forecast.reductions import Kind, staging
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["scratch"]
-
 _aten = torch.ops.aten
 
 Turns: TypeAlias = "list[tuple[int, ...]]"

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.kernels import Kernels
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["DeviceTracker", "emulate", "lacking"]
-
 _WORDS: Final = ("not linked with support for", "not compiled with", "without ATen_", "Found no NVIDIA driver")
 """What torch says where there is no such device."""
 

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DRAWS", "draws", "move_generator"]
-
 _aten = torch.ops.aten
 _MOST_DRAWN: Final = 1 << 17
 

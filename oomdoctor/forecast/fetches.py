@@ -27,8 +27,6 @@ from oomdoctor.model.memory import Role
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["Fetch", "Fetching", "tensors_of"]
-
 _MOST_STEPS: Final = 4096
 """Steps of one fetch; of one that has more, only what is alive together with the batch is gone through."""
 

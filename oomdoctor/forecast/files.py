@@ -21,8 +21,6 @@ from oomdoctor.model.memory import Role
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["keep_files"]
-
 _torch: Any = torch
 
 

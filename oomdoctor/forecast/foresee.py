@@ -30,8 +30,6 @@ from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
 from oomdoctor.model.plan import Forecast, Plan, Verdict
 from oomdoctor.model.session import Accelerator, Attempt, Cells, Session
 
-__all__ = ["Batches", "another_card", "foresee"]
-
 _GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE, Role.ACTIVATION)
 """What a step adds: what it leaves there, and what is there while it runs."""
 _ENDLESS: Final = 1 << 60

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.forecast.pace import Pace
 
-__all__ = ["fill_histories"]
-
 
 def fill_histories(pace: Pace) -> None:
     """Let the LBFGS of this process have its memory after its first step; ``pace`` knows how many may follow."""

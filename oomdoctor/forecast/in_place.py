@@ -12,8 +12,6 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["changes_elements"]
-
 _aten = torch.ops.aten
 _OPERATIONS: Final = frozenset(
     (

@@ -22,8 +22,6 @@ import torch
 from oomdoctor.forecast.copies import COPIES, ESTIMATED
 from oomdoctor.sandbox.openmp import limit_levels
 
-__all__ = ["Kernels", "flop_registry"]
-
 _aten = torch.ops.aten
 
 

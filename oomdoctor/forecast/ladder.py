@@ -19,8 +19,6 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
-__all__ = ["KEEPING", "Ladder", "Part", "taken_at_its_word"]
-
 _CAUTION: Final = 0.3
 """How far off an estimate is taken to be where it decides what to forecast or to try first."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.model.session import Accelerator
 
-__all__ = ["Layout", "is_retry", "of_virtual"]
-
 
 class Layout:
     """The real segments, and which allocations of a ledger lie in which of their blocks.

@@ -14,8 +14,6 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Forecast
 
-__all__ = ["least"]
-
 _STATES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
 """Values that an optimizer keeps for each weight with its default settings. Source: ``torch.optim``, ``state[...]``."""
 

@@ -20,8 +20,6 @@ from oomdoctor.model.memory import Role
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CELL", "Ledger", "Note"]
-
 CELL: Final = "<oomdoctor: shadow of the cell>"
 """File name under which the shadowed cell is compiled, by which its frames are known."""
 

@@ -11,8 +11,6 @@ import itertools
 import sys
 from typing import Any, Final
 
-__all__ = ["follow_lengths", "length_of", "sources_of"]
-
 _LENGTH: Final = "_oomdoctor_length"
 
 

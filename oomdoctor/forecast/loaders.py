@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["replace_loaders"]
-
 _FEW: Final = 16
 """So many samples stand for all of a batch. To take one of a fake tensor costs a millisecond."""
 

@@ -18,8 +18,6 @@ from torch.utils.data._utils.collate import default_collate
 
 from oomdoctor.forecast.measures import size_of
 
-__all__ = ["longest_batches"]
-
 _PROBED: Final = 32
 """Samples, spread over a data set, that tell whether lengths are unlike."""
 _MEASURING_S: Final = 1.0

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Pace
 
-__all__ = ["asker", "compile_followed", "follow_functions", "follow_loops", "is_followed"]
-
 _OWN: Final = __name__.partition(".")[0]
 _PASSED_OVER: Final = ("torch", _OWN)
 

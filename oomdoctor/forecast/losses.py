@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["LOSSES"]
-
 _aten = torch.ops.aten
 
 

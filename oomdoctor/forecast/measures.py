@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from oomdoctor.forecast.lengths import sources_of
 
-__all__ = ["ahead", "is_known", "size_of"]
-
 _MOST_MEASURED: Final = 10_000
 """Items of a sequence that are measured, and parts of one item."""
 _FEW: Final = 3

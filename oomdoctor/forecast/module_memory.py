@@ -22,8 +22,6 @@ from oomdoctor.model.memory import ModuleMemory
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["ModuleCalls"]
-
 _IN_TURN: Final = torch.nn.Sequential.forward
 
 

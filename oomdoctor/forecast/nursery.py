@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Session
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Nursery", "processors", "unsupported"]
-
 _GRACE_S: Final = 1.0
 """Time beyond the limit in which the nursery may still report before it is killed."""
 _LOADING_S: Final = 20.0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["reading_of"]
-
 _MANY: Final = 10_000
 """Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.piled import Piled
 
-__all__ = ["Asker", "Loop", "Pace", "StopForecast"]
-
 _STEPS: Final = 2
 _STEPS_OF_ONE: Final = 6
 """Steps of one optimizer after which the others, which step less often, are no longer waited for."""

@@ -14,8 +14,6 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["PACKING", "replace_unpacking"]
-
 _aten = torch.ops.aten
 _torch: Any = torch
 

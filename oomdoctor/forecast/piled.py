@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Loop
     from oomdoctor.forecast.steady import Cut
 
-__all__ = ["Piled", "fills_up"]
-
 _MOST_ITEMS: Final = 1 << 17
 _MOST_BYTES: Final = 1 << 28
 _NUMBER_BYTES: Final = 8

@@ -30,8 +30,6 @@ from oomdoctor.model.session import Attempt, Session
 if TYPE_CHECKING:
     from oomdoctor.forecast.shadow import Shadows
 
-__all__ = ["PENDING", "Planner"]
-
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)
 PENDING: Final = "its shadow run has not ended yet"

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from dataclasses import replace
 from typing import Final
 
-from oomdoctor.forecast.attempts import attempt_with, attempt_with_all
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
 from oomdoctor.forecast.pricing import late
@@ -22,8 +21,6 @@ from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Session
-
-__all__ = ["Planning", "attempt_with", "attempt_with_all", "make_plan"]
 
 _OFF: Final = "forecasts are switched off"
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["BASIS", "Pricer", "forecast_of", "is_late", "is_of_card", "lacked_card", "late", "price"]
-
 BASIS: Final = "shadow run"
 _ON_CARD: Final = "as on "
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 from oomdoctor.model.memory import ModuleMemory, Role
 from oomdoctor.model.plan import Course
 
-__all__ = ["OUT_OF_TIME", "Reading", "one_sentence"]
-
 OUT_OF_TIME: Final = "out of time"
 """Why there is no figure of a shadow that was cut before it saw enough."""
 

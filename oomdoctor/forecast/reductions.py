@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Kind", "staging"]
-
 _WARP: Final = 32
 _MOST_THREADS: Final = 512
 _LEAST_VALUES, _MOST_VALUES = 16, 256

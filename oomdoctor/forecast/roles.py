@@ -22,8 +22,6 @@ from oomdoctor.model.memory import Role
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["follow_roles", "note_roles"]
-
 _torch: Any = torch
 _modules: Any = torch_module
 

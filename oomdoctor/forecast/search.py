@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Search"]
-
 _POINTED: Final = 3
 """Questions that go where the estimate points; those after them halve what is left."""
 

@@ -11,8 +11,6 @@ from oomdoctor.errors import ForecastError, UsageError
 if TYPE_CHECKING:
     from oomdoctor.model.session import Accelerator
 
-__all__ = ["allocator_settings"]
-
 
 def allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
     """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.

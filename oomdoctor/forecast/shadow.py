@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["Shadows", "written"]
-
 _REPORT_S: Final = 0.3
 _REPORT_SHARE: Final = 0.1
 """Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["replace_all"]
-
 # The modules as things whose attributes may be assigned.
 _torch: Any = torch
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.caching import CachingAllocator
     from oomdoctor.allocator.replay import Event
 
-__all__ = ["Cut", "Lengthened", "Tally"]
-
 _ALIKE: Final = 3
 """So many iterations in a row that raise nothing are followed by others that do not; so many that do, by more."""
 _MOST_EVENTS: Final = 200_000

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
-__all__ = ["make_subclasses"]
-
 
 def make_subclasses(tracker: Tracker) -> None:
     """Put stand-ins into the place of ``Tensor.as_subclass`` and ``Tensor._make_subclass``."""

@@ -21,8 +21,6 @@ from oomdoctor.objects.alive import is_apart
 from oomdoctor.objects.graph import Graphs
 from oomdoctor.objects.kinds import registered
 
-__all__ = ["Alive", "alive", "live_storages", "saved_by", "state_of", "told_roles"]
-
 _WITHOUT_SHAPE: Final = (UninitializedParameter, UninitializedBuffer)
 """What a lazy module has before its first forward: no memory, and an error for whoever asks for it."""
 _NONE: Final[list[Any]] = []

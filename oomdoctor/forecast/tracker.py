@@ -38,8 +38,6 @@ from oomdoctor.forecast.workspaces import GRADIENTS, WORKSPACES
 from oomdoctor.forecast.zeros import ZEROS
 from oomdoctor.model.memory import Role
 
-__all__ = ["NoDevice", "Tracker", "raw_data"]
-
 _aten = torch.ops.aten
 _HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **GRADIENTS, **LOSSES, **PACKING, **WORKSPACES, **ZEROS}
 _DEVICE = torch.ops.prim.device.default

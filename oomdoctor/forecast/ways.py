@@ -19,8 +19,6 @@ from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 from oomdoctor.sandbox import walls
 from oomdoctor.sandbox.fork import forked
 
-__all__ = ["Ways"]
-
 _REPORT_S: Final = 0.1
 """Time beyond its limit in which the copy may still report."""
 _PATIENCE: Final = 3

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Loop
 
-__all__ = ["Windows"]
-
 _MOST_OPERATIONS: Final = 6_000
 """A tenth of a millisecond each, or two."""
 _UNKNOWN: Final = 100

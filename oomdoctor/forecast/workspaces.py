@@ -15,8 +15,6 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["GRADIENTS", "WORKSPACES"]
-
 _aten = torch.ops.aten
 _FEW, _MORE = 4, 8
 """Steps from which on the workspace grows evenly, as measured with oneDNN 3.12."""

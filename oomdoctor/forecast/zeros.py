@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ZEROS"]
-
 
 def _without_memory(_func: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])

@@ -101,7 +101,7 @@ class Checks:
     def _ways(self, candidate: Candidate, choice: Choice) -> dict[Dose, tuple[Patch | Refused, Attempt]]:
         """Return how the change can be written, as it was planned first."""
         from oomdoctor import fixes
-        from oomdoctor.forecast.planning import attempt_with
+        from oomdoctor.forecast.attempts import attempt_with
 
         ways = {Dose(): (candidate.patch, choice.attempt)}
         for way in () if candidate.parts else fixes.get(candidate.fix).ways:

@@ -83,7 +83,7 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
     A stronger dose has no forecast, so the stronger doses of these come after the last of them.
     """
     from oomdoctor import fixes
-    from oomdoctor.forecast.planning import attempt_with_all
+    from oomdoctor.forecast.attempts import attempt_with_all
     from oomdoctor.retry import Choice
 
     fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]

@@ -251,7 +251,7 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
 def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
     """Return the fix in another of its doses, which has no forecast."""
     from oomdoctor import fixes
-    from oomdoctor.forecast.planning import attempt_with
+    from oomdoctor.forecast.attempts import attempt_with
 
     opened, chosen = extension.open, " ".join(asked)
     if str(candidate.dose).replace(", ", " ") == chosen:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
     from oomdoctor.trial.on_host import HostCopies
 
-__all__ = ["compare", "warm_up"]
-
 _FEW_ROWS: Final = 13
 """A number that no usual number of parts divides: the last part is smaller than the others."""
 AIM_S: Final = 2.0

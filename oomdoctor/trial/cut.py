@@ -26,8 +26,6 @@ from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hook
 from oomdoctor.trial.ends import gradients_of
 from oomdoctor.trial.rows import few_rows
 
-__all__ = ["Enough", "Progress", "cut_functions", "cut_loaders", "cut_loops"]
-
 _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
 _MOST_TURNS: Final = 32

@@ -14,8 +14,6 @@ from typing import Final
 
 from oomdoctor.objects.leaves import RANDOM, Leaf
 
-__all__ = ["Difference", "differences", "is_blurred", "rounding"]
-
 _TIMES_NOISE: Final = 30.0
 """How many times as large as that of the control a difference may be: a part's sums round in another order."""
 _LEAST: Final = 2e-6

@@ -11,8 +11,6 @@ import torch
 from oomdoctor.objects.leaves import Leaf, Leaves, generators, plain_leaf, tensor_leaf, text_leaf
 from oomdoctor.objects.named import is_users, own_modules
 
-__all__ = ["TooMuch", "end_of", "gradients_of", "names_of"]
-
 _MOST_LEAVES: Final = 50_000
 
 

@@ -25,8 +25,6 @@ from oomdoctor.sandbox.card import in_use
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
 
-__all__ = ["HostCopies"]
-
 _CPU = torch.device("cpu")
 _kept: list[Any] = []
 """What must not be freed in the copy of the process: that would be a call to the device."""

@@ -14,8 +14,6 @@ import torch
 
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
-__all__ = ["few_rows"]
-
 _IGNORED: Final = -100
 """The label that losses pass over. Source: ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
 

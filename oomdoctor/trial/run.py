@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Attempt, Session
     from oomdoctor.trial.stage import Stage
 
-__all__ = ["End", "run"]
-
 _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
 _VALUE: Final = "the value that the cell ends with"

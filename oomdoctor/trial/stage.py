@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Session
     from oomdoctor.trial.on_host import HostCopies
 
-__all__ = ["Stage"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Stage:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oomdoctor import fixes
-from oomdoctor.forecast.planning import attempt_with
+from oomdoctor.forecast.attempts import attempt_with
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence

@@ -30,7 +30,7 @@ from models import Family
 from oomdoctor import fixes, pipeline
 from oomdoctor.allocator import virtual
 from oomdoctor.allocator.virtual import VirtualAccelerator, simulate
-from oomdoctor.forecast.planning import attempt_with
+from oomdoctor.forecast.attempts import attempt_with
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate, Verdict

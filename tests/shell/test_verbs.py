@@ -18,7 +18,7 @@ from state_programs import Planted, cells_of
 from state_shell import besides, cleared, differing, known, run, said, seed, started
 
 from oomdoctor import fixes, pipeline
-from oomdoctor.forecast.planning import attempt_with_all
+from oomdoctor.forecast.attempts import attempt_with_all
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
