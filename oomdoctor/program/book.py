@@ -16,9 +16,10 @@ from typing import Final, TypeAlias
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.program.assignments import assigned
 from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
 from oomdoctor.program.magics import tree_of
-from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of
+from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of, target_names
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -365,23 +366,10 @@ def binds(node: ast.stmt, name: str) -> bool:
 
 def _assigned(node: ast.stmt, name: str) -> ast.expr | None:
     """Return the expression that ``node`` assigns to ``name``; the whole value where it is unpacked from one."""
-    if isinstance(node, ast.AnnAssign):
-        return node.value
     if isinstance(node, ast.If):
         first, second = (_assigned_last(block, name) for block in (node.body, node.orelse))
         return ast.IfExp(test=node.test, body=first, orelse=second)
-    if not isinstance(node, ast.Assign):
-        return None
-    for target in node.targets:
-        if isinstance(target, ast.Name) and target.id == name:
-            return node.value
-        if isinstance(target, ast.Tuple | ast.List):
-            names = [part.id if isinstance(part, ast.Name) else "" for part in target.elts]
-            if name in names and isinstance(node.value, ast.Tuple) and len(names) == len(node.value.elts):
-                return node.value.elts[names.index(name)]
-            if name in names:
-                return node.value
-    return None
+    return next((value for target, value in assigned(node) if name in target_names(target)), None)
 
 
 def _assigned_last(block: Sequence[ast.stmt], name: str) -> ast.expr:
