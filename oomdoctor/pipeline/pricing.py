@@ -108,10 +108,14 @@ def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Cas
         return None  # two together, which are found anew
     healer = fixes.get(remedy.fix)
 
-    def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
-        found = healer.propose(incident, evidence)
-        alike = () if isinstance(found, Refused) else tuple(one for one in found if one.dose == remedy.dose)
-        return alike or Refused("the dose that healed the cell before is not proposed any more")
+    found = healer.propose(case.incident, case.evidence)
+    proposals = [] if isinstance(found, Refused) else list(found)
+    at = next((at for at, one in enumerate(proposals) if one.dose == remedy.dose), None)
+    if at is None:
+        return None
+
+    def propose(_incident: Incident, _evidence: Evidence) -> tuple[Proposal, ...]:
+        return (proposals[at],)
 
     in_order = [replace(one, propose=propose) if one.id == remedy.fix else one for one in _fixes_in_order(case)]
     budget = budget_of(case.evidence, reserve)
@@ -128,7 +132,8 @@ def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Cas
         return None
     others = [one for one in estimated.candidates if one is not known]
     unchanged = replace(estimated.unchanged, refused="what healed the cell before comes before any new forecast")
-    candidates = (replace(known, forecast=measured), *others)
+    stronger = tuple(one.dose for one in proposals[at + 1 :])
+    candidates = (replace(known, forecast=measured, stronger=stronger), *others)
     return replace(case, plan=replace(estimated, unchanged=unchanged, candidates=candidates))
 
 
