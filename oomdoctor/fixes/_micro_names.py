@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from oomdoctor.fixes._chunks import model_facts
-from oomdoctor.fixes._samples import SAMPLE_LOSSES, LossForm, called, loss_made_by
+from oomdoctor.fixes._samples import LossForm, called, loss_made_by
 from oomdoctor.fixes._step import Split, unmoved
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.program.book import Book
@@ -149,7 +149,6 @@ def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
             ignored=None if facts.ignore_index is None else str(facts.ignore_index),
         )
         for facts in code.losses
-        if facts.type_name in SAMPLE_LOSSES
     }
     return known | {name: known[path] for name, path in loop.stands_for if path in known}
 

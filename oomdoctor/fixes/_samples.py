@@ -8,6 +8,7 @@ samples, or a scalar that is a mean or a sum over samples. What nothing is known
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -18,7 +19,7 @@ from oomdoctor.program.dataflow import bound
 from oomdoctor.program.words import Result
 
 __all__ = [
-    *("SAMPLE_LOSSES", "CannotSplit", "LossForm", "Samples", "Shape", "Value"),
+    *("CannotSplit", "LossForm", "Samples", "Shape", "Value"),
     *("called", "function_form", "loss_made_by"),
 ]
 
@@ -40,31 +41,9 @@ class LossForm:
     ignored: str | None = None
 
 
-_FUNCTIONS: Final = {
-    "cross_entropy": "CrossEntropyLoss",
-    "nll_loss": "NLLLoss",
-    "mse_loss": "MSELoss",
-    "l1_loss": "L1Loss",
-    "smooth_l1_loss": "SmoothL1Loss",
-    "huber_loss": "HuberLoss",
-    "binary_cross_entropy": "BCELoss",
-    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
-    "kl_div": "KLDivLoss",
-    "poisson_nll_loss": "PoissonNLLLoss",
-    "gaussian_nll_loss": "GaussianNLLLoss",
-    "soft_margin_loss": "SoftMarginLoss",
-    "multi_margin_loss": "MultiMarginLoss",
-    "multilabel_margin_loss": "MultiLabelMarginLoss",
-    "multilabel_soft_margin_loss": "MultiLabelSoftMarginLoss",
-    "hinge_embedding_loss": "HingeEmbeddingLoss",
-    "margin_ranking_loss": "MarginRankingLoss",
-    "cosine_embedding_loss": "CosineEmbeddingLoss",
-    "triplet_margin_loss": "TripletMarginLoss",
-}
-SAMPLE_LOSSES: Final = frozenset(_FUNCTIONS.values())
-"""Losses that have a term for each sample."""
-
-IGNORING: Final = frozenset({"CrossEntropyLoss", "NLLLoss"})
+_LOSS: Final = re.compile(r"(\w+Loss|cross_entropy|kl_div|binary_cross_entropy\w*|\w+_loss)$")
+"""Names of torch's losses, classes and functions."""
+_IGNORING: Final = re.compile(r"(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)$")
 
 
 def called(node: ast.AST) -> str:
@@ -80,11 +59,15 @@ def loss_made_by(node: ast.AST) -> LossForm | None:
     """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
         node = node.func.value
-    kind = called(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-    return _with_keywords(kind, node) if isinstance(node, ast.Call) and kind in SAMPLE_LOSSES else None
+    name = called(node.func) if isinstance(node, ast.Call) else ""
+    return function_form(node) if isinstance(node, ast.Call) and name.endswith("Loss") else None
 
 
-def _with_keywords(name: str, call: ast.Call) -> LossForm:
+def function_form(call: ast.Call) -> LossForm | None:
+    """Return how the loss function that ``call`` calls reduces, if it sounds like one of torch's."""
+    name = called(call.func).rpartition(".")[2]
+    if not _LOSS.match(name):
+        return None
     told = {one.arg: one.value for one in call.keywords}
     reduction, ignored = told.get("reduction"), told.get("ignore_index")
     return LossForm(
@@ -92,12 +75,6 @@ def _with_keywords(name: str, call: ast.Call) -> LossForm:
         reduction=str(reduction.value) if isinstance(reduction, ast.Constant) else "mean",
         ignored=ast.unparse(ignored) if ignored is not None else None,
     )
-
-
-def function_form(call: ast.Call) -> LossForm | None:
-    """Return how the loss function that ``call`` calls reduces, if it is one."""
-    kind = _FUNCTIONS.get(called(call.func).rpartition(".")[2])
-    return _with_keywords(kind, call) if kind is not None else None
 
 
 class Shape(Enum):
@@ -176,7 +153,9 @@ class Samples:
             return
         for at, part in enumerate(target.elts):
             if isinstance(part, ast.Name):
-                self.names[part.id] = self._item(value, at, len(target.elts))
+                item = self._item(value, at, len(target.elts))
+                is_one = isinstance(value, ast.Tuple) or "loss" in part.id.lower() or item.shape is not Shape.MEAN
+                self.names[part.id] = item if is_one else _ROWS  # of what a function of losses returns
 
     def _item(self, value: ast.expr, at: int, length: int) -> Value:
         """Return what one of several names is bound to that a value is taken apart into."""
@@ -242,7 +221,7 @@ class Samples:
         name = called(node.func)
         if name in self.models:
             return replace(_ROWS, model=self.models[name])
-        form = self.losses.get(name) or function_form(node)
+        form = self.losses.get(name) or (function_form(node) if name not in self.functions else None)
         if form is None and isinstance(node.func, ast.Call):
             form = loss_made_by(node.func)
         if form is not None:
@@ -277,7 +256,7 @@ class Samples:
         ignored = _IGNORED if form.ignored is None else form.ignored
         text = self.value(target).entries if isinstance(target, ast.expr) else None
         is_masked = ignored != _IGNORED or self.masks_targets or "labels'" in (text or "")
-        return replace(_MEAN, counted=(text, ignored) if form.name in IGNORING and text and is_masked else None)
+        return replace(_MEAN, counted=(text, ignored) if _IGNORING.search(form.name) and text and is_masked else None)
 
     def _own_loss(self, of: Value) -> Value:
         """Return the loss that a model of the transformers library computes from the labels it was given."""
