@@ -110,10 +110,8 @@ SETTINGS: Final[Mapping[str, Settings]] = {
         tolerance={"transformers": 2.0},
         refuses={
             "normalises over the batch": ("cnn", "unet"),
-            "is known to hold the batch": ("lstm", "history"),
-            "backward 2 times": ("gan",),
             "differs by": ("contrastive",),
-            "no training loop": ("evaluation", "prediction", "stateful"),
+            "no backward pass": ("evaluation", "prediction", "stateful"),
             # A second backward may follow, whose share is not known.
             "backward is called with arguments": ("retained",),
             "in the optimizer's step": ("wide",),
