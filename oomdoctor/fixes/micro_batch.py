@@ -178,7 +178,7 @@ def _writer(
     """Return what writes the first of ``found``; the others stand behind it in its block."""
     given, program, book = dict(dose.values), definitions.read(cells), Book.read(cells)
     region = found[0]
-    if region.loop is not None and _IN_PARTS.search(ast.unparse(getattr(region.loop, "iter", region.loop.body[0]))):
+    if region.loop is not None and _goes_through_parts(region.loop):
         raise CannotSplit("the batch is taken in parts already")
     facts = facts_of(program, code, region)
     if why := why_not(code, facts):
@@ -191,6 +191,12 @@ def _writer(
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
     by = names["batch_parts"] if cuts else ""
     return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"])
+
+
+def _goes_through_parts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+    """Whether a loop goes through parts of a batch: it takes pieces of something and no optimizer steps in it."""
+    steps = any(isinstance(node, ast.Attribute) and node.attr == "step" for node in ast.walk(loop))
+    return not steps and _IN_PARTS.search(ast.unparse(getattr(loop, "iter", loop.body[0]))) is not None
 
 
 def _rewritten(writers: Sequence[tuple[Region, Writer]], block: cst.CSTNode) -> cst.CSTNode:
