@@ -1,7 +1,7 @@
 """Gradient accumulation within one batch: the same effective batch, the activations of a part of it at a time.
 
-In the source, each step, from the first use of the batch to its ``backward``, becomes an inner loop over parts, wherever
-it stands: in a loop, a function, a method, a closure, a branch; everything else (zeroing, clipping, the optimizer,
+In the source, each step, from the first use of the batch to its ``backward``, becomes an inner loop over parts: in a
+loop, a function, a method, a closure or a branch; everything else (zeroing, clipping, the optimizer,
 accounting) stays once per batch. Random numbers are drawn as for the whole batch, and a state that is carried is cut
 and joined again (see ``batch_parts``). A loss that is a mean is weighted by the part's share of the batch, or of the
 entries that count. Reading guesses which, and where the batch is; that the gradients are those of the whole batch up to

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from oomdoctor import batch_parts
+from oomdoctor import batch_parts, join_parts
 from oomdoctor.errors import StateError, UsageError
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -227,3 +228,25 @@ def test_what_cannot_be_told_is_an_error(draw: Callable[[Any], Any], why: str) -
 def test_without_a_tensor_there_is_no_batch() -> None:
     with pytest.raises(UsageError, match="no tensor"):
         next(iter(batch_parts(2, "text")))
+
+
+def test_a_batch_is_cut_where_each_tensor_has_it_and_joined_again() -> None:
+    words, state = torch.randn(4, 6, 3), (torch.randn(2, 6, 5), torch.randn(2, 6, 5))
+    flat, scale = torch.arange(24).view(4, 6), torch.randn(3)
+    given = batch_parts(3, words, flat.view(-1), state, scale, np.arange(6), dim=1)
+    parts = [(w, f.view(4, -1), s, same, rows) for w, f, s, same, rows in given]
+    assert [len(rows) for *_, rows in parts] == [1, 3, 2]
+    assert all(same is scale for _, _, _, same, _ in parts)
+    assert torch.equal(torch.cat([f for _, f, *_ in parts], 1), flat)
+    assert torch.equal(join_parts([w for w, *_ in parts]), words)
+    assert all(map(torch.equal, join_parts([s for _, _, s, _, _ in parts]), state))
+
+
+def test_what_has_a_graph_gets_the_gradients_of_all_parts_at_once() -> None:
+    weight = torch.randn(3, 3, requires_grad=True)
+    made = torch.tanh(torch.randn(8, 3) @ weight)
+    wanted = torch.autograd.grad(made.square().sum(), weight, retain_graph=True)[0]
+    for part in batch_parts(4, made):
+        part.square().sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, wanted)
