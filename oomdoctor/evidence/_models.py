@@ -33,6 +33,7 @@ _FOREACH_DEVICES: Final = frozenset({"cuda", "xpu", "mtia"})
 
 Source: ``torch.utils._foreach_utils._get_foreach_kernels_supported_devices``.
 """
+_DEEPEST: Final = 64
 _WORTH: Final = 0.75
 """Share of the layers of a module that stand in parts of their own, from which on it may be taken apart."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
@@ -200,27 +201,35 @@ class _Segments:
     """Parts of a model to run again in the backward pass: each about as large as there are many.
 
     What is kept then is an input for each, and all that one of them saves. Source: Chen et al., arXiv:1604.06174.
-    Parts whose own forward is more than that of their children are not taken apart for less than ``_WORTH``.
+    Parts whose own forward is more than that of their children are not taken apart for less than ``_WORTH``. How many
+    layers a module is made of counts what is shared once for each that shares it.
     """
 
     def __init__(self, root: Any) -> None:
-        self._size = max(isqrt(_layer_count(root)), 2)
+        self._counts: dict[int, int] = {}
+        for _, module in reversed(list(submodules(root))):
+            below = (self._counts.get(id(child), 1) for child in _children(module).values())
+            self._counts[id(module)] = sum(below) or 1
+        self._seen: set[int] = set()
+        self._size = max(isqrt(self._counts[id(root)]), 2)
         self.found = tuple(self._within("", root))
 
     def _within(self, path: str, module: Any) -> Iterator[str]:
         """Yield the segments below a module, in the order in which they are held."""
-        children = [(name, child) for name, child in _children(module).items() if child is not None]
+        if id(module) in self._seen or path.count(".") > _DEEPEST:
+            return  # a module may stand below itself
+        self._seen.add(id(module))
         if _runs_in_turn(module):
-            yield from self._stretches(path, [child for _, child in children])
+            yield from self._stretches(path, list(_children(module).values()))
             return
-        for name, child in children:
+        for name, child in _children(module).items():
             yield from self._of(f"{path}.{name}".lstrip("."), child)
 
     def _of(self, path: str, module: Any) -> Iterator[str]:
         if _is_layer(module):
             return
-        count = _layer_count(module)
-        below = sum(_layer_count(child) for child in _children(module).values() if not _is_layer(child))
+        count = self._counts[id(module)]
+        below = sum(self._counts[id(child)] for child in _children(module).values() if not _is_layer(child))
         is_list = "ModuleList" in (names := _names_above(type(module))) or "ModuleDict" in names
         is_taken_apart = (
             count > self._size if _runs_in_turn(module) else count > 2 * self._size and below > _WORTH * count
@@ -234,7 +243,7 @@ class _Segments:
         """Yield stretches of a ``Sequential``: none begins with a layer that writes into its input."""
         begun, count = 0, 0
         for at, layer in enumerate(layers):
-            own = _layer_count(layer)
+            own = self._counts[id(layer)]
             in_place = (plain_dict(layer) or {}).get("inplace") is True
             if count and count + own > self._size and not in_place:
                 yield from self._stretch(path, layers, begun, at)
@@ -250,12 +259,8 @@ class _Segments:
 
 
 def _children(module: Any) -> dict[str, Any]:
-    return {str(name): child for name, child in _mapping(plain_dict(module), "_modules").items() if child is not None}
-
-
-def _layer_count(module: Any) -> int:
-    """Return of how many layers without children a module is made."""
-    return sum(map(_layer_count, _children(module).values())) or 1
+    found = dict.items(_mapping(plain_dict(module), "_modules"))
+    return {name: child for name, child in found if type(name) is str and child is not None}
 
 
 def _runs_in_turn(module: Any) -> bool:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
 
-__all__ = ["HELD", "NUMBER_BYTES", "found_or_asked", "why_not_short", "why_not_training"]
-
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
 

@@ -11,8 +11,6 @@ from oomdoctor.model.session import Cells
 from oomdoctor.program.book import Book, Number
 from oomdoctor.program.replay import exchange_numbers
 
-__all__ = ["at_batch", "batch_size"]
-
 
 def batch_size(cells: Cells, evidence: Evidence) -> int | Refused:
     """Return how many samples the cells put into a batch of the training that the last cell runs."""

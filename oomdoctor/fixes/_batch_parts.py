@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from oomdoctor.errors import StateError, UsageError
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
-__all__ = ["batch_parts", "join_parts"]
-
 _Batched: TypeAlias = tuple[int, int] | None
 """The dimension of the batch, and how many entries of it there are for each row; None where there is none."""
 

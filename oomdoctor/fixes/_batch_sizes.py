@@ -16,11 +16,6 @@ from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
 from oomdoctor.program.dataflow import Loop, bound, reads
 from oomdoctor.program.names import call_name
 
-__all__ = [
-    *("Steps", "fixed_schedule", "hard_coded", "loader_calls", "loader_sizes", "own_class", "sizes_of", "smaller"),
-    "steps_of",
-]
-
 _DIVISORS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
 """Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""

@@ -26,8 +26,6 @@ from oomdoctor.program import import_lines, rewriting, words
 from oomdoctor.program.rewriting import within
 from oomdoctor.program.words import Result
 
-__all__ = ["rewrite"]
-
 _KEEPING_ROWS: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED) | {"detach"}
 """Methods of a tensor whose result has the same rows."""
 

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import StateError
 
-__all__ = ["chunked_loss"]
-
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _SIGNATURE: Final = signature(functional.cross_entropy)
 _OPTIONS: Final = ("weight", "ignore_index", "reduction", "label_smoothing")

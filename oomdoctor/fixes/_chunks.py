@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
     from oomdoctor.model.evidence import Evidence
 
-__all__ = ["couples", "layer", "model_facts", "no_more_than_samples", "takes_note", "why_not"]
-
 
 def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
     """Return the facts of the model that the loop calls ``text``, None if the namespace shows no object for it."""

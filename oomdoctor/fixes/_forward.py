@@ -24,21 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.objects.kinds import submodules
 
-__all__ = [
-    "active_dropout",
-    "compiled",
-    "devices",
-    "drops",
-    "host_marks",
-    "is_shadow_run",
-    "refuse_batch_norm",
-    "refuse_hooks",
-    "refuse_unless_plain",
-    "replaced",
-    "rng_marks",
-    "splittable",
-]
-
 Forward: TypeAlias = Callable[..., Any]
 Run: TypeAlias = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """Runs ``forward`` of a module in its own way: ``run(module, forward, args, kwargs)``."""

@@ -18,8 +18,6 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["marks"]
-
 _OF_LIBRARIES: Final = ("torch", "torchvision", "torchaudio")
 
 

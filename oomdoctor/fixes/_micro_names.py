@@ -18,8 +18,6 @@ from oomdoctor.program.names import bound_by, imported
 from oomdoctor.program.regions import Region
 from oomdoctor.program.training_loops import batch_of, called_like_a_model
 
-__all__ = ["facts_of", "known_names"]
-
 _LAYER: Final = re.compile(r"(torch\.)?nn\.[A-Z]\w+$")
 _NO_FORWARD: Final = frozenset(
     {"parameters", "named_parameters", "zero_grad", "train", "eval", "state_dict", "load_state_dict", "to", "cuda"}

@@ -16,8 +16,6 @@ from oomdoctor.program.dataflow import bound
 from oomdoctor.program.import_lines import knows_torch
 from oomdoctor.program.regions import Region, backwards_in
 
-__all__ = ["Writer"]
-
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 Block: TypeAlias = cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite
 

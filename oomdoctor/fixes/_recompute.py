@@ -26,8 +26,6 @@ from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.fixes import _forward, _generators
 from oomdoctor.objects.kinds import submodules
 
-__all__ = ["StateWatch", "recompute", "recomputed"]
-
 Forward: TypeAlias = Callable[..., Any]
 _RUNNING_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _STRETCH: Final = re.compile(r"(?P<path>.*?)\[(?P<start>\d+):(?P<stop>\d+)\]")

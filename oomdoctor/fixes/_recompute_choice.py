@@ -13,8 +13,6 @@ from typing import Final, TypeAlias
 
 from oomdoctor.model.memory import ModuleMemory
 
-__all__ = ["Choice", "Part", "choices"]
-
 _CUTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """A part keeps at most such a fraction of all that is kept."""
 _MOST: Final = 8

@@ -18,11 +18,6 @@ from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound
 from oomdoctor.program.words import Result
 
-__all__ = [
-    *("CannotSplit", "LossForm", "Samples", "Shape", "Value"),
-    *("called", "function_form", "loss_made_by"),
-]
-
 
 class CannotSplit(Exception):
     """A step is not taken apart; the text is the reason in one sentence. Never leaves the fixes."""

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.memory import Holding
 
-__all__ = ["containers", "root"]
-
 _PATH: Final = re.compile(r"(local `)?(?P<path>(?P<name>[^\W\d]\w*)[^`→]*)(` of [^→]*)?")
 """A path of the census that leads to a tensor itself, and not to what its graph holds."""
 

@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _recompute
 
-__all__ = ["Call", "Divided", "divide", "forwards_in_parts", "gathered", "join"]
-
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _DATA_PARALLEL: Final = {"DistributedDataParallel": "it exchanges gradients or buffers once for each forward"}

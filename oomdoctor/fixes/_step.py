@@ -21,8 +21,6 @@ from oomdoctor.program.names import blocks_of
 from oomdoctor.program.regions import Region, backwards_in, read_before
 from oomdoctor.program.words import Result
 
-__all__ = ["Split", "Step", "plan", "unmoved"]
-
 _WEIGHED: Final = {"rows": Value(shape=Shape.MEAN), "sum": Value(shape=Shape.SUM)}
 _MOVES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
 _TO_DEVICE: Final = frozenset({"to", "cuda"})

@@ -39,8 +39,6 @@ from oomdoctor.program.names import bound_names, call_name, imported
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
 
-__all__ = ["FIX", "patch", "propose"]
-
 _EVERY: Final = (2, 1)
 """Every other part, then all."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "TOLERANCE", "apply", "patch", "propose"]
-
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "TOLERANCE", "apply", "moved_inwards", "patch", "propose"]
-
 TOLERANCE: Final = 1e-5
 """Relative difference of outputs in float32: kernels for other numbers of rows add up in another order."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "TOLERANCE", "detect", "patch", "propose"]
-
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: the mean over the rows is taken in another order."""
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cell, Cells, Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
-
 _LAST: Final = ("_", "__", "___")
 _ENTRY: Final = re.compile(r"Out\[(\d+)\]")
 _MOST_OBJECTS: Final = 20_000

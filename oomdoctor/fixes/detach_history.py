@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "detect", "patch", "propose"]
-
 _NO_PLACE: Final = (
     "nothing that the failing cell runs keeps tensors with their autograd graph where it is certain that no gradient "
     "is taken through them"

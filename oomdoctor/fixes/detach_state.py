@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "detect", "patch", "propose"]
-
 _NOTHING: Final = "no recurrent state is carried over steps with its graph"
 _MAKES: Final = frozenset({"zeros", "ones", "randn", "rand", "empty", "zeros_like", "new_zeros", "tensor", "full"})
 _ANEW: Final = re.compile(r"detach|repackage|no_grad|\.data\b|init|zeros|reset")

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program, Scope
 
-__all__ = ["FIX", "detect", "patch", "propose"]
-
 _NOTHING: Final = "no backward keeps its graph"
 _CARRIED: Final = "a state carried over steps needs the graphs of the steps before: it has to be cut first"
 _LOSS: Final = re.compile(r"[^\W\d]\w*")

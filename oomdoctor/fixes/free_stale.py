@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "detect", "guard", "patch", "propose"]
-
 _HEAVY: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER})
 _CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE, Kind.SET})
 _ROLES: Final = frozenset({Role.PARAMETER, Role.GRADIENT, Role.BUFFER, Role.OPTIMIZER_STATE})

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "TOLERANCE", "detect", "patch", "propose"]
-
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
 

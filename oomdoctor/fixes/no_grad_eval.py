@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from oomdoctor.objects.known import Objects
     from oomdoctor.program.definitions import Program
 
-__all__ = ["FIX", "detect", "patch", "propose"]
-
 _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
 )

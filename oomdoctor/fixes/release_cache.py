@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
-
 _BESIDE: Final = {
     Family.CUBLAS: "cuBLAS",
     Family.CUDNN: "cuDNN",

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells, Session
 
-__all__ = ["FIX", "apply", "patch", "propose"]
-
 _LAST: Final = ("last_exc", "last_type", "last_value", "last_traceback")
 
 

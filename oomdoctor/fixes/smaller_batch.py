@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.session import Cells
 
-__all__ = ["FIX", "patch", "propose"]
-
 _NO_LOOP: Final = "no training loop was found in what the failing cell runs"
 
 

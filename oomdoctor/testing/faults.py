@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomdoctor.allocator.message import cuda_out_of_memory
 from oomdoctor.model.sizes import GIB, MIB
 
-__all__ = ["oom_at"]
-
 
 @contextmanager
 def oom_at(operation: int) -> Iterator[None]:

@@ -16,8 +16,6 @@ from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.sizes import parse_size
 from oomdoctor.retry import Transaction, release
 
-__all__ = ["assert_heals", "held_already"]
-
 _ROOM_BYTES = 1 << 30
 _ENDLESS_BYTES = 1 << 60
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-__all__ = ["FakeGpu", "FakeProcess", "fake_nvml", "recorded_nvml"]
-
 _NO_INSTANCE: Final = 0xFFFFFFFF  # of a process that is in no part of a divided card
 
 
