@@ -2,8 +2,8 @@
 
 The source gets one line where the model is made, or first in the function that is given it:
 ``recompute(model, "layer1.0", "layer1.1")``. Which parts is the dose. Where a dry run has told what each part saves and
-costs, the doses are the cheapest parts that free enough (a knapsack over bytes and time); else every other part, then
-all of them. Where the model has a switch of its own, the source turns that on: such models keep the keys of earlier
+costs, the doses are the cheapest parts that were found to free more and more bytes; else every other part, then all of
+them. Where the model has a switch of its own, the source turns that on: such models keep the keys of earlier
 tokens for each layer, which their blocks, run again from outside, would find there.
 
 Cells that recompute activations already are told by their calls, wherever these stand; modules are not looked at.
@@ -191,8 +191,8 @@ def _placed(cells: Cells, lines: dict[ModelFacts, str], imports: tuple[str, ...]
         changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
         for place, line in found:
             if (node := place.statement) is not None:
-                new = [*changes.get(node, [node]), *rewriting.statements(line, text)]
-                changes[node] = new if place.is_after else [*new[-1:], *new[:-1]]
+                there, new = changes.get(node, [node]), rewriting.statements(line, text)
+                changes[node] = [*there, *new] if place.is_after else [*new, *there]
         top = [line for place, line in found if place.statement is None]
         live = [line for place, line in found if not place.in_function]
         module = import_lines.insert_at_top(text, rewriting.exchange(text.module, changes), [*imports, *top])
