@@ -47,6 +47,7 @@ def facts(
     loaded: Container[str] = sys.modules,
     detectors: Mapping[str, Detect] | None = None,
     tries: bool = True,
+    is_kept: bool = False,
 ) -> CodeFacts:
     """Return what the cells and the objects show.
 
@@ -62,6 +63,7 @@ def facts(
         loaded: names of the modules that this process has imported.
         detectors: what finds the practice that a fix mends, by the id of the fix.
         tries: whether samples of loaders with workers are made in a copy of the process.
+        is_kept: whether every tensor was copied when the failing cell began.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
     models, losses = _models.models(modules), _models.losses(modules)
@@ -71,7 +73,7 @@ def facts(
     program = read(cells)
     under = ground(program)
     live = NamespaceNames(_from_before(cells, namespace))
-    once, ahead = not_repeatable(program, live, under, unreached(program, line, running))
+    once, ahead = not_repeatable(program, live, under, unreached(program, line, running), is_kept=is_kept)
     loops = training_loops(program, kinds, line, running)
     objects = Objects(
         namespace=namespace,

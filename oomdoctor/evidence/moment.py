@@ -116,6 +116,7 @@ def _facts(
             running=running,
             passed=passed(exc),
             detectors=detectors,
+            is_kept=session.is_kept,
             tries=exc is not None and session.accelerator.name == "cpu",
         )
 

@@ -145,6 +145,7 @@ class Session:
         namespace: the globals that the cells run in; never copied.
         find: finds the objects of a namespace by their kind.
         shell: the IPython shell, None in a script.
+        is_kept: whether every tensor was copied when the failing cell began.
     """
 
     namespace: dict[str, Any]
@@ -152,6 +153,7 @@ class Session:
     accelerator: Accelerator
     find: Callable[[Mapping[str, Any]], Mapping[Kind, Named]] = field(default=_nothing, repr=False)
     shell: Any = None
+    is_kept: bool = False
 
     def objects(self) -> Mapping[Kind, Named]:
         """Find the objects, of all kinds at once."""

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
 
 
-def open_session(namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None) -> Session:
+def open_session(
+    namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None, *, is_kept: bool = False
+) -> Session:
     """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
     from oomdoctor.objects.named import find, own_modules
     from oomdoctor.program.modules import with_modules
 
     cells = with_modules(cells, own_modules())
-    return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell)
+    return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell, is_kept=is_kept)
 
 
 def observe(

@@ -3,7 +3,7 @@
 What is called is followed to where its name comes from: imports, ``name = dotted.name`` in any cell, and what the live
 names stand for. A listed function that is only mentioned (in a dictionary, a ``partial``, a
 default) counts as called: what is done with it later has no name. Writes into a tensor past autograd, through ``.data``
-or ``.numpy()``, count: a snapshot does not notice them. The list is one of names, so it misses what a function of a
+or ``.numpy()``, count where not every tensor was copied first: a snapshot does not notice them. The list is one of names, so it misses what a function of a
 library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
 """
 
@@ -64,14 +64,15 @@ class LiveNames(Protocol):
 
 
 def not_repeatable(
-    program: Program, live: LiveNames, under: Ground, ahead: Container[int] = ()
+    program: Program, live: LiveNames, under: Ground, ahead: Container[int] = (), *, is_kept: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
 
     Args:
         ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
+        is_kept: whether every tensor was copied when the run began, so that a write past autograd can be taken back.
     """
-    names = _Names(program, live)
+    names = _Names(program, live, is_kept=is_kept)
     reached, followed = _followed(program, names, ahead), _followed(program, names, ())
     behind: list[tuple[int, int, str]] = []
     later: list[tuple[int, int, str]] = []
@@ -98,8 +99,8 @@ def unseen_write(program: Program) -> str | None:
 class _Names:
     """What dotted names stand for, by the imports and assignments of all cells and by the live names."""
 
-    def __init__(self, program: Program, live: LiveNames) -> None:
-        self.live = live
+    def __init__(self, program: Program, live: LiveNames, *, is_kept: bool) -> None:
+        self.live, self.is_kept = live, is_kept
         self.bound: set[str] = set()
         self._homes: dict[str, list[str]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
@@ -253,7 +254,7 @@ def _is_mention(node: ast.AST, names: _Names) -> TypeGuard[ast.expr]:
 def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
     """Return whether it is a call that must not be made a second time."""
     return isinstance(node, ast.Call) and (
-        _is_listed(node, names) or _changes_unseen(node.func) or _consumes(node, names)
+        _is_listed(node, names) or (not names.is_kept and _changes_unseen(node.func)) or _consumes(node, names)
     )
 
 
@@ -274,7 +275,7 @@ def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...
 
 def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     for node in _nodes(scope.body):
-        if _is_once(node, names) or _is_mention(node, names) or _assigns_past_autograd(node):
+        if _is_once(node, names) or _is_mention(node, names) or _is_unseen(node, names):
             yield node, short(ast.unparse(node))
         elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names):
             yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
@@ -287,6 +288,21 @@ def _assigns_past_autograd(node: ast.AST) -> TypeGuard[ast.stmt]:
     parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
     written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
     return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
+
+
+def _is_unseen(node: ast.AST, names: _Names) -> TypeGuard[ast.stmt]:
+    """Whether it writes past autograd to a tensor of which no copy is kept, or gives one the memory of another."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    exchanges = any(isinstance(part, ast.Attribute) for one in targets for part in _unpacked(one))
+    return _assigns_past_autograd(node) and (exchanges or not names.is_kept)
+
+
+def _unpacked(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _unpacked(one)
+    else:
+        yield target
 
 
 def _changes_unseen(called: ast.expr) -> bool:

@@ -5,8 +5,8 @@ optimizers, schedulers and of objects whose class the notebook or torch defines,
 contents of tensors are the ``TensorVault``'s.
 
 What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: what objects of other
-libraries keep in C or in long containers, writes through ``tensor.data`` and by address, what other threads keep, the
-world outside; and of what is too large to be looked into (see ``bulk``) single items that are written by another name
+libraries keep in C or in long containers, writes through ``tensor.data`` (see ``keep_all``) and by address, what other
+threads keep, the world outside; and of what is too large to be looked into (see ``bulk``) single items that are written by another name
 than its own.
 """
 
@@ -51,6 +51,9 @@ class Snapshot:
         namespace: the globals that the cell is about to run in.
         source: the cell's text, to tell which names it needs from before.
         room: how many bytes of host memory copies of tensors may take.
+
+    Attributes:
+        is_kept: whether every tensor that was seen was copied before the cell began.
     """
 
     def __init__(self, namespace: dict[str, Any], source: str, room: Callable[[], int]) -> None:
@@ -65,6 +68,7 @@ class Snapshot:
             self._context = ContextValues()
             self._surroundings = Surroundings(self._shape.modules, source, collects=collects)
             self._patches = Patches(source, namespace)
+        self.is_kept = False
         self._left: set[str] = set()
         self._unrestored: dict[str, str] = {}
 
@@ -100,6 +104,12 @@ class Snapshot:
         """
         parts = (part for _, part in submodules(module))
         self.vault.before_forward([one for part in parts for _, one in registered(part, "_buffers") if one is not None])
+
+    def keep_all(self) -> None:
+        """Copy every tensor that was seen, when the cell is about to begin."""
+        if self._vault is not None:
+            self._vault.keep_all()
+        self.is_kept = self._vault is None or not self._vault.full
 
     def before_step(self, optimizer: Any) -> None:
         """Copy every watched tensor, before the first step that an optimizer takes in the cell."""

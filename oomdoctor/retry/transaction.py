@@ -53,6 +53,15 @@ class Transaction:
         """Host memory that copies take."""
         return self._snapshot.kept_bytes if self._snapshot is not None else 0
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether every tensor was copied when the cell began, so that no write to one need be seen."""
+        return self._snapshot is not None and self._snapshot.is_kept
+
+    def keep_all(self) -> None:
+        """Copy every tensor now: the cell is about to write to some past autograd, which no counter shows."""
+        self._keep(lambda snapshot: snapshot.keep_all())
+
     @contextmanager
     def armed(self, *, strict: bool = False) -> Iterator[None]:
         """Make copies just in time while the body runs.

@@ -3,7 +3,7 @@
 A watched tensor costs a weak reference and its version counter. Its contents are copied when ``keep`` is called, by
 the hooks that run before the first forward and the first optimizer step. What was written in place before it was
 kept shows in the version counter or the data pointer and is told as lost. Writes through ``tensor.data`` move
-neither; they cannot be seen.
+neither: where the text of a cell has one, all is kept before the cell begins.
 """
 
 from __future__ import annotations

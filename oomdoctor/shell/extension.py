@@ -9,6 +9,7 @@ line, and the user's result and traceback stay as they were.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ from oomdoctor.retry.remedies import Remedies
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell import failing
 from oomdoctor.shell.borders import Borders, quietly
-from oomdoctor.shell.cells import asks_for_retry, is_own, looks_at_plan, planned
+from oomdoctor.shell.cells import asks_for_retry, cells_until, is_own, looks_at_plan, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun, find_oom
 from oomdoctor.shell.magics import register, unregister
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from oomdoctor.shell.filling import Filling
     from oomdoctor.shell.showing import Shown
 
+_PAST_AUTOGRAD: Final = re.compile(r"\.data\b|\.numpy\(")
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 
@@ -240,8 +242,17 @@ class Extension:
         from oomdoctor.retry.transaction import Transaction
 
         transaction = Transaction(self.shell.user_ns, raw_cell, self._room)
+        if quietly(lambda: self._writes_unseen(raw_cell)):
+            transaction.keep_all()
         transaction.arm()
         return transaction
+
+    def _writes_unseen(self, raw_cell: str) -> bool:
+        """Whether a cell writes to tensors past autograd, by itself or by functions of earlier cells that it calls."""
+        texts = (raw_cell, *getattr(self.shell.history_manager, "input_hist_raw", ()))
+        if not any(map(_PAST_AUTOGRAD.search, texts)):
+            return False
+        return unseen_write(read(cells_until(self.shell, self.shell.execution_count, raw_cell))) is not None
 
     def _room(self) -> int:
         from oomdoctor.evidence import host

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -195,7 +196,8 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
 
     shell = extension.shell
     number = result.execution_count or shell.execution_count
-    case, session = _observed(extension, failure, number, run.source)
+    is_kept = run.transaction is not None and run.transaction.is_kept
+    case, session = _observed(extension, failure, number, run.source, is_kept=is_kept)
     case = _of_cell(case, number, run.source)
     if (line := runs_apart(run.source)) is not None:
         script = "the script has a namespace of its own, in which nothing is changed from outside"
@@ -231,16 +233,17 @@ def _observe_outside(extension: Extension, failure: BaseException, why: str, sou
     return _refused(case, why)
 
 
-def _observed(extension: Extension, failure: BaseException, number: int, source: str) -> tuple[Case, Session]:
+def _observed(
+    extension: Extension, failure: BaseException, number: int, source: str, *, is_kept: bool = False
+) -> tuple[Case, Session]:
     from oomdoctor import pipeline
 
     shell = extension.shell
+    open_session = partial(pipeline.open_session, shell=shell, is_kept=is_kept)
     cells = cells_until(shell, number, source)
     known, is_script = filenames(shell, number), hasattr(shell, "script")  # whose lines are the file's
     with nullcontext(known) if is_script else as_in_the_cell(failure, cells.failing, known) as names:
-        case, session = pipeline.observe(
-            failure, lambda accelerator: pipeline.open_session(shell.user_ns, cells, accelerator, shell), names
-        )
+        case, session = pipeline.observe(failure, partial(open_session, shell.user_ns, cells), names)
     extension.end_filling()
     extension.open = extension.healed = None
     extension.passed, extension.failed_cell = "", cells.failing

@@ -19,11 +19,15 @@ def cells(*sources: str) -> Cells:
 
 
 def read(
-    *sources: str, line: int | None = None, running: tuple[tuple[int, int], ...] = (), **namespace: Any
+    *sources: str,
+    line: int | None = None,
+    running: tuple[tuple[int, int], ...] = (),
+    is_kept: bool = False,
+    **namespace: Any,
 ) -> CodeFacts:
     modules = [(name, value) for name, value in namespace.items() if isinstance(value, nn.Module)]
     optimizers = [(name, value) for name, value in namespace.items() if isinstance(value, torch.optim.Optimizer)]
-    return facts(cells(*sources), namespace, modules, optimizers, line=line, running=running)
+    return facts(cells(*sources), namespace, modules, optimizers, line=line, running=running, is_kept=is_kept)
 
 
 def only_loop(*sources: str, **namespace: Any) -> TrainingLoop:
@@ -453,6 +457,8 @@ def test_writes_past_autograd_are_not_repeatable(source: str) -> None:
     looped = f"def update():\n    for p in ps:\n        {source}"
     assert read(looped, "update()").not_repeatable == (f"cell 1, line 3: `{source}`",)
     assert read(looped).not_repeatable == ()
+    exchanges = source in ("p.data = q", "a, p.data = (1, q)")
+    assert bool(read(source, is_kept=True).not_repeatable) == exchanges, "a copy of every tensor takes the rest back"
 
 
 @pytest.mark.parametrize(

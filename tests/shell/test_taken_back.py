@@ -85,6 +85,39 @@ def test_undo_brings_back_what_an_earlier_cell_had_made(shell: InteractiveShell)
     assert as_before(shell, before) == []
 
 
+BY_HAND: Final = """import torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))
+average = [p.detach().clone() for p in model.parameters()]
+x, y = torch.randn(3000, 64), torch.randn(3000, 1)
+def update(lr):
+    for p, mean in zip(model.parameters(), average):
+        p.data.add_(p.grad, alpha=-lr)
+        mean.data += 0.1 * (p.data - mean)"""
+UPDATES: Final = """for a, b in ((x[:90], y[:90]), (x, y)):
+    model.zero_grad()
+    loss = F.mse_loss(model(a), b)
+    loss.backward()
+    update(0.1)"""
+
+
+def test_what_was_written_past_autograd_is_taken_back_where_the_cell_writes_so(shell: InteractiveShell) -> None:
+    before = failed(shell, "45MiB", BY_HAND, UPDATES)
+    assert as_before(shell, before) != []
+    said(shell, "%oomdoctor fix micro_batch")
+    assert known().outcome.kind is OutcomeKind.HEALED, known().outcome.why
+    healed = [p.detach().clone() for p in (*model_of(shell), *shell.user_ns["average"])]
+    said(shell, "%oomdoctor undo")
+    assert as_before(shell, before) == []
+    shell.run_cell("%oomdoctor simulate off")
+    assert run(shell, UPDATES)[0].success
+    assert all(map(torch.allclose, healed, (*model_of(shell), *shell.user_ns["average"])))
+
+
+def model_of(shell: InteractiveShell) -> list[torch.Tensor]:
+    return list(shell.user_ns["model"].parameters())
+
+
 LOADED: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 1))
