@@ -1,10 +1,10 @@
 """What a second run of the cell would do a second time: writes, requests, consumed iterators, commands.
 
 What is called is followed to where its name comes from: imports, ``name = dotted.name`` in any cell, and what the live
-names stand for. A listed function that is only mentioned (in a dictionary, a ``partial``, a
-default) counts as called: what is done with it later has no name. Writes into a tensor past autograd, through ``.data``
-or ``.numpy()``, count where not every tensor was copied first: a snapshot does not notice them. The list is one of names, so it misses what a function of a
-library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
+names stand for. A listed function that is only mentioned (in a dictionary, a ``partial``, a default) counts as called:
+what is done with it later has no name. Writes into a tensor past autograd, through ``.data`` or ``.numpy()``, count
+where not every tensor was copied first: a snapshot does not notice them. The list is one of names, so it misses what a
+function of a library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
 """
 
 from __future__ import annotations
