@@ -6,8 +6,8 @@ contents of tensors are the ``TensorVault``'s.
 
 What cannot be brought back is told by ``losses`` before anything is touched. Not seen at all: what objects of other
 libraries keep in C or in long containers, writes through ``tensor.data`` (see ``keep_all``) and by address, what other
-threads keep, the world outside; and of what is too large to be looked into (see ``bulk``) single items that are written by another name
-than its own.
+threads keep, the world outside; and of what is too large to be looked into (see ``bulk``) single items that are written
+by another name than its own.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from oomdoctor.shell.filling import Filling
     from oomdoctor.shell.showing import Shown
 
-_PAST_AUTOGRAD: Final = re.compile(r"\.data\b|\.numpy\(")
+_PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
+"""A line that may write to a tensor past autograd; what is not like it needs no reading."""
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 
