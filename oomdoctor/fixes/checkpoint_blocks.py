@@ -77,11 +77,13 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     parts = [] if switched else [(model, part) for model in models for part in model.segments]
     if not switched and evidence.modules:
         return _measured(evidence, models)
+    # In the backward pass one part after the other comes back whole.
+    returned = 1 - 1 / len(parts) if len(parts) > 1 else 1.0
     return tuple(
         Proposal(
             dose=_dose(parts[::every]) if parts else Dose.of(every=every),
             effect=Effect.EQUIVALENT if switched else Effect.EXACT,
-            saves=int(activations * (1 - _KEPT_RATIO) / every),
+            saves=int(activations * (1 - _KEPT_RATIO) * returned / every),
             slowdown=1 + _FORWARD_SHARE / every,
             basis=f"estimate: {'every part' if every == 1 else 'every other part'} keeps its inputs only, "
             f"of {format_size(activations)} of activations",

@@ -133,6 +133,8 @@ class Planner:
             not any(fix in self._leaks for fix, _ in candidate.made_of),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.estimated is not None,
+            # Where it is not known how much more is needed than was held, what needs least is likeliest to be enough.
+            (candidate.forecast.peak or 0) if candidate.forecast.estimated and candidate.forecast.at_least else 0,
             candidate.forecast.slowdown or 1.0,
             len(candidate.made_of),
         )

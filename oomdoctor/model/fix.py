@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from oomdoctor.model.session import shown_path
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Cells, Session
     from oomdoctor.model.site import Site
 
-_SHOWN: Final = 2
 Value: TypeAlias = int | float | str | bool
 Detect: TypeAlias = "Callable[[Any, Any], tuple[Site, ...]]"
 """Finds the sites of one practice in ``program.definitions.Program`` and ``objects.known.Objects``. Pure."""
@@ -60,17 +59,13 @@ class Dose:
 
     @property
     def short(self) -> str:
-        """The dose with long lists cut: ``modules=net:layer1.0, net:layer1.1 and 4 more``."""
-        return ", ".join(f"{name}={_cut(value)}" for name, value in self.values)
+        """The dose with lists counted: ``modules=6 parts``."""
+        counts = ((name, len(str(value).split(", ")), value) for name, value in self.values)
+        return ", ".join(f"{name}={value if count == 1 else f'{count} parts'}" for name, count, value in counts)
 
     def number(self, name: str) -> int:
         """Return the whole number called ``name``."""
         return int(self[name])
-
-
-def _cut(value: Value) -> str:
-    items = str(value).split(", ")
-    return str(value) if len(items) <= _SHOWN + 1 else f"{', '.join(items[:_SHOWN])} and {len(items) - _SHOWN} more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,7 @@ _COPIED: Final = _family("copied", _DATA, _BLOCK + _NET, _AVERAGED, models=("mod
         ("checkpoint_blocks", _FAST_WEIGHTS, (), "no longer those that its forward ran with"),
         ("chunked_forward", _FAST_WEIGHTS, (), "no longer those that its forward ran with"),
         ("checkpoint_blocks", _COPIED, ("patch",), ""),
-        ("autocast", _COPIED, ("patch", "live"), ""),
+        ("autocast", _COPIED, ("patch",), ""),
         ("chunked_forward", _COPIED, ("patch", "live"), ""),
         (
             "optimizer_in_backward",

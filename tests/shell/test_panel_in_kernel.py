@@ -17,7 +17,7 @@ PENDING = "Forecasts are being made"
 SLOW = "import time\n" + TRAIN.replace("    loss.backward()", "    loss.backward()\n    time.sleep(slow)")
 FEW = """\
 from oomdoctor import fixes
-fixes.catalogue = lambda few={name: fixes.get(name) for name in ("micro_batch", "autocast")}: few
+fixes.catalogue = lambda few={name: fixes.get(name) for name in ("micro_batch", "auto" "cast")}: few
 """
 """Few changes, so that few forecasts are made."""
 numbers = count()
