@@ -255,13 +255,13 @@ class TensorVault:
         return sum(tensor.numel() * tensor.element_size() for tensor in alive)
 
     def changed(self) -> Iterator[str]:
-        """Yield what was done to living tensors, or was about to be: ``written `x```."""
+        """Yield what was done to living tensors: ``written `x```."""
         for watched in self._watched.values():
             tensor = watched.ref()
             if tensor is None:
                 continue
-            is_copied = watched.copy is not None and not tensor.is_inference()
-            if is_copied or watched.has_moved(tensor) or not watched.unchanged(tensor):
+            is_written = watched.copy is not None and not tensor.is_inference() and not _is_equal(tensor, watched.copy)
+            if is_written or watched.has_moved(tensor) or not watched.unchanged(tensor):
                 yield f"written `{watched.label}`"
         for parameter, gradient in self._gradients:
             tensor = parameter()

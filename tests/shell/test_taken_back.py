@@ -280,7 +280,7 @@ MOVING: Final = (
     ("model.eval()", "changed `model"),
     ("opt.param_groups[0]['lr'] = 0.5", "changed `opt"),
     ("model.note = 1", "changed `model"),
-    ("mystery()", "run `x_train.data.zero_()`, which may have changed the state"),
+    ("mystery()", "written `x_train`"),
 )
 NEEDS: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
