@@ -22,6 +22,7 @@ from oomdoctor.model.memory import ModuleMemory
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
 
+_is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 _IN_TURN: Final = torch.nn.Sequential.forward
 
 
@@ -67,7 +68,8 @@ class ModuleCalls:
                 self._tracker.ledger.within = self._within[-1] if self._within else None
             self._costs[place] += self._tracker.meter.cost - before
             for one in tree_iter(out):
-                note = self._tracker.note_of(one) if isinstance(one, torch.Tensor) else None
+                is_plain = isinstance(one, torch.Tensor) and not _is_wrapped(one)  # functorch's have no storage
+                note = self._tracker.note_of(one) if is_plain else None
                 if note is not None:
                     note.out_of = note.out_of | {place}
             return out
