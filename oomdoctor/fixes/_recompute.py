@@ -11,11 +11,11 @@ outside of its module (a global list, a file) is not seen.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -26,7 +26,6 @@ from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.fixes import _forward, _generators
 from oomdoctor.objects.kinds import submodules
 
-Forward: TypeAlias = Callable[..., Any]
 _RUNNING_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _STRETCH: Final = re.compile(r"(?P<path>.*?)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
@@ -75,10 +74,10 @@ class _Recomputed:
 
     def __init__(self, module: Any, path: str, stretches: list[tuple[int, int]]) -> None:
         self._module, self._path, self._stretches = module, path, stretches
-        self._own: Forward | None = vars(module).get("forward")
+        self._own: _forward.Forward | None = vars(module).get("forward")
 
     @property
-    def __wrapped__(self) -> Forward:
+    def __wrapped__(self) -> _forward.Forward:
         """The module's own forward, by which libraries read what arguments it takes."""
         return self._own or type(self._module).forward.__get__(self._module)
 
@@ -109,7 +108,7 @@ def _run(layers: Any, out: Any) -> Any:
     return out
 
 
-def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def recomputed(path: str, module: Any, forward: _forward.Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward`` so that it keeps its inputs alone and is run again in the backward pass.
 
     Every tensor is handed over by position, however deep it was: of the others, torch keeps neither the version nor

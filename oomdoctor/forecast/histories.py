@@ -1,7 +1,6 @@
 """LBFGS in a shadow: values decide how long it searches and what it remembers, so it does the most that it may.
 
-It makes all of its iterations, has all of its history after its first step as far as the loops around it can fill it,
-and its line search takes two steps.
+It makes all of its iterations, and its line search takes two steps.
 Limits: a search that has to narrow its bracket from both sides holds two gradients more, one that is right at once two
 less.
 """
@@ -17,22 +16,20 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from oomdoctor.forecast.pace import Pace
 
-
-def fill_histories(pace: Pace) -> None:
-    """Let the LBFGS of this process have its memory after its first step; ``pace`` knows how many may follow."""
+def search_in_full() -> None:
+    """Let the LBFGS of this process make all of its iterations."""
     # Torch deletes the module's name from its package.
     module: Any = sys.modules[torch.optim.LBFGS.__module__]
     step = module.LBFGS.step
 
     @wraps(step)
-    def filled(optimizer: Any, closure: Any) -> Any:
+    def in_full(optimizer: Any, closure: Any) -> Any:
         for group in optimizer.param_groups:
             group["tolerance_change"] = -1.0
         return step(optimizer, closure)
 
-    module.LBFGS.step = filled
+    module.LBFGS.step = in_full
     module._strong_wolfe = _searched
 
 

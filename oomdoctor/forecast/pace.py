@@ -142,12 +142,6 @@ class Pace:
         whole = (self._first.total or 0) / self._first.turns
         return whole * self._first.steps.total() / self._all_steps
 
-    def most_steps(self) -> float:
-        """Return how often what is running now may run, by the loops around it; infinity where one is not known."""
-        if self._asker() is Asker.LIBRARY:
-            return math.inf
-        return math.prod(math.inf if loop.total is None else loop.total for loop in self._running)
-
     def stepped(self, optimizer: object) -> None:
         """Count a finished optimizer step.
 

@@ -260,8 +260,9 @@ class TensorVault:
             tensor = watched.ref()
             if tensor is None:
                 continue
-            is_written = watched.copy is not None and not tensor.is_inference() and not _is_equal(tensor, watched.copy)
-            if is_written or watched.has_moved(tensor) or not watched.unchanged(tensor):
+            copy = None if tensor.is_inference() else watched.copy
+            is_marked = watched.has_moved(tensor) or not watched.unchanged(tensor)  # asked first, as it reads nothing
+            if is_marked or (copy is not None and not _is_equal(tensor, copy)):
                 yield f"written `{watched.label}`"
         for parameter, gradient in self._gradients:
             tensor = parameter()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
@@ -45,6 +46,14 @@ if TYPE_CHECKING:
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""
+
+
+@lru_cache(maxsize=4096)
+def _may_write_unseen(text: str) -> bool:
+    """Whether a cell may have such a line; asked of the whole history before each cell."""
+    return _PAST_AUTOGRAD.search(text) is not None
+
+
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 
@@ -251,7 +260,7 @@ class Extension:
     def _writes_unseen(self, raw_cell: str) -> bool:
         """Whether a cell writes to tensors past autograd, by itself or by functions of earlier cells that it calls."""
         texts = (raw_cell, *getattr(self.shell.history_manager, "input_hist_raw", ()))
-        if not any(map(_PAST_AUTOGRAD.search, texts)):
+        if not any(map(_may_write_unseen, texts)):
             return False
         return unseen_write(read(cells_until(self.shell, self.shell.execution_count, raw_cell))) is not None
 
