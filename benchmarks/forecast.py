@@ -32,7 +32,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixes"))
 from forecast_models import FAMILIES, Family, load_libraries
 from forecast_report import CONVOLUTION, NONE, RECURRENT, RESULTS, error, fix_savings, report
 
-from oomdoctor.forecast import kernels, price
+from oomdoctor.forecast import price
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
@@ -154,22 +154,9 @@ def model_row(name: str, optimizer: str, variant: str) -> Row:
     except RuntimeError as error:
         return row | {"why": str(error)}
     row["margin"] = found.error_ratio
-    if row["kernels"] != NONE:
-        with nothing_measured():
-            (row["unmeasured"],), _, _ = forecast(session_of(namespace, source), [Attempt(source=source)])
     row["measured"] = measure(lambda: exec(compile(source, "<cell>", "exec"), namespace))
     row["model"] = model_bytes
     return row
-
-
-@contextlib.contextmanager
-def nothing_measured() -> Iterator[None]:
-    """Let every kernel be too large to be run: what is left is what dispatch sees."""
-    most, kernels._MOST_BYTES = kernels._MOST_BYTES, -1
-    try:
-        yield
-    finally:
-        kernels._MOST_BYTES = most
 
 
 def _bytes(module: nn.Module) -> int:

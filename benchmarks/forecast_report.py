@@ -58,13 +58,10 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def margins(rows: Iterable[Row]) -> dict[str, float]:
-    """Return how far forecasts were too low at most, by what kernels the model has and whether they were measured."""
+    """Return how far forecasts were too low at most, by what kernels the model has."""
     found: dict[str, float] = {}
     for row in rows:
-        keys = {row["kernels"]: row["forecast"], f"{row['kernels']}, not measured": row.get("unmeasured")}
-        for key, peak in keys.items():
-            if peak is not None:
-                found[key] = max(found.get(key, 0.0), 1 - peak / row["measured"])
+        found[row["kernels"]] = max(found.get(row["kernels"], 0.0), 1 - row["forecast"] / row["measured"])
     return found
 
 

@@ -32,7 +32,6 @@ from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
-from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
 from oomdoctor.forecast.lengths import follow_lengths
@@ -53,7 +52,7 @@ from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
 from oomdoctor.program.recompiling import importing, put_in_place
 from oomdoctor.sandbox.card import CACHED
-from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed, threads_of_origin
+from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import forbid
@@ -82,16 +81,16 @@ class OutOfTime(StopForecast):
 
 
 class Start:
-    """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers and threads.
+    """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers.
 
     ``layout`` says where it lies, in an allocator that is known. Where a device is in use, ``held`` is what lies there,
     and ``prepare`` is still to be done, on fakes.
     """
 
-    __slots__ = ("deques", "held", "layout", "ledger", "modules", "optimizers", "prepare", "threads")
+    __slots__ = ("deques", "held", "layout", "ledger", "modules", "optimizers", "prepare")
 
-    def __init__(self, ledger: Ledger, found: Alive, threads: int) -> None:
-        self.ledger, self.threads, self.optimizers = ledger, threads, len(found.optimizers)
+    def __init__(self, ledger: Ledger, found: Alive) -> None:
+        self.ledger, self.optimizers = ledger, len(found.optimizers)
         self.modules = [ref(module) for module in found.modules]
         self.deques = [ref(one) for one in found.deques if one.maxlen is not None]
         self.held: Held | None = None
@@ -116,7 +115,6 @@ def bring_back(
     Raises:
         ForecastError: it could not be restored, or tensors live on a real device.
     """
-    threads = threads_of_origin(torch)
     torch.autograd.set_multithreading_enabled(False)
     orphan_workers()
     in_use = card if card is not None and card.held is not None else None
@@ -136,7 +134,7 @@ def bring_back(
                 ledger.mark(storage, role)
         elif storage.device.type != "meta" and in_use is None:
             raise ForecastError(f"a tensor lives on {storage.device}: only tensors in host memory are forecast so far")
-    start = Start(ledger, found, threads)
+    start = Start(ledger, found)
     if in_use is not None:
         start.held, start.prepare = Held(in_use), prepare
     else:
@@ -186,11 +184,10 @@ def _run(
     time_s: float,
 ) -> Reading:
     # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
-    kernels = Kernels(0 if cached or card is not None else start.threads)
-    tracker = Tracker(start.ledger, kernels)
+    tracker = Tracker(start.ledger, counts_scratch=not cached and card is None)
     if card is not None:
         asks_host = card.held is not None and session.accelerator.name == "cpu"
-        tracker = DeviceTracker(start.ledger, kernels, card, asks_host=asks_host)
+        tracker = DeviceTracker(start.ledger, card, asks_host=asks_host)
     pace = Pace(start.optimizers, asker, tracker.ledger)
     pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.

@@ -7,11 +7,27 @@ runs of one cell are ever shown. Limits: caches, parallelism and the copy engine
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import torch
 
-from oomdoctor.forecast.kernels import Kernels, flop_registry
+from oomdoctor.forecast.host_scratch import ALGEBRA
+
+
+def _flop_registry() -> dict[Any, Any]:
+    """Import torch's formulas without its warning that Triton is missing: no dry run meets a kernel of Triton's."""
+    log = logging.getLogger("torch.utils.flop_counter")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        from torch.utils.flop_counter import flop_registry
+    finally:
+        log.setLevel(level)
+    return flop_registry
+
+
+_flop_formulas: Final = _flop_registry()
 
 _FLOPS_PER_BYTE: Final = 8.0
 """Machine balance: FLOPs that a processor does in the time in which it moves a byte.
@@ -23,33 +39,34 @@ A100: 19.5 TFLOP/s over 1.55 TB/s, by its data sheet).
 _BYTES_PER_CALL: Final = 64 * 1024
 """Price of one operation whatever its size: about 5 µs of dispatch at 12 GB/s of memory traffic."""
 
-_MARGIN: Final = 0.02
-_MARGIN_MEASURED: Final = 0.05
-_MARGIN_CONVOLUTION: Final = 0.15
-_MARGIN_RECURRENT: Final = 0.35
-_MARGIN_ALGEBRA: Final = 0.25
-_MARGIN_UNKNOWN: Final = 0.25
-"""Margins for what the kernels of operators need inside, which no dispatcher sees: without convolutions and fused
-recurrent layers, with such as were measured (see ``kernels``), with convolutions and recurrent layers that were not.
+_CONVOLUTIONS: Final = ("convolution", "_convolution", "convolution_backward", "mkldnn_convolution")
+_RECURRENT: Final = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+_ON_CARD: Final = ("_cudnn_rnn", "miopen_rnn", "lstm", "gru")
 
-Source: ``benchmarks/results/forecast.txt``, 96 runs of twelve models with torch 2.13 on a CPU. Forecasts were too low
-by at most 0.4 %, 2.0 %, 9.8 % and 14.7 % of the peak; the last margin holds for cuDNN's layers too, of which nothing
-was measured. The margin for linear algebra is that of matrices of 100 rows and more, in runs of each operation alone.
+
+def _rows(margin: float, *names: str) -> dict[Any, float]:
+    return {getattr(torch.ops.aten, name): margin for name in names if hasattr(torch.ops.aten, name)}
+
+
+MARGIN: Final = 0.02
+"""Error of the peak that is never taken to be smaller: of tensors alone, as the virtual accelerator counts them."""
+MARGIN_OF_HOST: Final = 0.05
+MARGIN_OF_HOST_LAYERS: Final = 0.10
+"""Margins for the scratch memory of the CPU's kernels, of which a few rules are known (see ``host_scratch``): without
+and with convolutions and fused recurrent layers.
+
+Source: ``benchmarks/results/forecast.txt``, 96 runs of twelve models on a CPU.
 """
-
-_aten = torch.ops.aten
-
-
-def _packets(*names: str) -> frozenset[Any]:
-    return frozenset(getattr(_aten, name) for name in names if hasattr(_aten, name))
-
-
-_CONVOLUTIONS: Final = _packets(
-    *("convolution", "_convolution", "convolution_backward", "mkldnn_convolution", "cudnn_convolution")
+_MARGIN_UNKNOWN: Final = 0.25
+_OF_LIBRARIES: Final = _rows(0.35, *_ON_CARD) | _rows(0.15, "cudnn_convolution")
+"""Operations of libraries that are not asked what they need. Source: an estimate, as no run of them was measured."""
+_OF_HOST: Final = (
+    _OF_LIBRARIES
+    | _rows(MARGIN_OF_HOST_LAYERS, *_CONVOLUTIONS, *_RECURRENT)
+    # Source: runs of each operation alone, with matrices of 100 rows and more.
+    | {operator._overloadpacket: 0.25 for operator in ALGEBRA}
 )
-_ESTIMATED: Final = _packets("_cudnn_rnn", "miopen_rnn", "cudnn_convolution")
-"""Operations of libraries that are not asked what they need."""
-_RECURRENT: Final = _packets("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "miopen_rnn", "lstm", "gru")
+_OF_CARD: Final = _OF_LIBRARIES | _rows(0.15, *_CONVOLUTIONS) | _rows(0.35, *_RECURRENT)
 
 
 class Meter:
@@ -58,14 +75,21 @@ class Meter:
     Attributes:
         cost: time so far in bytes moved.
         flops: floating point operations so far, as far as a formula tells them; ``moved``: bytes read and written.
+        margin: error of the peak of a run with the operations so far, as a ratio.
+        unknown: what is not known of the operations that there were, in words.
     """
 
-    least_margin: Final = _MARGIN
+    def __init__(self, *, of_card: bool, of_host: bool) -> None:
+        """Begin with nothing.
 
-    def __init__(self, kernels: Kernels) -> None:
+        Args:
+            of_card: whether a card is emulated.
+            of_host: whether the scratch memory of the CPU's kernels counts. With neither, tensors alone are counted.
+        """
         self.cost = self.flops = self.moved = 0.0
-        self._kernels = kernels
-        self._recurrent = self._convolutions = self._estimated = False
+        self.margin = MARGIN_OF_HOST if of_host else MARGIN
+        self.unknown: set[str] = set()
+        self._margins = _OF_HOST if of_host else _OF_CARD if of_card else {}
         self._views: dict[Any, bool] = {}
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -76,31 +100,20 @@ class Meter:
         flops = self._flops(func, args, kwargs, out)
         self.cost += max(moved, flops / _FLOPS_PER_BYTE) + _BYTES_PER_CALL
         self.flops, self.moved = self.flops + flops, self.moved + moved
-        self._recurrent = self._recurrent or func._overloadpacket in _RECURRENT
-        self._convolutions = self._convolutions or func._overloadpacket in _CONVOLUTIONS
-        self._estimated = self._estimated or func._overloadpacket in _ESTIMATED
+        self.margin = max(self.margin, self._margins.get(func._overloadpacket, 0.0))
 
-    @property
-    def margin(self) -> float:
-        """Calibrated error of the peak of a run with the operations so far, as a ratio."""
-        algebra = _MARGIN_ALGEBRA if self._kernels.estimated else 0.0
-        return max(self._of_layers, algebra, _MARGIN_UNKNOWN if self._kernels.unknown else 0.0)
+    def cannot_tell(self, what: str) -> None:
+        """Note that something of an operation is not known."""
+        self.unknown.add(what)
+        self.margin = max(self.margin, _MARGIN_UNKNOWN)
 
     @property
     def is_estimate(self) -> bool:
         """Whether what kernels need inside is known only about, and matters."""
-        return self.margin > _MARGIN_MEASURED
-
-    @property
-    def _of_layers(self) -> float:
-        if not (self._recurrent or self._convolutions):
-            return _MARGIN
-        if not (self._kernels.unmeasured or self._estimated):
-            return _MARGIN_MEASURED
-        return _MARGIN_RECURRENT if self._recurrent else _MARGIN_CONVOLUTION
+        return self.margin > MARGIN_OF_HOST
 
     def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _flop_formulas.get(func._overloadpacket)
         if formula is None:
             return 0.0
         try:

@@ -277,7 +277,7 @@ def _noted(tracker: DeviceTracker, name: str) -> Any:
 
     def rule(operator: Any, kind: str) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            tracker.kernels.unknown.add(f"autocast of {name}")
+            tracker.meter.cannot_tell(f"autocast of {name}")
             with _below():
                 return operator(*args, **kwargs)
 

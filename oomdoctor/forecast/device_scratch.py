@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.forecast.copies import dense_copy, matrix_copy
+from oomdoctor.forecast.host_scratch import dense_copy, matrix_copy
 from oomdoctor.forecast.reductions import Kind, staging
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from oomdoctor.forecast.tracker import NoDevice, Tracker
 from oomdoctor.sandbox.card import TYPES
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.kernels import Kernels
     from oomdoctor.sandbox.card import Card
 
 _WORDS: Final = ("not linked with support for", "not compiled with", "without ATen_", "Found no NVIDIA driver")
@@ -68,11 +67,10 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
 
     depth = 2
 
-    def __init__(self, ledger: Ledger, kernels: Kernels, card: Card, *, asks_host: bool = False) -> None:
-        super().__init__(ledger, kernels)
+    def __init__(self, ledger: Ledger, card: Card, *, asks_host: bool = False) -> None:
+        super().__init__(ledger, of_card=True)
         self.card = card
         self.workspaces: Any = None
-        kernels.unmeasured = True
         self.ledgers[card.type] = Ledger()
         self.ledger = self.ledgers["cpu" if asks_host else card.type]
         self._asked: tuple[torch.device, tuple[Any, ...]] | None = None

@@ -49,11 +49,8 @@ def reading_of(
     ledger, meter = tracker.ledger, tracker.meter
     if layout is not None and layout.ledger is not ledger:
         layout = None  # it is that of another memory than the one that is asked about
-    reserved, slack, margin, is_estimate = None, 0, meter.margin, meter.is_estimate
+    reserved, slack, margin = None, 0, meter.margin
     if cached:
-        if ledger is tracker.host:
-            # The virtual accelerator counts tensors as we do: the scratch of kernels is outside of its memory.
-            margin, is_estimate = meter.least_margin, False
         found, events = _replayed(ledger, pace, settings, layout, None)
         slack = _slack(settings, layout, is_whole=events.is_steady and not is_left)
         if layout is not None and budget is not None and found.peak_reserved * (1 + margin) > budget:
@@ -80,8 +77,8 @@ def reading_of(
         reserved_slack=slack,
         over=events.over,
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
-        is_estimate=is_estimate,
-        unknown=tuple(sorted(tracker.kernels.unknown)),
+        is_estimate=meter.is_estimate,
+        unknown=tuple(sorted(meter.unknown)),
         is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
         is_partial=pace.is_partial,

@@ -26,11 +26,10 @@ from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_ma
 from oomdoctor.forecast.alike import ALIKE
 from oomdoctor.forecast.answers import ANSWERS, COMPARISONS, Scalars
 from oomdoctor.forecast.bounds import follow_bounds
-from oomdoctor.forecast.casts import cast_bytes
 from oomdoctor.forecast.cost import Meter
 from oomdoctor.forecast.draws import DRAWS, draws, move_generator
+from oomdoctor.forecast.host_scratch import scratch_bytes
 from oomdoctor.forecast.in_place import changes_elements
-from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.losses import LOSSES
 from oomdoctor.forecast.packing import PACKING
@@ -94,6 +93,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meter: what the operations cost.
         ledger: counts the memory that is asked about; ``host``: that of the host, which is the same without a device.
         ledgers: by the type of the device.
+        counts_scratch: whether what kernels of the CPU need inside counts.
         depth: frames from what calls the mode to the dispatch here.
         handlers: operations to be run on fake tensors by a function of their own: ``(func, args, kwargs)``.
         has_sparse: whether an operation has made a sparse tensor; how many entries those have, fakes do not know.
@@ -102,12 +102,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     depth = 1
 
-    def __init__(self, ledger: Ledger, kernels: Kernels) -> None:
+    def __init__(self, ledger: Ledger, *, counts_scratch: bool = False, of_card: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         counts_alone()
         # Fallback kernels would run for real, on zeros of full size.
         self.fake_mode = _Fakes(allow_fallback_kernels=False)
-        self.ledger, self.kernels, self.meter = ledger, kernels, Meter(kernels)
+        self.ledger, self.counts_scratch = ledger, counts_scratch
+        self.meter = Meter(of_card=of_card, of_host=counts_scratch)
         self.scalars = Scalars(lambda: self.ledger.live)
         self.host, self.ledgers = ledger, {"cpu": ledger}
         self.handlers = _HANDLERS | dict.fromkeys(COMPARISONS, self.scalars.compare)
@@ -147,13 +148,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow_bounds(func, fake_args, out)
         if torch.is_grad_enabled():
             self._note_graph(args, out)
-        nbytes = self.kernels.scratch(func, fake_args, fake_kwargs, out)
-        if nbytes:  # alive beside the results, and gone again at once
-            self._account_as(f"scratch of {func._overloadpacket.__name__}", torch.empty(nbytes, dtype=torch.uint8))
-        copied = cast_bytes(func, fake_args, out) if self.kernels.are_asked else 0
-        if copied:
-            name = f"operands of {func._overloadpacket.__name__} in the type that it computes in"
-            self._account_as(name, torch.empty(copied, dtype=torch.uint8))
         for turn in self.turns(func, fake_args, fake_kwargs, out):
             name = f"scratch of {func._overloadpacket.__name__}"
             held = [torch.empty(size, dtype=torch.uint8, device="meta") for size in turn]
@@ -165,8 +159,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return originals.get(id(out), out) if isinstance(out, torch.Tensor) else out
 
     def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
-        """Return what an operation takes from the device's allocator for itself: sizes that are alive at once."""
-        return []
+        """Return what an operation takes for itself, beside its results: sizes that are alive at once, in turns."""
+        nbytes = scratch_bytes(func, args, out) if self.counts_scratch else 0
+        return [(nbytes,)] if nbytes else []
 
     def _swapped(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
         """Return an argument with twins in the place of real tensors. By hand: this runs for every operation."""

@@ -57,7 +57,6 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MREMAP_TO: Final = 1 | 2
 """MREMAP_MAYMOVE and MREMAP_FIXED. Source of these: ``linux/mman.h`` and ``asm-generic/mman-common.h``."""
 
-_threads: int | None = None
 _is_copy = False
 
 
@@ -207,25 +206,17 @@ def is_copy() -> bool:
     return _is_copy
 
 
-def threads_of_origin(torch: Any) -> int:
-    """Return how many threads torch has in the process that this one is a copy of; in none, those that it has here."""
-    return int(torch.get_num_threads()) if _threads is None else _threads
-
-
 def is_severed(error: BaseException) -> bool:
     """Whether ``error`` is what a copy gets where it reads from a pipe, a socket or a terminal."""
     return isinstance(error, OSError) and error.errno in (errno.EBADF, errno.ENOTSOCK)
 
 
 def _be_alone(keep: Collection[int], prepare: Callable[[], None] | None) -> None:
-    global _is_copy, _threads
+    global _is_copy
     _is_copy = True
     try:
         if prepare is not None:
             prepare()
-        torch: Any = sys.modules.get("torch")
-        if hasattr(torch, "get_num_threads"):  # it may be half loaded
-            _threads = threads_of_origin(torch)
         keep_one_thread()
         _own_shared_memory()
         _own_descriptors(keep)

@@ -26,20 +26,12 @@ _begun: dict[str, tuple[int, int]] = {}
 """Of each runtime the process in which its team was begun here, and of how many threads it is."""
 
 
-def limit_levels(levels: int) -> None:
-    """Let parallel regions be nested so deep, in each runtime; at 0 all of them have one thread.
-
-    A number of threads that is set later changes nothing in that, but what waits for so many waits for ever.
-    """
-    for _, runtime in _runtimes():
-        runtime.omp_set_max_active_levels(levels)
-
-
 def keep_one_thread() -> None:
     """Have each parallel region run in one thread from now on."""
     _have_torch_set_its_number()
-    limit_levels(0)
     for _, runtime in _runtimes():
+        # A number of threads that is set later changes nothing in that, but what waits for so many waits for ever.
+        runtime.omp_set_max_active_levels(0)
         runtime.omp_set_num_threads(1)  # torch's way to say it makes its other pool anew
     if sys.platform == "darwin" and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

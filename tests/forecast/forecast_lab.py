@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,6 +66,19 @@ def rise(namespace: dict[str, Any], source: str) -> int:
     assert found.peak is not None
     assert idle.peak is not None
     return found.peak - idle.peak
+
+
+def check_margin(make: Callable[[], dict[str, Any]], source: str, *, most: float = 0.10) -> None:
+    """Check that the real peak lies within the margin that is told, and that this is not too wide to be of use.
+
+    Args:
+        make: returns the namespace, alike each time.
+        most: the widest margin that there may be.
+    """
+    found = forecast(make(), source)
+    assert found.refused is None, found.refused
+    assert 0.05 <= found.error_ratio <= most
+    assert rise(make(), source) == pytest.approx(measured_rise(make(), source), rel=found.error_ratio)
 
 
 def measured_rise(namespace: dict[str, Any], source: str) -> int:

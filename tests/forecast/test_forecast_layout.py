@@ -18,7 +18,6 @@ from oomdoctor.allocator import virtual
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.forecast import price
 from oomdoctor.forecast.fetches import Fetching
-from oomdoctor.forecast.kernels import Kernels
 from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.tracker import Tracker
@@ -161,7 +160,7 @@ def test_the_samples_of_a_batch_are_alive_while_it_is_put_together():
 
 
 def test_what_was_there_before_a_fetch_is_no_part_of_it():
-    tracker = Tracker(Ledger(), Kernels(0))
+    tracker = Tracker(Ledger())
     fetching = Fetching(tracker, is_here=True)
     with fetching:
         drawn = torch.zeros(1000)

@@ -1,0 +1,63 @@
+"""What kernels of the CPU need inside, by rules and a margin, against the events of the allocator."""
+
+import pytest
+import torch
+from forecast_lab import check_margin, forecast, measured_rise, rise
+from torch import nn
+
+LAST = "y = torch.randn(16, 32, 16, 16).to(memory_format=torch.channels_last)\n"
+NET = "net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.BatchNorm1d(256), nn.Linear(256, 10))\n"
+X = "x = torch.randn(1024, 128)\n"
+CELLS = {
+    "batch norm before a layer": f"{X}{NET}net(x).sum().backward()",
+    "batch norm of a sum": f"{X}nn.BatchNorm1d(128)(x.requires_grad_()).sum().backward()",
+    "batch norm of images": "nn.BatchNorm2d(32)(torch.randn(16, 32, 16, 16).requires_grad_()).sin().sum().backward()",
+    "strided": "nn.Conv2d(3, 32, 7, 2, 3)(torch.randn(24, 3, 48, 48)).pow(2).sum().backward()",
+    "channels last": f"{LAST}nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)(y).pow(2).sum().backward()",
+    "volume": "nn.Conv3d(8, 16, 3)(torch.randn(10, 8, 12, 12, 12)).pow(2).sum().backward()",
+}
+
+
+def names():
+    return {"torch": torch, "nn": nn}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_peak_is_that_of_the_real_run_within_the_margin_that_is_told(name):
+    check_margin(names, CELLS[name])
+
+
+MATRIX = "a = torch.randn(200, 200)\n"
+ALGEBRA = {
+    "singular values and vectors": "found = torch.linalg.svd(a)",
+    "eigenvectors of a symmetric matrix": "found = torch.linalg.eigh(a @ a.T)",
+    "eigenvectors": "found = torch.linalg.eig(a)",
+    "an orthogonal matrix": "found = torch.linalg.qr(a)",
+    "an inverse": "found = torch.linalg.inv(a)",
+    "a pseudo-inverse": "found = torch.linalg.pinv(a)",
+    "an exponential": "found = torch.linalg.matrix_exp(a)",
+    "an orthogonal layer": (
+        "layer = nn.utils.parametrizations.orthogonal(nn.Linear(200, 200))\nlayer(a).sum().backward()"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_what_linear_algebra_needs_is_estimated_and_it_says_so(name):
+    ns, cell = {"torch": torch, "nn": nn}, MATRIX + ALGEBRA[name]
+    found = forecast(ns, cell)
+    assert found.error_ratio == 0.25
+    assert measured_rise(ns, cell) == pytest.approx(rise({"torch": torch, "nn": nn}, cell), rel=found.error_ratio)
+
+
+ALIGNED = """
+scores = torch.randn(200, 16, 30, requires_grad=True)
+targets = torch.randint(1, 30, (16, 70))
+lengths = torch.tensor([70] + [20] * 15)
+loss = nn.functional.ctc_loss(scores.log_softmax(-1), targets, torch.full((16,), 200), lengths, zero_infinity=True)
+loss.backward()
+"""
+
+
+def test_the_sums_of_a_ctc_loss_count_both_ways():
+    check_margin(names, ALIGNED)
