@@ -18,7 +18,6 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.forecast.steady import Cut
-from oomdoctor.forecast.windows import Windows
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
@@ -126,7 +125,6 @@ class Pace:
         self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
         self.is_partial = False
-        self._windows = Windows(ledger)
 
     @property
     def trains(self) -> bool:
@@ -200,17 +198,16 @@ class Pace:
         asker = Asker.LOOP if loop.loader is None else self._asker()
         if asker is not Asker.CODE and self._is_seen(loop):
             left = None if loop.total is None else loop.total - loop.turns
-            if not self._windows.may_close(loop, left):
-                self.ended_early = self.ended_early or loop.loader is not None
-                self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
-                if loop.turns and left != 0:
-                    if self._ledger.live > loop.level and self.fills_up is not None and not self.is_counted_on:
-                        self.is_counted_on = self.fills_up()
-                    self.is_partial = self.is_partial or loop.branches
-                    self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
-                    if self.piled is not None and left is not None:
-                        self.piled.lengthen(loop, left)
-                return False
+            self.ended_early = self.ended_early or loop.loader is not None
+            self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
+            if loop.turns and left != 0:
+                if self._ledger.live > loop.level and self.fills_up is not None and not self.is_counted_on:
+                    self.is_counted_on = self.fills_up()
+                self.is_partial = self.is_partial or loop.branches
+                self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
+                if self.piled is not None and left is not None:
+                    self.piled.lengthen(loop, left)
+            return False
         if self.piled is not None and (loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards):
             self.piled.note(loop)  # of others, which are many and short, none is cut
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
