@@ -2,8 +2,8 @@
 
 Where the values are known (literals, small draws, integers and masks that were there before the cell), so is what
 depends on them. For the rest the policy aims at the upper bound of memory and at the way through the cell that trains:
-masks select everything, ``nonzero`` finds all, losses are finite, a number is 1. Where a bool may be either, both
-ways are gone (see ``ways``), the likelier first. One that is asked for again and again at one place stands in a loop
+masks select everything, ``nonzero`` finds all, losses are finite, a number is 1. Where a bool may be either, the
+likelier is answered, and the forecast says so. One that is asked for again and again at one place stands in a loop
 that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one; but not where memory
 rises meanwhile: a generation piles up tokens, and has an end of its own.
 """
@@ -40,13 +40,13 @@ class Scalars:
     """Answers for ``item()``, ``float()``, ``int()`` and ``bool()`` of tensors.
 
     Attributes:
-        choose: tells whether to answer what is likely, where a bool may be either.
+        has_guessed: whether a bool was asked for that may be either.
         until: when loops that pile something up are made to end, by ``time.monotonic``; ``missed``: whether one was.
     """
 
     def __init__(self, live: Callable[[], int]) -> None:
         """Begin with nothing asked; ``live`` tells how many bytes are alive."""
-        self.choose: Callable[[], bool] = lambda: True
+        self.has_guessed = False
         self.until, self.missed = math.inf, False
         self._live = live
         self._asked: Counter[object] = Counter()
@@ -56,7 +56,7 @@ class Scalars:
         """Return the value of a scalar that nobody knows."""
         if tensor.dtype is torch.bool:
             hint = getattr(tensor, _HINT, None)
-            return self._bool(self.choose() is getattr(tensor, _LIKELY, True)) if hint is None else hint
+            return self._bool(getattr(tensor, _LIKELY, True)) if hint is None else hint
         if tensor.dtype.is_complex:
             return complex(1.0)
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -65,11 +65,12 @@ class Scalars:
         """Return whether two tensors are equal, or close."""
         values = [leaf.constant if isinstance(leaf, FakeTensor) else leaf for leaf in args[:2]]
         if any(value is None for value in values):
-            return self._bool(self.choose())
+            return self._bool(False)
         with _disable_current_modes():
             return bool(func(*values, *args[2:], **kwargs))
 
     def _bool(self, answer: bool) -> bool:
+        self.has_guessed = True
         place = _place()
         before = self._levels.setdefault(place, self._live())
         self._asked[place] += 1

@@ -46,7 +46,6 @@ from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
-from oomdoctor.forecast.ways import Ways
 from oomdoctor.model.session import Attempt
 from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
@@ -166,23 +165,6 @@ def run(
         card: the device to be emulated, None for none.
         time_s: time after which the run is cut.
     """
-    ways = Ways()
-    return ways.joined(
-        _run(session, attempt, start, ways, budget=budget, cached=cached, card=card, time_s=time_s),
-    )
-
-
-def _run(
-    session: Session,
-    attempt: Attempt,
-    start: Start,
-    ways: Ways,
-    *,
-    budget: int | None,
-    cached: bool,
-    card: Card | None,
-    time_s: float,
-) -> Reading:
     # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
     tracker = Tracker(start.ledger, counts_scratch=not cached and card is None)
     if card is not None:
@@ -201,7 +183,6 @@ def _run(
         codes.append(_compiled(attempt.source, session.shell, CELL))
         with _time_limit(time_s):
             _put_in_place(session, start, tracker, pace)
-            tracker.scalars.choose = ways.choose
             if calls is not None:
                 calls.follow(session.modules)
             _follow(session, attempt, codes, tracker, start.prepare)

@@ -79,6 +79,7 @@ def reading_of(
         endless=events.endless if events.endless * _MANY > margin * peak else 0,
         is_estimate=meter.is_estimate,
         unknown=tuple(sorted(meter.unknown)),
+        is_guessed=tracker.scalars.has_guessed,
         is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
         missed=_missed(tracker, pace),
         is_partial=pace.is_partial,
@@ -106,6 +107,8 @@ def _slack(settings: AllocatorSettings, layout: Layout | None, *, is_whole: bool
 def _missed(tracker: Tracker, pace: Pace) -> str | None:
     if pace.missed:
         return "steps go on to change in size"
+    if pace.searches:
+        return "LBFGS may search further and remember more than was seen"
     if tracker.scalars.missed:
         return "a loop that values end goes on to pile up memory"
     return "what sparse tensors need is not seen" if tracker.has_sparse else None

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from oomdoctor.forecast.steady import Cut
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class Pace:
         is_counted_on: whether such a thing may have been full before the end of a loop that was cut.
         until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
         missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
+        searches: whether an LBFGS stepped: values decide how far it searches, and so how much it remembers.
         is_partial: whether a loop was cut in which a counter decides, so that other steps may do what none has done.
     """
 
@@ -124,7 +127,7 @@ class Pace:
         self.is_counted_on = False
         self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
-        self.is_partial = False
+        self.is_partial = self.searches = False
 
     @property
     def trains(self) -> bool:
@@ -147,6 +150,7 @@ class Pace:
             StopForecast: nothing new is to be expected from this loop, and it does not ask.
         """
         self._all_steps += 1
+        self.searches = self.searches or type(optimizer) is torch.optim.LBFGS
         for loop in self._running:
             loop.steps[id(optimizer)] += 1
         if self._asker() is Asker.LIBRARY:

@@ -136,6 +136,8 @@ def forecast_of(reading: Reading, budget: int | None, unchanged_cost: float | No
     bases += [f"{what} is not known" for what in reading.unknown]
     if reading.is_uncompiled:
         bases.append("what is compiled counts as if it were not")
+    if reading.is_guessed:
+        bases.append("on the likelier way where values decide")
     if reading.is_bound:
         bases.append("at the most that values may decide")
     if reading.is_counted_on:

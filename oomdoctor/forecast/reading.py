@@ -36,6 +36,7 @@ class Reading:
         is_estimate: whether what kernels need inside is known only about.
         unknown: what is not known of operations that there were, in words.
         is_bound: whether sizes that values decide were taken for the largest that they may be.
+        is_guessed: whether values that nobody knows decided which way the cell went: the likelier one was taken.
         is_partial: whether a loop was cut in which a counter decides what a step does, so that others may need more.
         is_counted_on: whether what piles up only so far was taken to go on.
         left_early: whether a library was left in its training, so that what comes after it was not seen.
@@ -60,6 +61,7 @@ class Reading:
     is_estimate: bool = False
     unknown: tuple[str, ...] = ()
     is_bound: bool = False
+    is_guessed: bool = False
     is_partial: bool = False
     is_counted_on: bool = False
     left_early: bool = False

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.forecast.files import keep_files
-from oomdoctor.forecast.histories import search_in_full
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.packing import replace_unpacking
 from oomdoctor.forecast.subclasses import make_subclasses
@@ -43,7 +42,6 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     replace_unpacking()
     _follow_training(pace)
     _scale_gradients()
-    search_in_full()
     _read_values(tracker)
     _repoint_data(tracker)
     _move_modules()

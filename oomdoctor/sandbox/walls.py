@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,26 +142,12 @@ def forbid() -> None:
     """Refuse from now on, for the rest of this process, what would reach the world from Python code."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FORBIDDEN and not _is_own:
+        if event in _FORBIDDEN:
             raise Blocked(f"the cell would {_FORBIDDEN[event]}, which a forecast must not do")
         if event == "open" and _writes(args) and args[0] != os.devnull:
             raise Blocked(f"the cell would write to {args[0]}, which a forecast must not do")
 
     sys.addaudithook(hook)
-
-
-@contextlib.contextmanager
-def own_doings() -> Iterator[None]:
-    """Return a context in which this process may do what the cell may not."""
-    global _is_own
-    _is_own = True
-    try:
-        yield
-    finally:
-        _is_own = False
-
-
-_is_own = False
 
 
 def _writes(args: tuple[Any, ...]) -> bool:

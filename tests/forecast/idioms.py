@@ -110,16 +110,6 @@ def closure():
 for x, y in loader:
     optimizer.step(closure)
 
-# %% LBFGS
-newton = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=3)
-def closure():
-    newton.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss
-for x, y in loader:
-    newton.step(closure)
-
 # %% EMA by deepcopy
 import copy
 ema = copy.deepcopy(model)
@@ -585,12 +575,6 @@ for i in range(1000):
     if (w - v).norm() < 1e-6:
         break
     v = w
-
-# %% one branch needs more
-if model(data).mean() > 0:
-    pass
-else:
-    big = torch.ones(1 << 20)
 
 # %% an error of memory is caught
 try:
