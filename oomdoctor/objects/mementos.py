@@ -5,11 +5,11 @@ Notes hold heavy values weakly; see ``recipes``. To restore may be done again af
 
 from __future__ import annotations
 
-import _abc  # type: ignore[import-not-found]
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from oomdoctor.objects.containers import LIGHT_TYPES
@@ -165,18 +165,27 @@ class Reached(Memento):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
 
 
-class Registered(Memento):
-    """The classes that were registered as subclasses of an abstract one."""
+class Variable(Memento):
+    """The value of a context variable."""
 
-    __slots__ = ("_classes", "_cls")
+    __slots__ = ("_before", "variable")
 
-    def __init__(self, cls: type, path: str) -> None:
-        self._cls, self.path, self._classes = cls, path, _abc._get_dump(cls)[0]
+    def __init__(self, variable: ContextVar[Any], path: str) -> None:
+        self.variable, self.path, self._before = variable, path, variable.get(GONE)
 
-    def lost(self, code: Code | None = None) -> Iterator[str]:
-        """Yield a sentence if others were, which cannot be taken back."""
-        if _abc._get_dump(self._cls)[0] - self._classes:
-            yield f"a class was registered with `{self.path}`, which cannot be taken back"
+    def is_set(self) -> bool:
+        """Return whether it has another value now."""
+        return self.variable.get(GONE) is not self._before
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Set it to what it was."""
+        if self.is_set() and self._before is not GONE:
+            self.variable.set(self._before)
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence if it had no value: one that was set cannot be taken away."""
+        if self.is_set() and self._before is GONE:
+            yield f"`{self.path}` was set for the first time, which cannot be taken back"
 
 
 _LOCK: Final[Any] = type(threading.Lock())

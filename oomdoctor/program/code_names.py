@@ -107,14 +107,10 @@ def mentioned(source: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def attributes_written(source: str) -> tuple[tuple[AttributeWrite, ...], frozenset[tuple[str, str]], frozenset[str]]:
-    """Return the assignments to attributes in a cell, its imports, and the paths of what it registers something with.
-
-    The last may be abstract classes.
-    """
+def attributes_written(source: str) -> tuple[AttributeWrite, ...]:
+    """Return the assignments to attributes in a cell."""
     nodes = list(ast.walk(tree_of(source)))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    registering = frozenset(call_name(node.value) for node in attributes if node.attr == "register")
     imports = dict(pair for node in nodes if not getattr(node, "level", 0) for pair in imported(node))
     found = [(call_name(node.value), node.attr) for node in attributes if not isinstance(node.ctx, ast.Load)]
     for node in nodes:
@@ -122,8 +118,7 @@ def attributes_written(source: str) -> tuple[tuple[AttributeWrite, ...], frozens
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ANY_NAME
             if type(name) is str:
                 found.append((call_name(node.args[0]), name))
-    writes = tuple(AttributeWrite(path, name, imports) for path, name in dict.fromkeys(found) if path)
-    return writes, frozenset(imports.items()), registering
+    return tuple(AttributeWrite(path, name, imports) for path, name in dict.fromkeys(found) if path)
 
 
 class CodeNames:

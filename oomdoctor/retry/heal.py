@@ -67,6 +67,7 @@ async def heal(
         ``healed`` the state is that of the changed cell, after everything else that of the cell's start.
     """
     known = set() if failed is None else failed
+    doubts = transaction.doubts()
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
     for choice in choices:
         if choice.fix in log.unfit:
@@ -94,7 +95,8 @@ async def heal(
             transaction.restore()
             raise
         if (error is None or isinstance(error, SystemExit)) and not transaction.stopped:  # it ended itself
-            return log.outcome(OutcomeKind.HEALED, State.CLEAN, "", _peak(accelerator, peaks)), error
+            state = State.UNVERIFIED if doubts else State.CLEAN
+            return log.outcome(OutcomeKind.HEALED, state, "; ".join(doubts), _peak(accelerator, peaks)), error
         ran_out = _ran_out(error, is_oom)  # before its frames let go of what they hold
         if error is not None:
             release(error, shell)
@@ -157,7 +159,7 @@ class _Log:
 
     def back(self, kind: OutcomeKind, why: str) -> Outcome:
         """Put the state of the cell's start back, and return the outcome."""
-        missing = dict.fromkeys((*self.transaction.losses(), *self.transaction.settle()))
+        missing = dict.fromkeys((*self.transaction.losses(), *self.transaction.settle(), *self.transaction.doubts()))
         gone = [f"`{name}`" for name in self.made[:_NAMED]] + ["more"] * (len(self.made) > _NAMED)
         told = [f"what the cell itself had made before it failed is gone: {', '.join(gone)}"] if gone else []
         return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *told, *missing]))

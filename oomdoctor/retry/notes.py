@@ -20,7 +20,6 @@ from oomdoctor.objects.kinds import (
     child_path,
     held_by,
     kind_of,
-    members_of,
     module_of,
     mro_of,
     name_of,
@@ -35,7 +34,7 @@ from oomdoctor.objects.mementos import (
     Attributes,
     Parts,
     Reached,
-    Registered,
+    Variable,
     is_lock,
 )
 from oomdoctor.objects.named import is_installed, is_ours
@@ -198,8 +197,6 @@ def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
         where = path if base is cls else base.__qualname__
         recipe = Recipe(vars(base), where, attribute_path)
         shape.add(Parts(base, recipe, ATTRIBUTES))
-        if "_abc_impl" in members_of(base):
-            shape.add(Registered(base, where))
         attributes = ATTRIBUTES.read(base)
         recipe.keys = list(attributes)
         for name, item in attributes.items():
@@ -230,7 +227,7 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
     elif is_random(cls):
         shape.add(Stream(value, path))
     elif cls is ContextVar:
-        shape.context.append((path, value))
+        shape.add(Variable(value, path))
         shape.hold(value.get(None), path, depth - 1)
     elif is_cached(cls):
         shape.add(Cached(value, path))

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeAlias
 
 from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.mementos import Registered
 from oomdoctor.objects.named import is_installed
 from oomdoctor.objects.places import functions_in
 from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
@@ -22,7 +21,7 @@ from oomdoctor.program.names import read_names
 
 _ABSENT: Final = object()
 _STREAMS: Final = ("stdin", "stdout", "stderr")
-"""What ``surroundings`` puts back of ``sys``."""
+"""What ``settings`` puts back of ``sys``."""
 _MOST: Final = 500
 """Functions that are followed from one cell."""
 _OF_FUNCTIONS: Final = (
@@ -52,12 +51,7 @@ class Patches:
         self._later: list[_Write] = []
         self._unnamed: list[str] = []
         self._left: list[Any] | None = None
-        self._registries: list[Registered] = []
-        writes, imports, registering = attributes_written(source)
-        for path in registering:
-            owner = _found(path, dict(imports), namespace)
-            if isinstance(owner, type) and "_abc_impl" in members_of(owner):
-                self._registries.append(Registered(owner, path))
+        writes = attributes_written(source)
         mentioned = [namespace[name] for name in read_names(source) if name in namespace]
         for write, names in (*((one, namespace) for one in writes), *_written_by(mentioned)):
             path, name, known = write
@@ -76,8 +70,6 @@ class Patches:
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
-        for registered in self._registries:
-            yield from registered.lost()
         for path in self._unnamed:
             yield f"attributes of `{path}` may have been set by names that the cell makes up"
         for (path, name, known), names in self._later:

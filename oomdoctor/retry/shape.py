@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
@@ -73,7 +72,7 @@ class Shape:
         is_everything: whether those are all.
         mementos: of objects, in the order in which they were met. light: containers of numbers and text.
         bare: functions that hold nothing, ``codes`` of them in the same order.
-        context: variables of contexts. modules: of Python's and of libraries.
+        modules: of Python's and of libraries.
         unknown: sentences on what could not be looked at. is_whole: whether all was looked at.
     """
 
@@ -94,7 +93,6 @@ class Shape:
         self.light = Light()
         self.bare: list[FunctionType] = []
         self.codes: list[CodeType] = []
-        self.context: list[tuple[str, ContextVar[Any]]] = []
         self.unknown: list[str] = []
         self.allowance = Allowance(lambda path: _may_write(source, path))
         self.bindings: dict[str, Any] = {}

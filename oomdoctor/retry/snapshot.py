@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
+from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.objects.recipes import GONE, Recipe, living, revive, still_holds
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected
-from oomdoctor.retry.context import ContextValues
 from oomdoctor.retry.notes import MOST_OBJECTS
 from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach, held_elsewhere, is_fixed
+from oomdoctor.retry.settings import REGISTERED, Settings
 from oomdoctor.retry.shape import Shape
-from oomdoctor.retry.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from oomdoctor.retry.vault import TensorVault
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _TOLD_FIRST: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER, Kind.TENSOR, Kind.ARRAY})
 _LONGEST: Final = 120
 """Of an error's own words."""
+_REGISTERS: Final = frozenset({"register"})
 _STATISTICS: Final = frozenset({"batch_norm", "native_batch_norm"})
 """Functions of torch (2.13) that write into running statistics without counting it as a version."""
 
@@ -65,8 +66,7 @@ class Snapshot:
             with _outside_modes():
                 self._rng = RandomState.take()
                 self._shape = Shape(namespace, lambda: self.vault, source, own_modules())
-            self._context = ContextValues()
-            self._surroundings = Surroundings(self._shape.modules, source, collects=collects)
+            self._settings = Settings(self._shape.modules, source, collects=collects)
             self._patches = Patches(source, namespace)
         self.is_kept = False
         self._left: set[str] = set()
@@ -152,14 +152,16 @@ class Snapshot:
             self._left.add(name)
             self._shape.bindings.pop(name, None)
 
-    def leave_surroundings(self, later: Snapshot) -> None:
+    def leave_settings(self, later: Snapshot) -> None:
         """Have streams and settings stay as they are whenever the state is restored that a later cell has changed."""
-        self._surroundings.leave(later._surroundings)
-        self._context.leave(later._context)
+        self._settings.leave(later._settings)
+        variables = {one.variable for one in later._shape.mementos if isinstance(one, Variable) and one.is_set()}
+        mine = self._shape.mementos
+        mine[:] = [one for one in mine if not (isinstance(one, Variable) and one.variable in variables)]
 
     def set_by(self, later: Snapshot) -> str | None:
         """Return a setting that the cell ran under and a later one has changed, None where there is none."""
-        return next((one.name for one in later._surroundings.chosen() if one.is_torchs), None)
+        return next((one.name for one in later._settings.chosen() if one.is_torchs), None)
 
     def check_left(self, names: frozenset[str]) -> None:
         """Refuse to go on with names that later cells have bound since.
@@ -172,7 +174,7 @@ class Snapshot:
 
     def uses(self) -> frozenset[str]:
         """Return the names that the cell reads and binds, and those that the functions it calls read."""
-        reach = Reach(self.source, self._namespace, self._stood_for)
+        reach = self._reach()
         everything = self._shape.bindings.keys() | self._namespace.keys() if reach.is_all else frozenset[str]()
         return frozenset(reach.names | bound_names(self.source) | everything)
 
@@ -195,7 +197,7 @@ class Snapshot:
 
     def end(self) -> None:
         """Note what the cell leaves, when it ends."""
-        self._surroundings.end()
+        self._settings.end()
         self._patches.end()
 
     def losses(self, *, hidden: bool = True) -> tuple[str, ...]:
@@ -204,12 +206,22 @@ class Snapshot:
         Args:
             hidden: whether code is looked for that no name leads to, which goes through all objects of the process.
         """
-        around = list(self._surroundings.lost())
+        around = list(self._settings.lost())
         with _outside_modes():
             return tuple(dict.fromkeys((*self._lost(hidden), *around)))
 
+    def doubts(self) -> tuple[str, ...]:
+        """Return what was changed that is not put back, and that no result depends on, a sentence each."""
+        found = list(self._settings.doubts())
+        if REGISTERED in found and not self._reach().mentions(_REGISTERS):
+            found.remove(REGISTERED)
+        return tuple(f"{one.name} differ from before the cell, and are not put back" for one in found)
+
+    def _reach(self) -> Reach:
+        return Reach(self.source, self._namespace, self._stood_for)
+
     def _lost(self, hidden: bool) -> Iterator[str]:
-        uses, reach = first_uses(self.source), Reach(self.source, self._namespace, self._stood_for)
+        uses, reach = first_uses(self.source), self._reach()
         rebound = {name for name, use in uses.items() if use is not FirstUse.READS}
         for name, held in self._shape.bindings.items():
             if name in reach.names and name not in rebound and revive(held) is GONE:
@@ -227,7 +239,6 @@ class Snapshot:
         yield from self._shape.unknown
         for memento in self._shape.mementos:
             yield from memento.lost(reach)
-        yield from self._context.lost(self._shape.context)
         yield from self._patches.lost()
         if not self._shape.is_whole:
             yield f"the namespace leads to more than {MOST_OBJECTS} objects, and not all were looked at"
@@ -271,7 +282,7 @@ class Snapshot:
         with _outside_modes():
             for path, put in self._pieces({}):
                 self._put(path, put)
-        for path, put in chain(self._surroundings.pieces(), [("a function of a library's", self._patches.restore)]):
+        for path, put in chain(self._settings.pieces(), [("a function of a library's", self._patches.restore)]):
             self._put(path, put)
 
     def _put(self, path: str, put: Callable[[], None]) -> None:
@@ -290,7 +301,6 @@ class Snapshot:
         for name in filter(is_users, shape.bindings):
             yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
         yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in shape.mementos)
-        yield "a variable of a context", partial(self._context.restore, shape.context)
         yield from ((f"a {type(one).__name__}", put) for one, put in shape.light.pieces())
         for function, code in zip(shape.bare, shape.codes, strict=True):
             yield f"the function `{function.__name__}`", partial(_make_bare, function, code)

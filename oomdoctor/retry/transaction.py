@@ -171,6 +171,10 @@ class Transaction:
             return (self.fault,)
         return self._snapshot.losses()
 
+    def doubts(self) -> tuple[str, ...]:
+        """Return what differs that is not put back, and that no result depends on, a sentence each."""
+        return self._snapshot.doubts() if self._snapshot is not None else ()
+
     def restore_on_host(self) -> None:
         """Bring it back in a copy of the process in which every tensor lies in host memory."""
         if self._snapshot is not None:
@@ -235,5 +239,5 @@ class Transaction:
         if not is_healed and (setting := self._snapshot.set_by(later._snapshot)) is not None:
             return f"changed a setting of torch's ({setting}), and the failed cell ran under the other"
         self._snapshot.leave(names)
-        self._snapshot.leave_surroundings(later._snapshot)
+        self._snapshot.leave_settings(later._snapshot)
         return None

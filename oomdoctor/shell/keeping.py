@@ -54,7 +54,8 @@ def undo(extension: Extension) -> str:
         raise UsageError(why_not_undone(case, extension.passed))
     code = case.evidence.code
     calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached))
-    lost = tuple(dict.fromkeys((*opened.transaction.losses(), *opened.transaction.settle(), *calls)))
+    transaction = opened.transaction
+    lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
     fixes = ", ".join(case.outcome.fixes)
     extension.remedies.drop(case, opened.session.cells.failing.source)
     why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])

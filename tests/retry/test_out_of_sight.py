@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import decimal
 import gc
+import locale
 import logging
 import os
 import signal
@@ -124,13 +126,6 @@ PUT_BACK = {
         "before = signal.getsignal(signal.SIGUSR1)", "signal.signal(signal.SIGUSR1, lambda *_: None)",
         "signal.getsignal(signal.SIGUSR1)",
     ),
-    "settings of compilation": (
-        "import torch._dynamo, torch._inductor.config as inductor\ndynamo = torch._dynamo.config\n"
-        "dynamo.cache_size_limit = 17",
-        "dynamo.cache_size_limit = 99; dynamo.suppress_errors = not dynamo.suppress_errors\n"
-        "torch._inductor.config.max_autotune = True; inductor.triton.cudagraphs = not inductor.triton.cudagraphs",
-        "(dynamo.cache_size_limit, dynamo.suppress_errors, inductor.max_autotune, inductor.triton.cudagraphs)",
-    ),
     "a scripted module": (
         "scripted = torch.jit.script(Scripted())\n"
         "traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))",
@@ -161,11 +156,6 @@ PUT_BACK = {
         "torch.backends.cuda.matmul.fp32_precision)",
     ),
     "denormal numbers": ("", "torch.set_flush_denormal(True)", "float(torch.tensor(1e-40) * torch.tensor(1.0))"),
-    "the context of decimals": (
-        "", "context = decimal.getcontext(); context.prec = 5; context.rounding = decimal.ROUND_DOWN\n"
-        "context.traps[decimal.FloatOperation] = True",
-        "(decimal.getcontext().prec, decimal.getcontext().rounding, decimal.getcontext().traps)",
-    ),
     "loggers that no name leads to": (
         "logging.getLogger('seen before').setLevel(10)",
         "logging.getLogger('seen before').setLevel(40); logging.getLogger('seen before').propagate = False\n"
@@ -285,14 +275,6 @@ TOLD = {
         "words = np.full(50_000, 'abc')", "words[12345] = 'b'", "`words` is a large array",
     ),
     "memory of ctypes": ("number = ctypes.c_int(1)", "number.value += 1", "`number` is memory of c_int"),
-    "a class that is registered": (
-        "class Shape(abc.ABC): pass\nclass Ring: pass", "Shape.register(Ring)",
-        "a class was registered with `Shape`, which cannot be taken back",
-    ),
-    "a class that is registered with a library's": (
-        "class Ring: pass", "collections.abc.Sized.register(Ring)",
-        "a class was registered with `collections.abc.Sized`, which cannot be taken back",
-    ),
     "a default that is let go of": (
         "def make():\n    def f(a=torch.zeros(1 << 16)): return a\n    return f\nf = make()",
         "f.__defaults__ = (1,)",
@@ -325,10 +307,31 @@ TOLD = {
         "from torch._subclasses import FakeTensorMode", "FakeTensorMode().__enter__()",
         "the modes of torch were changed, and are not put back",
     ),
+}  # fmt: skip
+
+DOUBTED = {
+    "settings of compilation": (
+        "import torch._dynamo, torch._inductor.config as inductor", "torch._dynamo.config.cache_size_limit = 99",
+        "the settings of torch._dynamo.config",
+    ),
+    "settings of compilation that a module within holds": (
+        "import torch._inductor.config as inductor", "inductor.triton.cudagraphs = not inductor.triton.cudagraphs",
+        "the settings of torch._inductor.config",
+    ),
+    "the context of decimals": (
+        "", "decimal.getcontext().traps[decimal.FloatOperation] = True", "the context of decimals",
+    ),
+    "options of pandas": ("import pandas as pd", "pd.options.display.max_rows = 7", "the options of pandas"),
+    "the locale": ("import locale", "locale.setlocale(locale.LC_ALL, 'C.UTF-8')", "the locale"),
+    "a class that is registered": (
+        "class Shape(abc.ABC): pass\nclass Ring: pass\ndef note(): Shape.register(Ring)", "note()",
+        "the classes that are registered with abstract ones",
+    ),
+    "a class that is registered with a library's": (
+        "class Ring: pass", "collections.abc.Sized.register(Ring)", "the classes that are registered",
+    ),
     "a function of one's own for interrupts": (
-        "",
-        "signal.signal(signal.SIGINT, lambda *_: None)",
-        "the handler of SIGINT",
+        "", "signal.signal(signal.SIGINT, lambda *_: None)", "the handler of SIGINT",
     ),
     "the handler of interrupts": ("", "signal.signal(signal.SIGINT, signal.SIG_IGN)", "the handler of SIGINT"),
 }  # fmt: skip
@@ -354,6 +357,7 @@ def begun(setup: str) -> Iterator[dict[str, Any]]:
     """Run a setup; what it or a cell changes of the process is put back by hand."""
     streams, threshold, callbacks = (sys.stdout, sys.stderr), gc.get_threshold(), gc.callbacks[:]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    context, spoken = decimal.getcontext().copy(), locale.setlocale(locale.LC_ALL)
     namespace: dict[str, Any] = {"__name__": "__main__", "Scripted": Scripted}
     exec(IMPORTS + setup, namespace)
     try:
@@ -365,6 +369,8 @@ def begun(setup: str) -> Iterator[dict[str, Any]]:
         gc.callbacks[:] = callbacks
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        decimal.setcontext(context)
+        locale.setlocale(locale.LC_ALL, spoken)
         torch.set_default_device(None)
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
@@ -403,6 +409,17 @@ def test_it_is_told(name: str) -> None:
         assert any(told in sentence for sentence in transaction.losses()), transaction.losses()
     with begun(setup) as namespace:
         assert failed("n = 1 + 1", namespace).losses() == (), "a cell that leaves it alone is not refused for it"
+
+
+@pytest.mark.parametrize("name", DOUBTED)
+def test_it_is_no_reason_to_refuse_and_named(name: str) -> None:
+    setup, cell, told = DOUBTED[name]
+    with begun(setup) as namespace:
+        transaction = failed(cell, namespace)
+        assert transaction.losses() == ()
+        assert [one.startswith(told) for one in transaction.doubts()] == [True], transaction.doubts()
+    with begun(setup) as namespace:
+        assert failed("n = 1 + 1", namespace).doubts() == (), "a cell that leaves it alone is not told of"
 
 
 def test_statistics_that_became_a_models_are_copied_before_its_first_forward() -> None:

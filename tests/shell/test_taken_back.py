@@ -199,16 +199,18 @@ for i in range(4):
 """A cell that gives functions to the shell."""
 
 
-def test_what_an_attempt_gave_to_the_shell_is_told(shell: InteractiveShell) -> None:
+def test_what_a_failed_cell_gave_to_the_shell_is_told_of_the_healed_one(shell: InteractiveShell) -> None:
     assert run(shell, NEEDS + "\ncounted, shell = [], get_ipython()")[0].success
     with third_loss_fails():
         assert not run(shell, TELLING)[0].success
     said(shell, "%oomdoctor fix chunked_forward")
-    assert known().outcome.kind is OutcomeKind.REFUSED
+    assert (known().outcome.kind, known().outcome.state) == (OutcomeKind.HEALED, State.UNVERIFIED)
     for name in ("callbacks of post_run_cell", "line magics", "input_transformers_post"):
-        assert f"the {name} were changed, and are not put back" in str(known().outcome.why), known().outcome
-    shell.events.callbacks["post_run_cell"].pop()
-    shell.input_transformers_post.pop()
+        assert f"the {name} differ from before the cell, and are not put back" in str(known().outcome.why)
+    assert "the line magics" in said(shell, "%oomdoctor undo")
+    for _ in range(2):
+        shell.events.callbacks["post_run_cell"].pop()
+        shell.input_transformers_post.pop()
 
 
 # What a retry has found to be wrong ---------------------------------------------------------------------------------
