@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
     from oomdoctor.fixes._chunked_loss import chunked_loss
     from oomdoctor.fixes._recompute import recompute
+    from oomdoctor.fixes._split import in_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.reporting import report
@@ -26,6 +27,7 @@ __all__ = [
     "chunked_loss",
     "explain",
     "heal",
+    "in_parts",
     "join_parts",
     "last_case",
     "load_ipython_extension",
@@ -43,6 +45,7 @@ _HOMES: Final = {
     "chunked_loss": "oomdoctor.fixes._chunked_loss",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
+    "in_parts": "oomdoctor.fixes._split",
     "join_parts": "oomdoctor.fixes._batch_parts",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",

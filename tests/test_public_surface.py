@@ -24,6 +24,7 @@ def test_the_surface_is_pinned():
         "chunked_loss",
         "explain",
         "heal",
+        "in_parts",
         "join_parts",
         "last_case",
         "load_ipython_extension",

@@ -1,19 +1,33 @@
-"""What is asked before the samples of a batch are run in parts: whether they can be, and in how many."""
+"""Batches run in parts: whether they can be, in how many, and the calls of models that are given parts of one."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.kinds import child_path
+from oomdoctor.program import import_lines, rewriting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
     from oomdoctor.model.evidence import Evidence
+    from oomdoctor.model.fix import Patch
+    from oomdoctor.model.session import Cells
+    from oomdoctor.model.site import Site
+
+_TO_DEVICE: Final = m.Call(func=m.Attribute(attr=m.Name("cuda")), args=[]) | m.Call(
+    func=m.Attribute(attr=m.Name("to")),
+    args=[m.Arg(m.SimpleString() | m.Name(m.MatchRegex(r"(?i)(\w*_)?dev(ice)?")), keyword=None)],
+)
+_OTHERWISE: Final = (".generate", ".forward")
+"""Ends of what is called where a model is not simply called."""
 
 
 def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
@@ -72,3 +86,35 @@ def no_more_than_samples(counts: Sequence[int], evidence: Evidence) -> list[int]
     batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
     fitting = [count for count in counts if not batches or count <= max(batches)]
     return fitting or Refused("the batch has one sample: there is nothing to split")
+
+
+def called_in_parts(cells: Cells, code: CodeFacts, parts: int, *, moves: bool = False) -> Patch | Refused:
+    """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model in what the failing cell runs.
+
+    Args:
+        moves: let it move the parts of what a call moves to the device.
+    """
+    sites = [
+        one
+        for one in code.sites.get("half_weights", ())
+        if one.kind == "run" and not one.names[-1].endswith(_OTHERWISE)
+    ]
+    if any("in_parts(" in cell.source for cell in cells.history):
+        return Refused("a model is given parts of the batch already")
+    if not sites:
+        return Refused("no call of a model was found in what the failing cell runs")
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module:
+        name = import_lines.name_for("oomdoctor", "in_parts", cells.beside(cells.get(here[0].cell)), "model_in_parts")
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for call in rewriting.within(parsed.module, cst.Call):
+            text = ast.unparse(ast.parse(rewriting.text_of(call.func), mode="eval"))
+            if any((one.line, one.names[-1]) == (parsed.lines_of(call)[0], text) for one in here):
+                changes[call.func] = cst.parse_expression(f"{name}({rewriting.text_of(call.func)}, {parts})")
+                first = call.args[0].value if call.args else None
+                if moves and isinstance(first, cst.Call) and m.matches(first, _TO_DEVICE):
+                    changes[first] = cst.ensure_type(first.func, cst.Attribute).value
+        imports = [import_lines.source_of("oomdoctor", "in_parts", name)]
+        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+    return rewriting.at_sites(cells, sites, change)

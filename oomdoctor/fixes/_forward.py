@@ -6,14 +6,9 @@ method as the original is, so that ``copy.deepcopy`` and ``pickle`` of a model i
 
 from __future__ import annotations
 
-import gc
-import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import wraps
-from types import MethodType
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -38,59 +33,6 @@ _NOT_REPLACEABLE: Final = {
 
 _REPEATABLE_HOOKS: Final = frozenset({"WeightNorm"})
 """Hooks of ``torch.nn.utils`` that only derive a weight from two others."""
-
-
-@contextmanager
-def replaced(modules: Iterable[Any], run: Run) -> Iterator[None]:
-    """Have every one of ``modules`` run its forward through ``run``; put back what was there on exit.
-
-    A copy of a module made meanwhile goes on through ``run`` as well, with itself in the module's place, and has its
-    class's own forward once the context is left.
-    """
-    done: list[tuple[dict[str, Any], Any, MethodType]] = []
-    in_place = [True]
-    try:
-        for module in modules:
-            held = vars(module)
-            before = held.get("forward", _MISSING)
-            held["forward"] = mine = _method(module, run, in_place)
-            done.append((held, before, mine))
-        yield
-    finally:
-        in_place[0] = False
-        for held, before, mine in reversed(done):
-            # What the user's code has put around it meanwhile stays, and reaches the original through it.
-            if held.get("forward") is mine:
-                if before is _MISSING:
-                    del held["forward"]
-                else:
-                    held["forward"] = before
-        _forget_copies([mine.__func__ for _, _, mine in done])
-
-
-def _forget_copies(functions: list[Any]) -> None:
-    """Take from copies of modules the forward that they were copied with."""
-    for method in gc.get_referrers(*functions) if functions else ():
-        if type(method) is MethodType and isinstance(method.__self__, torch.nn.Module):
-            held = vars(method.__self__)
-            if held.get("forward") is method:
-                del held["forward"]
-
-
-def _method(module: Any, run: Run, in_place: list[bool]) -> MethodType:
-    original: Forward = module.forward
-
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = original if self is module else MethodType(type(self).forward, self)
-        return run(self, inner, args, kwargs) if in_place[0] else inner(*args, **kwargs)
-
-    # Libraries read which arguments a forward takes; of a method, ``inspect`` leaves the first one out.
-    with suppress(TypeError, ValueError):
-        taken = inspect.signature(original)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = taken.replace(parameters=[own, *taken.parameters.values()])  # type: ignore[attr-defined]
-    return MethodType(forward, module)
 
 
 def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = None) -> None:
@@ -119,21 +61,6 @@ def compiled(path: str, module: Any) -> str | None:
         if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
             return name
     return None
-
-
-def splittable(models: Iterable[tuple[str, Any]], also: dict[str, str]) -> list[tuple[str, Any]]:
-    """Return those of the models, with their paths, that have parameters, each of which can be run in parts.
-
-    Raises:
-        OomDoctorError: there are none, or the forward of one cannot be replaced, for the reasons in ``also`` as well.
-    """
-    found = [(path, model) for path, model in models if any(True for _ in model.parameters())]
-    if not found:
-        raise OomDoctorError("no model was found among the names of the notebook")
-    for path, model in found:
-        refuse_unless_plain(path, model, also)
-        refuse_hooks(path, model, own=False)
-    return found
 
 
 def refuse_hooks(path: str, module: Any, *, own: bool) -> None:

@@ -1,5 +1,6 @@
-"""Forwards of live models run over parts of the batch: arguments are split, and outputs put together again.
+"""Calls of a model run over parts of the batch: arguments are split, and outputs put together again.
 
+``in_parts(model, 4)(x)`` gives what ``model(x)`` does. With gradients, each part is recomputed in the backward pass.
 What cannot be told is refused: a tensor counts as batched, as not batched, or the call is not split. Dimension 0 of
 the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show. A
 forward that changes state of its own, or draws random numbers without dropout, is refused as it runs.
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -25,71 +25,62 @@ _DATA_PARALLEL: Final = {"DistributedDataParallel": "it exchanges gradients or b
 _ATOMS: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
-@contextmanager
-def forwards_in_parts(models: Sequence[tuple[str, Any]], parts: int, *, with_gradients: bool) -> Iterator[None]:
-    """Split every forward of ``models``, given with their paths; undone on exit.
+def in_parts(model: Any, parts: int) -> Callable[..., Any]:
+    """Return ``model`` as a function that runs it over ``parts`` of the batch, each recomputed in the backward pass.
 
     Args:
-        with_gradients: split those with gradients as well, each part recomputed in the backward pass.
+        model: a ``torch.nn.Module``, called with tensors of which the first has the batch in dimension 0. Where that
+            one is in host memory and the model on a device, its parts are moved there one by one.
+        parts: how many; one of a batch of a single sample.
 
     Raises:
-        OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
-            it does to them cannot be split.
+        OomDoctorError: it is compiled, replicated or sharded, or has forward hooks below it; raised by a call whose
+            arguments or output cannot be split, or that changes what it would for each part.
     """
-    found = _forward.splittable(models, _DATA_PARALLEL)
-    run = _InParts({id(model): path for path, model in found}, parts, with_gradients=with_gradients).run
-    with _forward.replaced([model for _, model in found], run):
-        yield
+    path = type(model).__name__
+    _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
+    _forward.refuse_hooks(path, model, own=False)
+    return _InParts(path, model, parts)
 
 
 class _InParts:
-    """Runs forwards in parts."""
+    """Runs a model in parts, and those within it whole."""
 
-    def __init__(self, paths: dict[int, str], parts: int, *, with_gradients: bool) -> None:
-        self._paths, self._parts, self._with_gradients = paths, parts, with_gradients
-        self._inside = False
+    inside = False
 
-    def run(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __init__(self, path: str, model: Any, parts: int) -> None:
+        self._path, self._model, self._parts = path, model, parts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward: whole where it is part of another one already split, or where there is one sample."""
-        if self._inside or (torch.is_grad_enabled() and not self._with_gradients):
-            return forward(*args, **kwargs)
-        path = self._paths.get(id(module), type(module).__name__)
-        call = divide(path, args, kwargs)
-        if call.rows < 2:
-            return forward(*args, **kwargs)
-        drops = _forward.active_dropout(module)
-        if drops and not self._with_gradients:
-            raise OomDoctorError(f"{path} is not split: it is in training mode, and drops other values for each part")
-        _forward.refuse_batch_norm(path, module)
-        devices = _forward.devices(module)
-        watch, marks = _recompute.StateWatch(path, module), _forward.rng_marks(devices)
+        if _InParts.inside or (call := divide(self._path, args, kwargs)).rows < 2:
+            return self._model(*args, **kwargs)
+        _forward.refuse_batch_norm(self._path, self._model)
+        devices = _forward.devices(self._model)
+        watch, marks = _recompute.StateWatch(self._path, self._model), _forward.rng_marks(devices)
         most = -(-call.rows // self._parts)
         rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
-        whole = gathered(path, self._each(path, module, self._whole(forward), call), rows)
+        whole = gathered(self._path, self._each(call, devices[0] if len(devices) == 1 else None), rows)
         if (changed := watch.changed()) is not None:
-            raise OomDoctorError(f"{path} is not split: its forward changes {changed}, which it would for each part")
-        if not drops and marks != _forward.rng_marks(devices):
-            raise OomDoctorError(f"{path} is not split: its forward draws random numbers, others for each part")
+            raise OomDoctorError(f"{self._path} is not split: its forward changes {changed}, as it would for each part")
+        if not _forward.active_dropout(self._model) and marks != _forward.rng_marks(devices):
+            raise OomDoctorError(f"{self._path} is not split: its forward draws random numbers, others for each part")
         return whole
 
-    def _each(self, path: str, module: Any, forward: Any, call: Divided) -> Iterator[Any]:
-        for args, kwargs in call.chunks(self._parts):
+    def _each(self, call: Divided, device: torch.device | None) -> Iterator[Any]:
+        for args, kwargs in call.chunks(self._parts, device):
             if torch.is_grad_enabled():
-                yield _recompute.recomputed(path, module, forward, args, kwargs)
+                yield _recompute.recomputed(self._path, self._model, self._whole, args, kwargs)
             else:
-                yield forward(*args, **kwargs)
+                yield self._whole(*args, **kwargs)
 
-    def _whole(self, forward: Any) -> Any:
-        """Return ``forward`` with nothing split below it, in the backward pass as well."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outside, self._inside = self._inside, True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._inside = outside
-
-        return run
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with nothing split below it, in the backward pass as well."""
+        outside, _InParts.inside = _InParts.inside, True
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            _InParts.inside = outside
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,23 +89,26 @@ class Divided:
 
     Attributes:
         rows: size of the batch.
+        first: at which place of ``leaves`` the tensor is that tells it.
     """
 
     rows: int
+    first: int
     leaves: tuple[Any, ...] = dataclasses.field(repr=False)
     batched: tuple[bool, ...]
     form: Any = dataclasses.field(repr=False)
 
-    def chunks(self, count: int) -> list[Call]:
-        """Return the calls for ``count`` parts of the batch, cut as ``Tensor.chunk`` does."""
+    def chunks(self, count: int, device: torch.device | None = None) -> Iterator[Call]:
+        """Yield the calls for ``count`` parts of the batch, cut as ``Tensor.chunk`` does, the first tensor moved."""
         rows = -(-self.rows // count)
-        return [self.part(start, min(start + rows, self.rows)) for start in range(0, self.rows, rows)]
-
-    def part(self, start: int, stop: int) -> Call:
-        """Return the call for the rows from ``start`` up to ``stop``; its tensors are views."""
-        cut = [leaf[start:stop] if batched else leaf for leaf, batched in zip(self.leaves, self.batched, strict=True)]
-        args, kwargs = pytree.tree_unflatten(cut, self.form)
-        return tuple(args), dict(kwargs)
+        for start in range(0, self.rows, rows):
+            leaves = list(self.leaves)
+            for at in (at for at, is_batched in enumerate(self.batched) if is_batched):
+                leaves[at] = leaves[at][start : start + rows]
+            if device is not None and leaves[self.first].device.type == "cpu":
+                leaves[self.first] = leaves[self.first].to(device)
+            args, kwargs = pytree.tree_unflatten(leaves, self.form)
+            yield tuple(args), dict(kwargs)
 
 
 def divide(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Divided:
@@ -130,7 +124,8 @@ def divide(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Divided:
     if any(isinstance(value, list | PackedSequence) for value in (*args, *kwargs.values())):
         raise OomDoctorError(f"{path} was called with a list or a packed sequence, which is not split")
     batched = tuple(_is_batched(path, leaf, first) for leaf in leaves)
-    return Divided(rows=first.shape[0], leaves=tuple(leaves), batched=batched, form=form)
+    at = next(at for at, leaf in enumerate(leaves) if leaf is first)
+    return Divided(rows=first.shape[0], first=at, leaves=tuple(leaves), batched=batched, form=form)
 
 
 def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:

@@ -8,19 +8,16 @@ programs shows. A forward that draws random numbers without dropout that was ann
 returns what is not made of rows for the samples (a loss) is refused as it runs. BatchNorm in training mode is refused
 before.
 
-In the source, the call is rewritten where it stands. The first argument is taken for batch-first and the output for one
-tensor; calls that plainly are not so are refused.
+In the source, ``model(x)`` becomes ``in_parts(model, 4)(x)`` wherever the failing cell calls a model, in functions and
+modules of the user's as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
-from oomdoctor.fixes._chunked_calls import rewrite
-from oomdoctor.fixes._chunks import couples, no_more_than_samples, takes_note
+from oomdoctor.fixes._chunks import called_in_parts, couples, no_more_than_samples, takes_note
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -28,7 +25,7 @@ from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
+    from oomdoctor.model.session import Cells
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -70,28 +67,14 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     )
 
 
-@contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
-    """Split the forward of every model of the session; undone on exit.
-
-    Raises:
-        OomDoctorError: no model can be split; raised by a call of the model where its arguments, its output or what
-            it does to them cannot be split.
-    """
-    from oomdoctor.fixes._split import forwards_in_parts
-
-    with forwards_in_parts(list(session.modules), dose.number("chunks"), with_gradients=True):
-        yield
-
-
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Rewrite the model's calls in the failing step."""
+    """Have the calls of models in what the failing cell runs made over parts of the batch."""
     for model in evidence.code.models:
         if (why := couples(model) or takes_note(model, own=True)) is not None:
             return Refused(why)
     if (why := why_not_training(evidence)) is not None:
         return Refused(why)
-    return rewrite(cells, evidence, dose.number("chunks"))
+    return called_in_parts(cells, evidence.code, dose.number("chunks"))
 
 
 FIX: Final = Fix(
@@ -102,6 +85,6 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="one more forward",
     propose=propose,
-    apply=apply,
+    apply=None,
     patch=patch,
 )

@@ -24,7 +24,6 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._precision_dtype import native
-from oomdoctor.fixes._seen import root
 from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
@@ -51,6 +50,8 @@ _MAY_BE_TENSORS: Final = (cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.
 _CONSTANTS: Final = (cst.BaseNumber, cst.BaseString)
 _NO_FLOATS: Final = words.names_of(Result.NUMBER, Result.DISCRETE, Result.TRUNCATED, Result.NEW) | {"float", "double"}
 """Calls that give no tensor of 16 bits, whatever they are given."""
+_PATH: Final = re.compile(r"(local `)?([^\W\d]\w*)")
+"""The name that a path of the census begins with."""
 _DIGITS: Final = {"bfloat16": 8, "float16": 11}
 _TRAINS: Final = {
     "half_weights": "the failing cell trains, and small updates would be lost in weights of 16 bits",
@@ -65,7 +66,7 @@ def _detect(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 
 def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Site]:
-    known = {path for path, _ in objects.modules}
+    known = dict(objects.modules)
     for scope in program.running:
 
         def path_of(call: ast.Call, scope: Any = scope) -> str | None:
@@ -73,6 +74,8 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
             if isinstance(func, ast.Attribute) and func.attr == "generate":
                 call = ast.Call(func=func.value, args=[], keywords=[])
             path = models.path(scope, call)
+            if scope.owner and path is not None and path.startswith("self."):
+                path = next((one for one in known if one.endswith(path.removeprefix("self"))), None)
             return path if path in known else None
 
         flow = Flow(
@@ -213,7 +216,9 @@ def _is_floating(node: cst.BaseExpression, evidence: Evidence) -> bool:
     names = {part.value for part in (node, *within(node, cst.Name)) if isinstance(part, cst.Name)}
     typed = [held for held in evidence.census.holdings if held.dtype]
     # In a loop that does not train, the census does not know the batch from other tensors of the user's.
-    seen = [held for held in typed if root(held) in names] or [held for held in typed if held.role is Role.BATCH]
+    seen = [held for held in typed if (found := _PATH.match(held.path)) and found[2] in names] or [
+        held for held in typed if held.role is Role.BATCH
+    ]
     kinds = {str(held.dtype).removeprefix("torch.").startswith(("float", "bfloat")) for held in seen}
     if len(kinds) != 1:
         raise Unfit(f"of which type `{text}` is was not seen")

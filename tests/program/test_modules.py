@@ -270,7 +270,7 @@ def fit(model, loader, optimizer):
         ("no_grad_eval", {}, "with torch.no_grad():"),
         ("set_to_none", {}, "optimizer.zero_grad(set_to_none=True)"),
         ("autocast", {"dtype": "bfloat16"}, "with torch.autocast("),
-        ("chunked_forward", {"chunks": 2}, "from torch.utils.checkpoint import checkpoint"),
+        ("chunked_forward", {"chunks": 2}, "in_parts(model, 2)(x)"),
     ],
 )
 def test_practices_of_a_module_are_mended_in_its_file(folder: Path, fix: str, dose: dict[str, Any], line: str) -> None:
