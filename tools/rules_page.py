@@ -111,13 +111,12 @@ def _cell(text: str) -> str:
 
 def _section(rule: Rule) -> str:
     file = rule.file
-    matches = [file.match] if isinstance(file.match, str) else file.match
     source = f"../{Path(rule.path).relative_to(locate().parent).as_posix()}"
     lines = [
         f"\n### {file.id}\n",
         f"**{file.title}.** {_one_line(file.what)}",
         f"*Why.* {_one_line(file.why)}",
-        "*Fires when*\n\n```\n" + "\nor ".join(map(_one_line, matches)) + "\n```",
+        "*Fires when*\n\n```\n" + "\nor ".join(map(_one_line, file.match)) + "\n```",
         "*Says*\n\n" + "\n".join(f"- {sentence}" for sentence in map(_sentence, file.because)),
         f"*May be wrong.* {_one_line(file.false_positives)}",
         f"*Cause* {file.cause.value} · *confidence* {file.confidence:.0%} · *since* {file.since} · [source]({source})",

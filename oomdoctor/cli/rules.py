@@ -122,10 +122,9 @@ def _story(rule: Rule) -> RenderableType:
 
 def _sections(rule: Rule) -> Iterator[tuple[str, str]]:
     file = rule.file
-    matches = [file.match] if isinstance(file.match, str) else file.match
     yield "What it looks at", file.what
     yield "Why it fills memory", file.why
-    yield "Fires when", "\nor ".join(match.strip() for match in matches)
+    yield "Fires when", "\nor ".join(match.strip() for match in file.match)
     yield "Says", "\n".join(file.because)
     yield "May be wrong", file.false_positives
     yield "Fixes", ", ".join(file.fixes) or "none that oomdoctor applies"

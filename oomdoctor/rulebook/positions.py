@@ -24,7 +24,15 @@ class _Loader(_Parser):  # type: ignore[misc]
         except yaml.YAMLError:
             raise
         except (ValueError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+            raise NotYaml(error, node.start_mark.line + 1) from None
+
+
+class NotYaml(ValueError):
+    """A text that is no plain YAML; the message says why in one line, and ``line`` where."""
+
+    def __init__(self, message: object, line: int) -> None:
+        super().__init__(f"this is not YAML: {' '.join(str(message).split())}")
+        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +63,32 @@ def parse(text: str) -> Document:
     """Return the document in ``text``.
 
     Raises:
-        yaml.YAMLError: it is no YAML, is nested too deeply, has more than one document, or a tag other than the plain
-            ones.
+        NotYaml: it is none, is nested too deeply, has an alias, more than one document, or a tag but the plain ones.
     """
-    _refuse_depth(text)
-    loader = _Loader(text)
     try:
+        _refuse_depth_and_aliases(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
-        _refuse_aliases(root)
         return Document(values=None if root is None else loader.construct_document(root), root=root)
-    finally:
-        loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise NotYaml(error.problem or error.context, mark.line + 1 if mark else 1) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise NotYaml("it has a character that cannot be printed", line) from None
 
 
-def _refuse_depth(text: str) -> None:
+def _refuse_depth_and_aliases(text: str) -> None:
+    """Refuse what is nested without end, and one value in several places: a few lines of those are a billion values."""
     depth = 0
     event: Any
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+    for event in yaml.parse(text, Loader=_Parser):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        wrong = "it has an alias (`*name`): write the value out" if isinstance(event, yaml.AliasEvent) else None
         if depth > _DEEPEST:
-            raise yaml.composer.ComposerError(
-                None, None, f"it is nested more than {_DEEPEST} levels deep", event.start_mark
-            )
-
-
-def _refuse_aliases(root: yaml.Node | None) -> None:
-    """Refuse a document in which one value stands in several places: a few lines of those are a billion values."""
-    seen: set[int] = set()
-    waiting = [] if root is None else [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, "it has an alias (`*name`): write the value out", node.start_mark
-            )
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            waiting += [one for pair in node.value for one in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
+            wrong = f"it is nested more than {_DEEPEST} levels deep"
+        if wrong:
+            raise NotYaml(wrong, event.start_mark.line + 1)
 
 
 def _child(node: yaml.Node | None, step: str | int) -> tuple[int, yaml.Node] | None:

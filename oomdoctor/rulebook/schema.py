@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable
+from math import isfinite
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from oomdoctor.errors import SizeError
 from oomdoctor.model.finding import Cause
+from oomdoctor.model.sizes import parse_size
+from oomdoctor.rulebook import sentences
+from oomdoctor.rulebook.context import Fact, Facts, kind_of
+from oomdoctor.rulebook.expressions import compiled
+
+T = TypeVar("T")
 
 
 def _printable(text: str) -> str:
@@ -24,9 +34,83 @@ def _of_one_line(text: str) -> str:
     return text
 
 
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Return a validator that keeps a value for which ``check`` raises no ValueError."""
+
+    def kept(value: T) -> T:
+        check(value)
+        return value
+
+    return AfterValidator(kept)
+
+
+def _refuse_sentence(text: str) -> None:
+    if problems := sentences.problems(text):
+        raise ValueError("; ".join(problems))
+
+
+def _refuse_address(text: str) -> None:
+    """Refuse what could not be asked for: a scheme of the web, a host with a dot in it, nothing that cannot be in one.
+
+    ``urlsplit`` raises a ValueError of its own for some.
+    """
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname or ""
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in {"http", "https"} or "." not in host.strip(".") or any(map(str.isspace, text)):
+        raise ValueError(f"{text!r} is no address: it begins with http:// or https:// and names a host")
+
+
+def _known_fix(fix: str, info: ValidationInfo) -> str:
+    known = (info.context or {}).get("fixes")
+    if known is not None and fix not in known:
+        raise ValueError(f"there is no fix {fix!r}")
+    return fix
+
+
+def facts_in(example: dict[str, dict[str, Any]]) -> Facts:
+    """Return the facts of an example, sizes as bytes.
+
+    Raises:
+        ValueError: there is no such fact, or it is of another kind.
+    """
+    return {
+        group: {name: _fact(f"{group}.{name}", value) for name, value in names.items()}
+        for group, names in example.items()
+    }
+
+
+def _fact(path: str, value: Any) -> Fact:
+    kind = kind_of(path)
+    if kind is None:
+        raise ValueError(f"there is no fact {path!r}")
+    if kind is float and isinstance(value, str):
+        try:
+            return parse_size(value)
+        except SizeError as error:
+            raise ValueError(str(error)) from None
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ValueError(f"{path} is {'a number' if kind is float else 'a word' if kind is str else 'true or false'}")
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{path} is a number that can be measured, and {value} is none")
+    return cast("Fact", value)
+
+
+def _several(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+def _refuse_twins(given: list[str]) -> None:
+    twin = next((one for at, one in enumerate(given) if one in given[:at]), None)
+    if twin is not None:
+        raise ValueError(f"{twin!r} is there twice")
+
+
 _Text: TypeAlias = Annotated[str, Field(min_length=1, strict=True), AfterValidator(_printable)]
 _Line: TypeAlias = Annotated[_Text, AfterValidator(_of_one_line)]
-_Facts: TypeAlias = dict[str, dict[str, Any]]
+_Facts: TypeAlias = Annotated[dict[str, dict[str, Any]], _checked(facts_in)]
 
 
 class Examples(BaseModel):
@@ -62,12 +146,12 @@ class RuleFile(BaseModel):
     title: _Line
     what: _Text
     why: _Text
-    match: _Text | Annotated[list[_Text], Field(min_length=1)]
+    match: Annotated[list[Annotated[_Text, _checked(compiled)]], BeforeValidator(_several), Field(min_length=1)]
     confidence: Annotated[float, Field(gt=0, le=1, strict=True)]
     cause: Cause
-    because: Annotated[list[_Line], Field(min_length=1)]
+    because: Annotated[list[Annotated[_Line, _checked(_refuse_sentence)]], Field(min_length=1)]
     false_positives: _Text
-    fixes: list[_Line]
+    fixes: Annotated[list[Annotated[_Line, AfterValidator(_known_fix)]], _checked(_refuse_twins)]
     see: list[_Line] = []
-    references: list[_Line]
+    references: Annotated[list[Annotated[_Line, _checked(_refuse_address)]], _checked(_refuse_twins)]
     examples: Examples

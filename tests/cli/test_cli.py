@@ -119,7 +119,7 @@ def test_rules_check_tells_each_fault_with_its_place(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("id: mine\nmatch: incident.nope > 1\n")
     assert main(["rules", "check", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"{tmp_path / 'mine.yaml'}:2: the expression is refused: unknown attribute: 'nope'" in out
+    assert f"{tmp_path / 'mine.yaml'}:2: match.0: the expression is refused: unknown attribute: 'nope'" in out
     assert main(["rules", "check", "--json", str(tmp_path)]) == 1
     assert json.loads(capsys.readouterr().out)["faults"][0]["line"] == 1
 

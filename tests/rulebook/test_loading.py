@@ -97,7 +97,7 @@ def test_a_good_file_has_no_faults(check):
         ("references: []", "references: ['ftp://a.org/b']", 13, "is no address"),
         ("references: []", "references: ['https://a.org/b c']", 13, "is no address"),
         ("references: []", "references: ['https://[a.org']", 13, "is no address"),
-        ("references: []", "references:\n  - https://a.org/b\n  - https://a.org/b", 15, "is there twice"),
+        ("references: []", "references:\n  - https://a.org/b\n  - https://a.org/b", 13, "is there twice"),
         ("title: Too big", "title: '  '", 3, "nothing in it"),
         ("title: Too big", 'title: "\\e[31mred"', 3, "cannot be printed"),
         ("title: Too big", 'title: "a\\nb"', 3, "more than one line"),
