@@ -23,7 +23,6 @@ Forward: TypeAlias = Callable[..., Any]
 Run: TypeAlias = Callable[[Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """Runs ``forward`` of a module in its own way: ``run(module, forward, args, kwargs)``."""
 
-_MISSING: Final = object()
 _NOT_REPLACEABLE: Final = {
     "DataParallel": "nn.DataParallel copies the model with its replaced forward to every device",
     "FullyShardedDataParallel": "the parameters are sharded, and gathered by hooks around each forward",

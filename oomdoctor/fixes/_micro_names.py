@@ -9,7 +9,8 @@ from typing import Final
 
 from oomdoctor.fixes._chunks import model_facts
 from oomdoctor.fixes._samples import LossForm, called, loss_made_by
-from oomdoctor.fixes._step import Split, unmoved
+from oomdoctor.fixes._step import Split
+from oomdoctor.fixes._step_statements import unmoved
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.program.book import Book
 from oomdoctor.program.dataflow import bound, reads

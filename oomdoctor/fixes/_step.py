@@ -9,22 +9,36 @@ whole is right is not proved here: the trial of both programs tells.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from oomdoctor.fixes._samples import CannotSplit, LossForm, Samples, Shape, Value, called
-from oomdoctor.program import words
+from oomdoctor.fixes._step_statements import (
+    MOVES,
+    TO_DEVICE,
+    behind_backward,
+    binds_of,
+    counts_only,
+    data_of,
+    is_literal,
+    key_of,
+    kind_of_batch,
+    loss_of,
+    makes_tensor,
+    moves_only,
+    only_counted,
+    order_of,
+    reads_of,
+    takes_out,
+    units_of,
+)
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of
 from oomdoctor.program.regions import Region, backwards_in, read_before
-from oomdoctor.program.words import Result
 
 _WEIGHED: Final = {"rows": Value(shape=Shape.MEAN), "sum": Value(shape=Shape.SUM)}
-_MOVES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
-_TO_DEVICE: Final = frozenset({"to", "cuda"})
-_ROWS_OF: Final = _MOVES | words.names_of(Result.DETACHED, Result.NUMBER, Result.NEW)
 _SCALARS: Final = {Shape.MEAN, Shape.SUM}
 
 
@@ -109,16 +123,16 @@ class _Planner:
 
     def __init__(self, region: Region, split: Split, *, late: bool, shared: Collection[str] = ()) -> None:
         self._region, self._split, self._shared = region, split, set(shared)
-        self.units = list(_units(region.body))
-        self._backwards = {id(unit): _loss_of(unit.value) for unit in self.units if backwards_in(unit)}  # type: ignore[attr-defined]
+        self.units = list(units_of(region.body))
+        self._backwards = {id(unit): loss_of(unit.value) for unit in self.units if backwards_in(unit)}  # type: ignore[attr-defined]
         names = [ast.unparse(loss) for loss in self._backwards.values() if called(loss)]
         if names and len(self._backwards) > 1:
             raise CannotSplit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
-        self._behind = {id(unit) for node in region.body for unit in _behind(node)}
+        self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
         self.leading = self._lead()
         self._graph = self._with_graph()
-        batch = {name for unit in self.units if id(unit) in self.leading for name in _reads(unit)} & {*split.batch}
+        batch = {name for unit in self.units if id(unit) in self.leading for name in reads_of(unit)} & {*split.batch}
         self._batch = tuple(name for name in split.batch if name in batch)
         self._is_late = bool(self._graph) and (late or not batch or self._is_given_more())
 
@@ -137,13 +151,13 @@ class _Planner:
             if not more <= hoisted or not counting <= both:
                 hoisted, both = hoisted | more, (both | counting) - more
                 continue
-            written = {name for unit in inner for name in _binds(unit)}
+            written = {name for unit in inner for name in binds_of(unit)}
             loose = read_before(inner, certain=False) & written - {*names}
             if not loose:
                 break
             for name in sorted(loose):
-                made = [unit for unit in self.units if places[id(unit)] == "before" and name in _binds(unit)]
-                if made and _is_literal(made[-1]) and id(made[-1]) not in again:
+                made = [unit for unit in self.units if places[id(unit)] == "before" and name in binds_of(unit)]
+                if made and is_literal(made[-1]) and id(made[-1]) not in again:
                     again.add(id(made[-1]))
                 elif name in carried or name in self._split.plain:
                     raise CannotSplit(f"`{name}` is carried from one part to the next")
@@ -171,7 +185,7 @@ class _Planner:
             masks_targets=split.masks_targets or weigh == "counted",
             functions=split.functions,
         )
-        kind = _kind(inner, names, split.functions)
+        kind = kind_of_batch(inner, names, split.functions)
         shape = Shape.ROWS if kind == "tensors" else Shape.BATCH
         samples.names.update({name: Value(shape=shape, entries=name) for name in names})
         forms = dict[int, Value]()
@@ -199,7 +213,7 @@ class _Planner:
             gathered=tuple(sorted(wanted - dict(summed).keys())),
             carried=tuple(name for name in carried if name in used or top_level),
             summed=summed,
-            key="" if kind == "tensors" else _key(inner, names[0]),
+            key="" if kind == "tensors" else key_of(inner, names[0]),
             dim=split.dim,
             is_plain=not split.dim and not carried and self._is_given(names, places),
         )
@@ -207,11 +221,11 @@ class _Planner:
     def _is_given_more(self) -> bool:
         """Tell whether a model is given tensors that the region makes and not of the batch, as labels and noise."""
         graph = [unit for unit in self.units if id(unit) in self._graph]
-        given, tainted = {name for unit in graph for name in _data(unit, self._batch)}, {*self._batch}
+        given, tainted = {name for unit in graph for name in data_of(unit, self._batch)}, {*self._batch}
         for unit in self.units:
-            if _reads(unit) & tainted or id(unit) in self._graph:
-                tainted |= _binds(unit)
-            elif bound(unit) & given and _makes_tensor(unit):
+            if reads_of(unit) & tainted or id(unit) in self._graph:
+                tainted |= binds_of(unit)
+            elif bound(unit) & given and makes_tensor(unit):
                 return True
         return False
 
@@ -219,16 +233,16 @@ class _Planner:
         """Tell whether all names come from the loop or the caller, or are moved from there."""
         taken, takes = self._unpacked()
         made = [unit for unit in self.units if places[id(unit)] == "before" and id(unit) not in takes]
-        made = [unit for unit in made if not _moves_only(unit, _MOVES)]
+        made = [unit for unit in made if not moves_only(unit, MOVES)]
         return {*names} <= {*self._split.batch, *taken} and not any(bound(unit) & {*names} for unit in made)
 
     def _lead(self) -> set[int]:
         """Return the statements that lead to the loss."""
         needed, found = set[str](), set[int]()
         for unit in reversed(self.units):
-            if id(unit) in self._backwards or _binds(unit) & needed:
+            if id(unit) in self._backwards or binds_of(unit) & needed:
                 found.add(id(unit))
-                needed |= _reads(unit)
+                needed |= reads_of(unit)
         return found
 
     def _with_graph(self) -> set[int]:
@@ -236,9 +250,9 @@ class _Planner:
         names, found = set[str](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
-            if id(unit) in self.leading and not off and (self._split.makes_graph(unit) or _reads(unit) & names):
+            if id(unit) in self.leading and not off and (self._split.makes_graph(unit) or reads_of(unit) & names):
                 found.add(id(unit))
-                names |= _binds(unit)
+                names |= binds_of(unit)
         return found
 
     def _begin(self, taken: tuple[str, ...], hoisted: set[int]) -> tuple[str, ...]:
@@ -247,7 +261,7 @@ class _Planner:
             return taken
         graph = [unit for unit in self.units if id(unit) in (self._graph or self.leading) - hoisted]
         made = {name for unit in graph for name in bound(unit)}
-        given = (name for unit in graph for name in _data(unit, self._batch))
+        given = (name for unit in graph for name in data_of(unit, self._batch))
         return tuple(name for name in given if name not in made and name not in self._split.plain)
 
     def _made(self, hoisted: set[int]) -> tuple[str, ...]:
@@ -259,8 +273,8 @@ class _Planner:
         out, places = list[str](), set[int]()
         for name in self._batch:
             readers = [unit for unit in self.units if name in reads(unit)]
-            takes = [unit for unit in readers if isinstance(unit, ast.Assign) and _takes_out(unit, name)]
-            got = [one for unit in takes for one in _order(unit.targets[0])]
+            takes = [unit for unit in readers if isinstance(unit, ast.Assign) and takes_out(unit, name)]
+            got = [one for unit in takes for one in order_of(unit.targets[0])]
             if takes and len(takes) == len(readers) and name not in got:
                 out += got
                 places |= {id(unit) for unit in takes}
@@ -274,9 +288,9 @@ class _Planner:
         behind: list[ast.stmt] = []
         for at, unit in enumerate(self.units):
             leads, is_apart = id(unit) in self.leading, id(unit) in hoisted
-            depends = id(unit) in self._graph or bool(_reads(unit) & tainted)
+            depends = id(unit) in self._graph or bool(reads_of(unit) & tainted)
             depends = id(unit) in again or id(unit) in self._backwards or (depends and not is_apart)
-            late = {name for other in behind for name in _reads(other)} & _binds(unit)
+            late = {name for other in behind for name in reads_of(other)} & binds_of(unit)
             if id(unit) in self._behind:
                 depends, leads = True, False
             if not depends and (is_apart or not late):
@@ -284,10 +298,10 @@ class _Planner:
                 continue
             if leads and not depends:
                 raise CannotSplit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
-            anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in _binds(one)}
-            is_inner = leads or (id(unit) not in self._behind and bool(_reads(unit) & tainted & anew))
+            anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
+            is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
             places[id(unit)] = "inner" if is_inner else "after"
-            tainted |= _binds(unit) if depends else set()
+            tainted |= binds_of(unit) if depends else set()
             behind.append(unit)
             if not is_inner:
                 self._check_after(unit)
@@ -332,189 +346,16 @@ class _Planner:
         for unit in reversed(inner):
             if id(unit) in self._backwards:
                 continue
-            binds = _binds(unit) - {self._loss}
-            is_data = id(unit) not in self._graph if self._graph else _moves_only(unit, _MOVES) or _counts_only(unit)
+            binds = binds_of(unit) - {self._loss}
+            is_data = id(unit) not in self._graph if self._graph else moves_only(unit, MOVES) or counts_only(unit)
             if binds & wanted or (not is_data and binds & self._shared):
                 more.add(id(unit))
-                wanted |= _reads(unit)
-            elif is_data and _counts_only(unit) and binds & used:
+                wanted |= reads_of(unit)
+            elif is_data and counts_only(unit) and binds & used:
                 counting.add(id(unit))
             elif is_data and (found := binds & used):
-                moves = _moves_only(unit, _TO_DEVICE) and found <= {*names}
-                if not moves or not all(_only_counted(rest, name) for name in found):
+                moves = moves_only(unit, TO_DEVICE) and found <= {*names}
+                if not moves or not all(only_counted(rest, name) for name in found):
                     more.add(id(unit))
-                    wanted |= _reads(unit)
+                    wanted |= reads_of(unit)
         return counting, more
-
-
-def _units(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements, those of a branch with ``backward`` one by one."""
-    for node in body:
-        if backwards_in(node) and not isinstance(node, ast.Expr):
-            for block in blocks_of(node):
-                yield from _units(block)
-        else:
-            yield node
-
-
-def _behind(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements of a branch that stand behind its backward pass."""
-    for block in blocks_of(node) if backwards_in(node) else ():
-        found = [bool(backwards_in(one)) for one in block]
-        yield from block[found.index(True) + 1 :] if any(found) else ()
-        for one in block:
-            yield from _behind(one)
-
-
-def _loss_of(call: ast.Call) -> ast.expr:
-    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
-        return call.args[0]
-    if call.args or call.keywords:
-        raise CannotSplit("backward is called with arguments")
-    if isinstance(receiver, ast.Call) and words.last_name(receiver) == "scale" and len(receiver.args) == 1:
-        return receiver.args[0]
-    return receiver
-
-
-def _parts(node: ast.stmt, context: type[ast.expr_context]) -> set[str]:
-    """Return the dotted attributes that a statement reads or sets."""
-    return {
-        called(part) for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, context)
-    }
-
-
-def _reads(node: ast.stmt) -> set[str]:
-    return reads(node) | _parts(node, ast.Load)
-
-
-def _binds(node: ast.stmt) -> set[str]:
-    """Return what a statement binds, attributes among it, and the containers and tensors that it changes in place."""
-    changed = {
-        called(part.func.value)
-        for part in ast.walk(node)
-        if isinstance(part, ast.Call)
-        and isinstance(part.func, ast.Attribute)
-        and (part.func.attr in words.GATHERS - {"add"} or words.is_in_place(part.func.attr))
-    }
-    return (bound(node) | _parts(node, ast.Store) | changed) - {""}
-
-
-def _data(node: ast.stmt, indices: Collection[str]) -> Iterator[str]:
-    """Yield the names that a statement hands on or computes with, not what it calls or takes attributes of by name.
-
-    Args:
-        indices: names that hold positions of rows: what is subscripted with them stays whole.
-    """
-    apart = set[int]()
-    for part in ast.walk(node):
-        if isinstance(part, ast.Subscript) and reads(part.slice) & {*indices}:
-            apart |= {id(one) for one in ast.walk(part.value)}
-        if isinstance(part, ast.Call):
-            apart.add(id(part.func))
-            of = part.func.value if isinstance(part.func, ast.Attribute) else part.func
-            if not isinstance(part.func, ast.Attribute) or part.func.attr not in _ROWS_OF:
-                apart.add(id(of))
-        elif isinstance(part, ast.Attribute) and part.attr not in {"shape", "data"} and id(part) not in apart:
-            apart.add(id(part.value))
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and id(part) not in apart:
-            yield part.id
-
-
-def _is_literal(node: ast.stmt) -> bool:
-    """Tell whether a statement binds a name to a number or an empty container."""
-    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-    return isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple) and not reads(value)
-
-
-def unmoved(node: ast.expr, moves: frozenset[str] = _TO_DEVICE) -> ast.expr:
-    """Return what an expression moves, or itself."""
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in moves:
-        node = node.func.value
-    return node
-
-
-def _moves_only(node: ast.stmt, moves: frozenset[str]) -> bool:
-    if not isinstance(node, ast.Assign):
-        return False
-    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-    return all(isinstance(unmoved(value, moves), ast.Name) for value in values)
-
-
-def _only_counted(nodes: Iterable[ast.stmt], name: str) -> bool:
-    """Whether statements ask ``name`` for its length alone, which a move to a device leaves as it is."""
-    counts = {f"len({name})", f"{name}.size(0)", f"{name}.shape[0]"}
-    return all(
-        sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
-        == sum(ast.unparse(part) in counts for part in ast.walk(node) if isinstance(part, ast.expr))
-        for node in nodes
-    )
-
-
-def _makes_tensor(node: ast.stmt) -> bool:
-    value = unmoved(node.value) if isinstance(node, ast.Assign) else None
-    return isinstance(value, ast.Call) and called(value.func).partition(".")[0] == "torch"
-
-
-def _counts_only(node: ast.stmt) -> bool:
-    """Tell whether a statement binds a name to a size of a tensor."""
-    value = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
-    match value:
-        case ast.Call(func=ast.Name(id="len")) | ast.Call(func=ast.Attribute(attr="size")):
-            return True
-        case ast.Subscript(value=ast.Attribute(attr="shape")):
-            return True
-    return False
-
-
-def _takes_out(node: ast.Assign, batch: str) -> bool:
-    target, value = node.targets[0], node.value
-    if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
-        return all(_is_item(unmoved(part), batch) for part in value.elts)
-    if isinstance(target, ast.Tuple):
-        return isinstance(value, ast.Name) and value.id == batch
-    return isinstance(target, ast.Name) and _is_item(unmoved(value), batch)
-
-
-def _is_item(node: ast.expr, batch: str) -> bool:
-    return (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == batch
-        and isinstance(node.slice, ast.Constant)
-    )
-
-
-def _order(target: ast.expr) -> list[str]:
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def _kind(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
-    if len(names) != 1:
-        return "tensors"
-    (name,) = names
-    for part in (part for node in block for part in ast.walk(node)):
-        if isinstance(part, ast.Subscript) and called(part.value) == name and isinstance(part.slice, ast.Constant):
-            return "dict" if isinstance(part.slice.value, str) else "list"
-        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == name:
-            return "dict"
-        if isinstance(part, ast.Call) and called(part.func) in {f"{name}.items", f"{name}.pop"}:
-            return "dict"
-        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
-            return "list"
-        if isinstance(part, ast.Call) and (function := functions.get(called(part.func))) is not None:
-            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-            given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
-            given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
-            inner = {one: node for one, node in functions.items() if node is not function}
-            found = _kind(function.body, given, inner) if given else "tensors"
-            if found != "tensors":
-                return found
-    return "tensors"
-
-
-def _key(block: Sequence[ast.stmt], name: str) -> str:
-    """Return the first constant that ``name`` is subscripted with, empty where there is none."""
-    parts = (part for node in block for part in ast.walk(node))
-    taken = (part for part in parts if isinstance(part, ast.Subscript) and called(part.value) == name)
-    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")

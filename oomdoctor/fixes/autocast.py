@@ -5,27 +5,232 @@ float32, so nothing else changes. Where it does not, float16 needs its gradients
 what belongs to it. ``BCELoss`` under autocast is refused by torch on CUDA, and only there: it is refused here, so that
 what was tried on a CPU holds on a GPU.
 
+The statements from the model's call to the loss go under ``torch.autocast``; the backward pass stays outside, as torch
+advises. With float16 the loss is scaled, gradients are unscaled before they are clipped, a step is taken by the scaler,
+and schedules that count steps count those that were taken. ``torch.autocast`` and ``GradScaler`` take the type of a
+device as text. It is named as the cells name their device, so that a changed step goes with them to another:
+``device.type`` of a ``torch.device``, the text itself where a string says it, ``torch.device(device).type`` where the
+cells do not show which of the two it is.
+
 There is no live form: loops that a library owns take their precision from its settings.
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html; ``torch.amp.autocast_mode.autocast`` refuses
+``cuda:0``.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Final
+
+import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
 from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
-from oomdoctor.fixes._precision_step import under_autocast
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.fixes._step_lines import StepLines, runs, step_lines
+from oomdoctor.fixes._unfit import Unfit, need, refusing
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import ancestors, bound, reads
+from oomdoctor.program.import_lines import knows_torch
+from oomdoctor.program.magics import parsed as tree_of
+from oomdoctor.program.names import parameters_of
+from oomdoctor.program.rewriting import apart, text_of, within
+
+_CLIPPING: Final = m.Name("clip_grad_norm_") | m.Name("clip_grad_value_") | m.Name("clip_grad_norm")
+_CLIP: Final = m.Call(func=_CLIPPING | m.Attribute(attr=_CLIPPING))
+_BACKWARD: Final = m.SimpleStatementLine([m.Expr(m.Call(func=m.Attribute(attr=m.Name("backward"))))])
+_SCHEDULE: Final = re.compile(r"\S*(sched|warmup|lr_)\S*\.step\(.*\)", re.IGNORECASE)
+_MOVED: Final = re.compile(r"\.to\((?:[^()]*\bdevice=)?([^\W\d][\w.]*)")
+_DEVICE: Final = re.compile(r"(torch\.)?device\(|.*\.device$")
+_TYPE: Final = re.compile(r"'\w+'( if .* else '\w+')?")
+_OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
+
+
+@refusing
+def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], device: str, dtype: str) -> Edit:
+    """Return the change of ``cell`` that runs the step of its ``loops`` under autocast.
+
+    Args:
+        device: the type of the device, ``cuda``.
+        dtype: ``bfloat16`` or ``float16``; with the latter a ``GradScaler`` is put in.
+    """
+    parsed = need(rewriting.read(cell.source))
+    if not knows_torch(cells.beside(cell)):
+        raise Unfit("the cells do not import `torch` by its name")
+    scaler, scale = (rewriting.fresh_name(name, cells) for name in ("scaler", "scale"))
+    trees = {one.number: tree for one in cells.history if (tree := tree_of(one.source)) is not None}
+    functions = [one for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    changes: dict[cst.CSTNode, rewriting.New] = {}
+    for facts in loops:
+        bodies = {one.name: ast.Module(body=one.body, type_ignores=[]) for one in functions}
+        helpers = {name for name, body in bodies.items() if runs(body, facts.models)}
+        step = step_lines(parsed, facts, helpers)
+        around = ancestors(parsed.tree, step.node)
+        step = _with_named_loss(step, {*facts.models, *helpers}, rewriting.fresh_name("loss", cells))
+        last = _last(step, around)
+        given = {name for one in around if isinstance(one, ast.FunctionDef) for name in parameters_of(one)}
+        there = _device_text(ast.unparse(step.node), given, trees.values(), device)
+        new = step.under(f"torch.autocast({there}, dtype=torch.{dtype})", last)
+        changes[step.loop] = _scaled(parsed, new, facts, scaler, scale) if dtype == "float16" else new
+    module = rewriting.exchange(parsed.module, changes)
+    if dtype != "float16":
+        return need(rewriting.edit(cells, cell, parsed, module))
+    if cell.file is not None:
+        raise Unfit(f"a scaler for float16 is made when {cell.name} is imported, which has run already")
+    at = parsed.module.body.index(rewriting.path_to(parsed, min(facts.line for facts in loops))[0])
+    before = [tree for number, tree in trees.items() if number < cell.number]
+    there = _device_text("", (), [*before, ast.Module(body=parsed.tree.body[:at], type_ignores=[])], device)
+    line = f"{scaler} = torch.amp.GradScaler({there})"
+    first = module.body[at]
+    (new_line,) = rewriting.statements(line + "\n", parsed)
+    blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(first, cst.FunctionDef | cst.ClassDef) else 0)
+    new_line = new_line.with_changes(leading_lines=getattr(first, "leading_lines", ()))
+    body = [*module.body[:at], new_line, first.with_changes(leading_lines=blank), *module.body[at + 1 :]]
+    return need(rewriting.edit(cells, cell, parsed, module.with_changes(body=body), [line]))
+
+
+def _backward(step: StepLines) -> tuple[int, ast.expr]:
+    """Return the line that calls ``backward``, and what it is called on."""
+    calls = [node for node in ast.walk(step.node) if isinstance(node, ast.Call) and _method(node) == "backward"]
+    if not calls:
+        raise Unfit("backward is called in a function that the loop calls, not by the loop itself")
+    if len(calls) != 1:
+        raise Unfit(f"the loop calls backward {len(calls)} times, not once")
+    (call,) = calls
+    at = next((i for i, one in enumerate(step.node.body) if isinstance(one, ast.Expr) and one.value is call), None)
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if _OWNERS.match(ast.unparse(receiver)):
+        raise Unfit(f"`{ast.unparse(receiver)}` takes its precision from its own settings")
+    return need(at, "backward is not called by a statement of the loop itself"), receiver
+
+
+def _with_named_loss(step: StepLines, runners: Collection[str], name: str) -> StepLines:
+    """Return the step with a name for its loss, where ``backward`` is called on what runs the model."""
+    at, receiver = _backward(step)
+    line = step.lines[at]
+    if not runs(receiver, runners) or not isinstance(line, cst.SimpleStatementLine):
+        return step
+    of = line.body[0].value.func.value  # type: ignore[attr-defined]
+    first, *_ = rewriting.statements(f"{name} = {text_of(of)}\n", step.parsed)
+    first = first.with_changes(leading_lines=line.leading_lines)
+    second = rewriting.exchange(line.with_changes(leading_lines=()), {of: cst.Name(name)})
+    node = copy(step.node)
+    text = f"{name} = {ast.unparse(receiver)}\n{name}.backward()"
+    node.body = [*node.body[:at], *ast.parse(text).body, *node.body[at + 1 :]]
+    return replace(step, node=node, lines=[*step.lines[:at], first, second, *step.lines[at + 1 :]])
+
+
+def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
+    """Return the line that binds the loss."""
+    at, receiver = _backward(step)
+    before = step.node.body[:at]
+    last = max((place for place, one in enumerate(before) if bound(one) & reads(receiver)), default=-1)
+    if last < step.first:
+        raise Unfit("the model and the loss are not called by statements of the loop itself")
+    made = {name for one in before[step.first : last + 1] for name in bound(one)}
+    scope = next((one for one in reversed(around) if isinstance(one, ast.FunctionDef)), around[0])
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call) and _method(node) == "numpy" and reads(node) & made:
+            raise Unfit(f"`{ast.unparse(node)}` needs `{min(reads(node) & made)}` in a precision that NumPy has")
+    return last
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _scaled(
+    parsed: rewriting.ParsedCell, loop: cst.For | cst.While, facts: TrainingLoop, scaler: str, scale: str
+) -> cst.For | cst.While:
+    """Return the loop with the scaler in its step: one optimizer, clipped once, and nothing else reads gradients."""
+    if len(facts.optimizers) != 1:
+        names = ", ".join(facts.optimizers) or "none that is known"
+        raise Unfit(f"the loop steps {len(facts.optimizers)} optimizers ({names}), and one can be scaled")
+    for node in within(loop, cst.Attribute):
+        if node.attr.value == "grad":
+            raise Unfit(f"`{text_of(node)}` is read while gradients are scaled")
+    several: dict[cst.CSTNode, rewriting.New]
+    several = {line: apart(line) for line in within(loop, cst.SimpleStatementLine) if len(line.body) > 1}
+    suites = [one for one in within(loop, cst.SimpleStatementSuite) if re.search(r"\.step\(|clip_grad", text_of(one))]
+    loop = rewriting.exchange(loop, several | {one: cst.IndentedBlock(body=apart(one)) for one in suites})
+    lines = {line: text_of(line.body[0]) for line in within(loop, cst.SimpleStatementLine)}
+    optimizer = facts.optimizers[0]
+    steps = [line for line, text in lines.items() if text == f"{optimizer}.step()"]
+    inner = (*within(loop, cst.For), *within(loop, cst.While))
+    nested = {line for one in inner for line in within(one, cst.SimpleStatementLine)}
+    if len(steps) != 1 or steps[0] in nested or text_of(loop).count(f"{optimizer}.step") != 1:
+        raise Unfit(f"`{optimizer}` is not stepped by one plain call of the loop itself")
+    block = next(list(one.body) for one in within(loop, cst.IndentedBlock) if steps[0] in one.body)
+    clips = [line for line in lines if m.findall(line, _CLIP)]
+    beside = {line for one in block for line in (one, *within(one, cst.SimpleStatementLine))}
+    if len(m.findall(loop, _CLIP)) > 1 or not beside.issuperset(clips):
+        raise Unfit("gradients are clipped apart from the step, so they would be unscaled more than once")
+    schedules = [line for line, text in lines.items() if _SCHEDULE.fullmatch(text)]
+    if bool(schedules) != ("schedule" in facts.order):
+        raise Unfit("which scheduler is stepped in the loop cannot be told")
+    for line in schedules:
+        if line not in block[block.index(steps[0]) :]:
+            raise Unfit(f"`{lines[line]}` does not follow the step of the optimizer")
+    kept = f"{scale} = {scaler}.get_scale()\n" if schedules else ""
+    changes: dict[cst.CSTNode, rewriting.New] = {
+        steps[0]: _lines(parsed, steps[0], f"{scaler}.step({optimizer})\n{kept}{scaler}.update()")
+    }
+    for line in clips:
+        first = _lines(parsed, line, f"{scaler}.unscale_({optimizer})")
+        changes[line] = [*first, line.with_changes(leading_lines=())]
+    for line in schedules:
+        test = f"if {scaler}.get_scale() >= {scale}:  # no step was taken if the gradients overflowed"
+        changes[line] = _lines(parsed, line, f"{test}\n    {lines[line]}")
+    for line in lines:
+        if m.matches(line, _BACKWARD):
+            of = line.body[0].value.func.value  # type: ignore[attr-defined]
+            plain = of.with_changes(lpar=(), rpar=()) if hasattr(of, "lpar") else of
+            changes[of] = cst.parse_expression(f"{scaler}.scale({text_of(plain)})")
+    return rewriting.exchange(loop, changes)
+
+
+def _lines(parsed: rewriting.ParsedCell, old: cst.SimpleStatementLine, text: str) -> list[rewriting.Statement]:
+    """Return statements that stand in the place of another one."""
+    first, *rest = rewriting.statements(text + "\n", parsed)
+    return [first.with_changes(leading_lines=old.leading_lines), *rest]
+
+
+def _device_text(loop: str, given: Collection[str], trees: Iterable[ast.Module], kind: str) -> str:
+    """Return the source text of the type of the device that ``loop`` moves its batches to, else ``kind`` in quotes.
+
+    Args:
+        loop: the text of the loop.
+        given: the parameters of the functions that it stands in.
+        trees: the cells.
+        kind: ``cuda``, as it was found to be.
+    """
+    trees = list(trees)
+    text = "\n".join(map(ast.unparse, trees))
+    moved = {name for name in _MOVED.findall(loop) if "dev" in name.lower()}
+    moved = moved or {name for name in _MOVED.findall(text) if "dev" in name.lower() and "." not in name}
+    name = min(moved, default="")
+    root = name.partition(".")[0]
+    if len(moved) != 1 or not (root in given or any(root in bound(tree) for tree in trees)):
+        return f'"{kind}"'
+    made = [one for tree in trees if root not in given for one in ast.walk(tree) if isinstance(one, ast.Assign)]
+    values = [ast.unparse(one.value) for one in made if name in map(ast.unparse, one.targets)]
+    if name.endswith(".device") or (values and all(map(_DEVICE.match, values))):
+        return f"{name}.type"
+    return name if values and all(map(_TYPE.fullmatch, values)) else f"torch.device({name}).type"
+
 
 _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")
 _NO_BCE: Final = (
@@ -102,7 +307,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     dtype, kind, edits = str(dose["dtype"]), kind_of_device(evidence), []
     for number in dict.fromkeys(loop.cell for loop in loops):
         here = [loop for loop in loops if loop.cell == number]
-        edits.append(under_autocast(cells, cells.get(number), here, kind, dtype))
+        edits.append(_under_autocast(cells, cells.get(number), here, kind, dtype))
     return rewriting.join(cells, edits)
 
 

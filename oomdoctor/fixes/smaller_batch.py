@@ -10,7 +10,7 @@ There is no live form: code that reads the batch size from a name would disagree
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._activations import why_not_training
@@ -20,13 +20,61 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.program.book import Book, Number
 from oomdoctor.program.replay import exchange_numbers
 
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
+
+def batch_size(cells: Cells, evidence: Evidence) -> int | Refused:
+    """Return how many samples the cells put into a batch of the training that the last cell runs."""
+    numbers = _of_one_size(cells, evidence)
+    return numbers if isinstance(numbers, Refused) else numbers[0].value
+
+
+def at_batch(cells: Cells, evidence: Evidence, size: int) -> Patch | Refused:
+    """Return the cells with batches of ``size`` samples in every loop that the last cell runs."""
+    numbers = _of_one_size(cells, evidence)
+    return numbers if isinstance(numbers, Refused) else exchange_numbers(cells, dict.fromkeys(numbers, size))
+
+
+def _of_one_size(cells: Cells, evidence: Evidence) -> tuple[Number, ...] | Refused:
+    """Return the places where the one batch size is written, at least one of them."""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops:
+        return Refused("no training loop was found in what the cell runs")
+    book = Book.read(cells)
+    numbers: dict[int, Number] = {}
+    for loop in loops:
+        found = _of_loop(book, evidence, loop)
+        if isinstance(found, Refused):
+            return found
+        numbers |= {id(number.node): number for number in found}
+    values = sorted({number.value for number in numbers.values()})
+    if len(values) > 1:
+        *some, last = values
+        return Refused(f"there is not one batch size: the cells set {', '.join(map(str, some))} and {last}")
+    return tuple(numbers.values())
+
+
+def _written(book: Book, loop: TrainingLoop) -> tuple[Number, ...] | Refused:
+    """Return the numbers that set the batch size of a loop, which nothing else in it repeats."""
+    found = sizes_of(book, loop)
+    if not isinstance(found, Refused) and (call := hard_coded(book, loop, found)) is not None:
+        return Refused(f"`{call}` has the size of the batch written into it as well")
+    return found
+
+
+def _of_loop(book: Book, evidence: Evidence, loop: TrainingLoop) -> tuple[Number, ...] | Refused:
+    found = _written(book, loop)
+    if isinstance(found, Refused):
+        return found
+    # Of the branches of a condition, the one that was taken, as the loader there tells.
+    size = dict(evidence.code.batch_sizes).get(loop.loader)
+    taken = tuple(number for number in found if not number.is_choice or number.value == size)
+    return taken or found
+
 
 _NO_LOOP: Final = "no training loop was found in what the failing cell runs"
 
@@ -83,11 +131,9 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for loop in loops:
         if not dict(code.batch_sizes) and loop.loader.startswith("range(") and _is_sequence_first(code, loop):
             return Refused("the loop goes along its sequences: how many there are was decided where they were made")
-        found = sizes_of(book, loop)
+        found = _written(book, loop)
         if isinstance(found, Refused):
             return found
-        if (call := hard_coded(book, loop, found)) is not None:
-            return Refused(f"`{call}` has the size of the batch written into it as well")
         numbers |= {
             id(number.node): number for number in _chosen(found, _size(evidence, [loop])) if number.value > size
         }

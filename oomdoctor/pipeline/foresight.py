@@ -60,7 +60,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor import fixes
     from oomdoctor.evidence import devices
     from oomdoctor.evidence.moment import collect
-    from oomdoctor.fixes import _batch_at
+    from oomdoctor.fixes import smaller_batch
     from oomdoctor.forecast.foresee import Batches, foresee
     from oomdoctor.model.memplan import Place
     from oomdoctor.views.words import device_name, known
@@ -87,7 +87,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
         here,
         lambda on, line, *failed: found if line is None and on is session else observed(on, line, *failed),
         list(fixes.catalogue().values()),
-        Batches(now=_batch_at.batch_size, at=_batch_at.at_batch),
+        Batches(now=smaller_batch.batch_size, at=smaller_batch.at_batch),
         host=devices.in_use()[-1],
         time_s=time_s,
     )

@@ -19,8 +19,7 @@ from transformers import (
     default_data_collator,
 )
 
-from oomdoctor.evidence._trainer_objects import length
-from oomdoctor.evidence._trainers import passed
+from oomdoctor.evidence._trainers import length, passed
 from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.session import Cell, Cells
 

@@ -1,0 +1,191 @@
+"""Statements of a training step: what each reads and binds, moves, counts or takes out of the batch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from oomdoctor.fixes._samples import CannotSplit, called
+from oomdoctor.program import words
+from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.names import blocks_of
+from oomdoctor.program.regions import backwards_in
+from oomdoctor.program.words import Result
+
+MOVES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
+TO_DEVICE: Final = frozenset({"to", "cuda"})
+_ROWS_OF: Final = MOVES | words.names_of(Result.DETACHED, Result.NUMBER, Result.NEW)
+
+
+def units_of(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements, those of a branch with ``backward`` one by one."""
+    for node in body:
+        if backwards_in(node) and not isinstance(node, ast.Expr):
+            for block in blocks_of(node):
+                yield from units_of(block)
+        else:
+            yield node
+
+
+def behind_backward(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements of a branch that stand behind its backward pass."""
+    for block in blocks_of(node) if backwards_in(node) else ():
+        found = [bool(backwards_in(one)) for one in block]
+        yield from block[found.index(True) + 1 :] if any(found) else ()
+        for one in block:
+            yield from behind_backward(one)
+
+
+def loss_of(call: ast.Call) -> ast.expr:
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
+        return call.args[0]
+    if call.args or call.keywords:
+        raise CannotSplit("backward is called with arguments")
+    if isinstance(receiver, ast.Call) and words.last_name(receiver) == "scale" and len(receiver.args) == 1:
+        return receiver.args[0]
+    return receiver
+
+
+def _parts(node: ast.stmt, context: type[ast.expr_context]) -> set[str]:
+    """Return the dotted attributes that a statement reads or sets."""
+    return {
+        called(part) for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, context)
+    }
+
+
+def reads_of(node: ast.stmt) -> set[str]:
+    return reads(node) | _parts(node, ast.Load)
+
+
+def binds_of(node: ast.stmt) -> set[str]:
+    """Return what a statement binds, attributes among it, and the containers and tensors that it changes in place."""
+    changed = {
+        called(part.func.value)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and (part.func.attr in words.GATHERS - {"add"} or words.is_in_place(part.func.attr))
+    }
+    return (bound(node) | _parts(node, ast.Store) | changed) - {""}
+
+
+def data_of(node: ast.stmt, indices: Collection[str]) -> Iterator[str]:
+    """Yield the names that a statement hands on or computes with, not what it calls or takes attributes of by name.
+
+    Args:
+        indices: names that hold positions of rows: what is subscripted with them stays whole.
+    """
+    apart = set[int]()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Subscript) and reads(part.slice) & {*indices}:
+            apart |= {id(one) for one in ast.walk(part.value)}
+        if isinstance(part, ast.Call):
+            apart.add(id(part.func))
+            of = part.func.value if isinstance(part.func, ast.Attribute) else part.func
+            if not isinstance(part.func, ast.Attribute) or part.func.attr not in _ROWS_OF:
+                apart.add(id(of))
+        elif isinstance(part, ast.Attribute) and part.attr not in {"shape", "data"} and id(part) not in apart:
+            apart.add(id(part.value))
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and id(part) not in apart:
+            yield part.id
+
+
+def is_literal(node: ast.stmt) -> bool:
+    """Tell whether a statement binds a name to a number or an empty container."""
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    return isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple) and not reads(value)
+
+
+def unmoved(node: ast.expr, moves: frozenset[str] = TO_DEVICE) -> ast.expr:
+    """Return what an expression moves, or itself."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in moves:
+        node = node.func.value
+    return node
+
+
+def moves_only(node: ast.stmt, moves: frozenset[str]) -> bool:
+    if not isinstance(node, ast.Assign):
+        return False
+    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+    return all(isinstance(unmoved(value, moves), ast.Name) for value in values)
+
+
+def only_counted(nodes: Iterable[ast.stmt], name: str) -> bool:
+    """Whether statements ask ``name`` for its length alone, which a move to a device leaves as it is."""
+    counts = {f"len({name})", f"{name}.size(0)", f"{name}.shape[0]"}
+    return all(
+        sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
+        == sum(ast.unparse(part) in counts for part in ast.walk(node) if isinstance(part, ast.expr))
+        for node in nodes
+    )
+
+
+def makes_tensor(node: ast.stmt) -> bool:
+    value = unmoved(node.value) if isinstance(node, ast.Assign) else None
+    return isinstance(value, ast.Call) and called(value.func).partition(".")[0] == "torch"
+
+
+def counts_only(node: ast.stmt) -> bool:
+    """Tell whether a statement binds a name to a size of a tensor."""
+    value = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
+    match value:
+        case ast.Call(func=ast.Name(id="len")) | ast.Call(func=ast.Attribute(attr="size")):
+            return True
+        case ast.Subscript(value=ast.Attribute(attr="shape")):
+            return True
+    return False
+
+
+def takes_out(node: ast.Assign, batch: str) -> bool:
+    target, value = node.targets[0], node.value
+    if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
+        return all(_is_item(unmoved(part), batch) for part in value.elts)
+    if isinstance(target, ast.Tuple):
+        return isinstance(value, ast.Name) and value.id == batch
+    return isinstance(target, ast.Name) and _is_item(unmoved(value), batch)
+
+
+def _is_item(node: ast.expr, batch: str) -> bool:
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == batch
+        and isinstance(node.slice, ast.Constant)
+    )
+
+
+def order_of(target: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
+    if len(names) != 1:
+        return "tensors"
+    (name,) = names
+    for part in (part for node in block for part in ast.walk(node)):
+        if isinstance(part, ast.Subscript) and called(part.value) == name and isinstance(part.slice, ast.Constant):
+            return "dict" if isinstance(part.slice.value, str) else "list"
+        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == name:
+            return "dict"
+        if isinstance(part, ast.Call) and called(part.func) in {f"{name}.items", f"{name}.pop"}:
+            return "dict"
+        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
+            return "list"
+        if isinstance(part, ast.Call) and (function := functions.get(called(part.func))) is not None:
+            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+            given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
+            given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
+            inner = {one: node for one, node in functions.items() if node is not function}
+            found = kind_of_batch(function.body, given, inner) if given else "tensors"
+            if found != "tensors":
+                return found
+    return "tensors"
+
+
+def key_of(block: Sequence[ast.stmt], name: str) -> str:
+    """Return the first constant that ``name`` is subscripted with, empty where there is none."""
+    parts = (part for node in block for part in ast.walk(node))
+    taken = (part for part in parts if isinstance(part, ast.Subscript) and called(part.value) == name)
+    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")
