@@ -14,6 +14,7 @@ import inspect
 import linecache
 import math
 import re
+import signal
 import time
 from dataclasses import replace
 from functools import partial
@@ -27,14 +28,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
-from oomdoctor.forecast.alarm import begin_alarm, end_alarm
 from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
-from oomdoctor.forecast.layout import Layout, is_retry, of_virtual
+from oomdoctor.forecast.items import follow_lengths
+from oomdoctor.forecast.layout import Layout, allocator_settings, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
-from oomdoctor.forecast.lengths import follow_lengths
 from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
 from oomdoctor.forecast.module_memory import ModuleCalls
 from oomdoctor.forecast.outcome import reading_of
@@ -42,7 +42,6 @@ from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled, fills_up
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, one_sentence
 from oomdoctor.forecast.roles import follow_roles, note_roles
-from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
 from oomdoctor.forecast.tracker import Tracker
@@ -66,6 +65,7 @@ _EARLIER: Final = "<oomdoctor: shadow of an earlier cell>"
 _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""
 
+_AGAIN_S: Final = 0.1
 _UNLIKE_SHARE: Final = 0.3
 """Share of the time in which steps that are unlike each other are followed."""
 
@@ -188,7 +188,7 @@ def run(
             _follow(session, attempt, codes, tracker, start.prepare)
             is_left = False
     except OutOfTime:
-        end_alarm()  # it may have come once more while the limit was being left
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
         if not _is_steady(tracker.ledger, pace):
             return Reading(why=OUT_OF_TIME)
     except StopForecast:
@@ -298,10 +298,15 @@ class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
         self._seconds = seconds
 
     def __enter__(self) -> None:
-        begin_alarm(max(self._seconds, 0.01), OutOfTime)
+        signal.signal(signal.SIGALRM, _expire)
+        signal.setitimer(signal.ITIMER_REAL, max(self._seconds, 0.01), _AGAIN_S)
 
     def __exit__(self, *_: object) -> None:
-        end_alarm()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _expire(_number: int, _frame: Any) -> None:
+    raise OutOfTime
 
 
 def _is_steady(ledger: Ledger, pace: Pace) -> bool:

@@ -18,6 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
+from oomdoctor.forecast.operators import operator_named
+from oomdoctor.forecast.values import named
 from oomdoctor.model.sizes import MIB
 
 if TYPE_CHECKING:
@@ -74,14 +76,9 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
             own["rms_norm"] = _rms_norm
     for name, kernel in own.items():
         _library.impl(name, kernel, "AutogradCPU")
-        tracker.handlers[_operator(name)] = _again(tracker, kernel)
+        tracker.handlers[operator_named(name)] = _again(tracker, kernel)
     _foreach_supported_types.append(FakeTensor)
     return Workspaces(tracker, workspace_bytes(card.capability))
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(_aten, packet), overload or "default")
 
 
 def _again(tracker: Tracker, kernel: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
@@ -133,29 +130,29 @@ def _rms_norm(tensor: torch.Tensor, shape: Any, weight: Any = None, eps: Any = N
 
 def _recurrent(name: str, mode: int) -> Any:
     """Return a layer as cuDNN runs it. Source: ``_cudnn_impl`` in ``aten/src/ATen/native/cudnn/RNN.cpp``."""
-    operator = _operator(name)
+    operator = operator_named(name)
 
     def layer(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip((one.name for one in operator._schema.arguments), args, strict=False)) | kwargs
-        if not _there(named["params"][0]):
+        asked = named(operator, args, kwargs)
+        if not _there(asked["params"][0]):
             return operator._op_dk(_COMPOSITE, *args, **kwargs)
-        given: Any = named.get("input", named.get("data"))
-        states = [named["hx"]] if isinstance(named["hx"], torch.Tensor) else list(named["hx"])
-        layers = named["num_layers"]
-        directions = 1 + named["bidirectional"]
-        each = len(named["params"]) // (layers * directions)
+        given: Any = asked.get("input", asked.get("data"))
+        states = [asked["hx"]] if isinstance(asked["hx"], torch.Tensor) else list(asked["hx"])
+        layers = asked["num_layers"]
+        directions = 1 + asked["bidirectional"]
+        each = len(asked["params"]) // (layers * directions)
         size = states[-1].shape[2] if len(states) == 2 else states[0].shape[2]
         projected = states[0].shape[2] if states[0].shape[2] != size else 0
-        lengths = named.get("batch_sizes")
+        lengths = asked.get("batch_sizes")
         lower = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else given.dtype
         if lower is not given.dtype:  # the weights are cast into one new buffer
             given, states = given.to(lower), [state.to(lower) for state in states]
-            named["params"] = [weight.to(lower) for weight in named["params"]]
+            asked["params"] = [weight.to(lower) for weight in asked["params"]]
         flat = torch.empty(0, dtype=given.dtype, device=given.device)  # where the weights lie, which is counted already
         results = _aten._cudnn_rnn.default(
-            *(given, named["params"], each, flat, states[0], states[1] if len(states) == 2 else None),
-            *(mode, size, projected, layers, named.get("batch_first", False), named["dropout"], named["train"]),
-            *(named["bidirectional"], [] if lengths is None else [1] * len(lengths), None),
+            *(given, asked["params"], each, flat, states[0], states[1] if len(states) == 2 else None),
+            *(mode, size, projected, layers, asked.get("batch_first", False), asked["dropout"], asked["train"]),
+            *(asked["bidirectional"], [] if lengths is None else [1] * len(lengths), None),
         )
         return results[:3] if len(states) == 2 else results[:2]
 

@@ -18,6 +18,7 @@ import torch
 
 from oomdoctor.forecast.host_scratch import dense_copy, matrix_copy
 from oomdoctor.forecast.reductions import Kind, staging
+from oomdoctor.forecast.values import named
 
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
@@ -46,9 +47,7 @@ def scratch(card: Card, func: Any, args: Any, kwargs: Any, out: Any) -> Turns:
     rule = _RULES.get(func._overloadpacket)
     if rule is None and not _takes_dense(func):
         return []
-    arguments = func._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= dict(zip(given, args, strict=False)) | kwargs
+    given = named(func, args, kwargs)
     turns = rule(card, given, out) if rule is not None else [_dense_copies(func, given)]
     return [tuple(size for size in turn if size) for turn in turns if any(turn)]
 

@@ -17,11 +17,11 @@ from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.ahead import evidence_ahead
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.forecast.batches import largest
-from oomdoctor.forecast.least import least
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.forecast.pricing import BASIS, Pricer, is_of_card, lacked_card, late
-from oomdoctor.model.absence import Refused
+from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
+from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
@@ -36,6 +36,9 @@ _ENDLESS: Final = 1 << 60
 """Bytes that no program fills; how much there is, the plan says."""
 _LEAST_S: Final = 1.0
 """Less time than this is not enough for another round of forecasts."""
+
+_STATES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
+"""Values that an optimizer keeps for each weight with its default settings. Source: ``torch.optim``, ``state[...]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ def foresee(
         )
         return evidence if found is None else replace(evidence, code=found.code, censuses=found.censuses)
 
-    estimate = least(evidence, here.budget, forecast.refused) if forecast.refused is not None else None
+    estimate = _least(evidence, here.budget, forecast.refused) if forecast.refused is not None else None
     fit = Fit(place=here, forecast=forecast, least=estimate)
     return MemPlan(
         cell=session.cells.failing,
@@ -121,6 +124,31 @@ def foresee(
         batch=_largest(session, forecast, evidence, ahead, batches, time_s=time_s),
         elapsed_s=time.monotonic() - begun,
     )
+
+
+def _least(evidence: Evidence, budget: int | None, why: str) -> Forecast | None:
+    """Return the least that the last cell needs without a shadow run, None where it trains nothing that was found.
+
+    What is there already and what training adds to it: this tells what cannot fit, and never what does.
+
+    Args:
+        why: why there is no forecast.
+    """
+    allocated = evidence.device.allocated
+    stepped = {text for loop in evidence.code.loops if loop.in_failing_run for text in loop.optimizers}
+    trained = [facts for facts in evidence.code.steppers if facts.path in stepped]
+    if isinstance(allocated, Unavailable) or not trained:
+        return None
+    gradients = sum(facts.parameter_bytes for facts in trained)
+    states = sum(map(_state_bytes, trained))
+    missing = max(gradients - evidence.census.bytes_of(Role.GRADIENT), 0)
+    missing += max(states - evidence.census.bytes_of(Role.OPTIMIZER_STATE), 0)
+    basis = "analytic estimate: what is held now, gradients and optimizer state; activations are not counted"
+    return Forecast(basis=basis, budget=budget, peak=allocated + missing, refused=why)
+
+
+def _state_bytes(facts: OptimizerFacts) -> int:
+    return facts.parameter_bytes * _STATES.get(facts.type_name, 0) if facts.home.startswith("torch.optim") else 0
 
 
 def _price(session: Session, source: str, *, budget: int | None, timeout_s: float) -> Forecast:

@@ -6,13 +6,12 @@ the others are measured by it: what that dose really saved over what it was thou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
 from oomdoctor.forecast.attempts import attempt_with_all
-from oomdoctor.forecast.search import Search
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -21,6 +20,8 @@ from oomdoctor.model.session import Attempt, Session
 
 _CAUTION: Final = 0.3
 """How far off an estimate is taken to be where it decides what to forecast or to try first."""
+_POINTED: Final = 3
+"""Questions that go where the estimate points; those after them halve what is left."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _EFFECTS: Final = tuple(Effect)
 
@@ -35,6 +36,79 @@ class Part:
 
 Rung = tuple[Part, ...]
 """A dose of the whole change: a part for each of its fixes."""
+
+
+class Search:
+    """The search for the mildest dose of one change that fits: it says what to ask next and is told the answers.
+
+    The first that fits is closed in on from both sides: where an estimate points at first, at the middle of what is
+    left once that has missed. This needs the peak to fall from each dose to the next; where it does not, what is found
+    fits all the same, but may not be the mildest.
+
+    Args:
+        count: how many doses there are, mildest first.
+
+    Attributes:
+        asked: the dose that an answer is awaited for, None where there is none.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._low, self._high, self._count = -1, count, count
+        self._answers = 0
+        self._ended = False
+        self.asked: int | None = None
+
+    @property
+    def found(self) -> int | None:
+        """The mildest dose that is known to fit."""
+        return self._high if self._high < self._count else None
+
+    @property
+    def open(self) -> range:
+        """The doses that may yet be the mildest that fits, apart from the one that was found."""
+        return range(self._low + 1, self._high)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to ask."""
+        return self._ended or not self.open
+
+    def ask(self, points_at: Callable[[range], int | None]) -> int | None:
+        """Return the dose to forecast next, None where the search is over or waits for an answer.
+
+        Args:
+            points_at: returns the one of some doses that is likely to be the mildest that fits, None where none is.
+        """
+        if self.over or self.asked is not None:
+            return None
+        self.asked = self._pointed(points_at) if self._answers < _POINTED else self.open[len(self.open) // 2]
+        return self.asked
+
+    def _pointed(self, points_at: Callable[[range], int | None]) -> int:
+        # Where none is thought to fit, the strongest is asked: it settles whether there is one, or that the one below
+        # what was found does not fit either.
+        pointed = points_at(self.open)
+        return self.open[-1] if pointed is None else pointed
+
+    def answer(self, fits: bool) -> None:
+        """Take the answer for the dose that was asked."""
+        assert self.asked is not None
+        self._answers += 1
+        if fits:
+            self._high = self.asked
+        else:
+            self._low = self.asked
+        self.asked = None
+
+    def leave_out_from(self, dose: int) -> None:
+        """Leave out this dose and all stronger ones: they cannot be made."""
+        self._count = min(self._count, dose)
+        self._high = min(self._high, dose)
+        self.asked = None
+
+    def end(self) -> None:
+        """Ask nothing more."""
+        self.asked, self._ended = None, True
 
 
 class Ladder:

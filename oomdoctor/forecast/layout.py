@@ -11,14 +11,19 @@ nothing in the ledger stands for stay in use to the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
+
+from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.errors import ForecastError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
     from oomdoctor.allocator.blocks import Block
     from oomdoctor.allocator.caching import CachingAllocator
+    from oomdoctor.allocator.device import VirtualAccelerator
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.model.session import Accelerator
 
@@ -101,13 +106,31 @@ def of_virtual(accelerator: Accelerator | None, ledger: Ledger, *, is_emptied: b
         ledger: counts what is alive at the start of the cell, and nothing else yet.
         is_emptied: see ``Layout``.
     """
-    from oomdoctor.allocator import virtual
-    from oomdoctor.allocator.device import VirtualAccelerator
-
-    device = accelerator if isinstance(accelerator, VirtualAccelerator) else virtual.active()
+    device = _virtual(accelerator)
     if accelerator is None or device is None or not accelerator.read().simulated:
         return None
     layout = Layout(ledger, device.memory_snapshot(), is_emptied=is_emptied)
     for storage, block in device.counted():
         layout.place(storage, block.address)
     return layout
+
+
+def _virtual(accelerator: Accelerator | None) -> VirtualAccelerator | None:
+    from oomdoctor.allocator import virtual
+    from oomdoctor.allocator.device import VirtualAccelerator
+
+    return accelerator if isinstance(accelerator, VirtualAccelerator) else virtual.active()
+
+
+def allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
+    """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.
+
+    Raises:
+        ForecastError: a real device would not start with them either.
+    """
+    device = _virtual(accelerator)
+    try:
+        settings = AllocatorSettings.from_environment() if device is None else device.allocator.settings
+    except UsageError as error:
+        raise ForecastError(str(error)) from error
+    return replace(settings, per_process_memory_fraction=1.0)

@@ -1,12 +1,18 @@
 """The ``DataLoader`` of the shadow: a real batch, fetched in this process, handed out again and again.
 
 Worker processes cannot be started in the shadow and need not be. Where samples are of unlike lengths, every other batch
-is the one with the longest (see ``longest``), and what comes from a stream is taken from it. Limits: where the samples
-are fakes, a few that are alike stand for all.
+is the one with the longest: it is padded to those, or they are put one after the other. So samples are measured, as
+many as there is time for, and the sampler is asked for batches. What comes from a stream is taken from it.
+
+Limits: where the samples are fakes, a few that are alike stand for all. A sampler that shuffles makes other batches in
+each epoch; what is random in a sample is seen once.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -16,13 +22,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from oomdoctor.forecast.alike import Together
 from oomdoctor.forecast.fetches import Fetch, Fetching
-from oomdoctor.forecast.longest import longest_batches
+from oomdoctor.forecast.items import size_of
+from oomdoctor.forecast.operators import Together
 from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
@@ -31,6 +38,11 @@ if TYPE_CHECKING:
 
 _FEW: Final = 16
 """So many samples stand for all of a batch. To take one of a fake tensor costs a millisecond."""
+
+_PROBED: Final = 32
+"""Samples, spread over a data set, that tell whether lengths are unlike."""
+_MEASURING_S: Final = 1.0
+_MOST_BATCHES: Final = 100_000
 
 
 def replace_loaders(tracker: Tracker, pace: Pace) -> None:
@@ -134,7 +146,7 @@ def _batches(loader: Any, tracker: Tracker, *, is_here: bool) -> _Batches:
         batch = next(iterator)
     begins, takes = fetching.done(batch)
     found = _Batches(batch, is_here=is_here, begins=begins, takes=takes)
-    for indices in longest_batches(loader):
+    for indices in _longest_batches(loader):
         fetching = Fetching(tracker, is_here=is_here)
         with fetching:
             batch = fetched(indices)
@@ -231,3 +243,55 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _longest_batches(loader: Any) -> list[list[Any]]:
+    """Return the indices of batches that may be the largest; nothing where all are alike, as far as can be told."""
+    sampler = loader.batch_sampler
+    if sampler is None:
+        return []
+    is_own = type(sampler) is not BatchSampler
+    pads = loader.collate_fn is not default_collate
+    if not (is_own or pads):
+        return []  # torch stacks samples of one shape alone
+    size = _sizes(loader.dataset) if pads else None
+    if size is None and not is_own:
+        return []
+    size = size or (lambda _index: 1)
+    batches = [list(batch) for batch in itertools.islice(sampler, _MOST_BATCHES)]
+    if not batches:
+        return []
+    by_padding = max(batches, key=lambda batch: len(batch) * max(map(size, batch), default=0))
+    by_sum = max(batches, key=lambda batch: sum(map(size, batch)))
+    chosen = [by_padding] if by_padding == by_sum else [by_padding, by_sum]
+    if not is_own and type(sampler.sampler) is not SequentialSampler:
+        # Another epoch may put the longest together with any others.
+        count = max(map(len, batches))
+        chosen.append(sorted((index for batch in batches for index in batch), key=size, reverse=True)[:count])
+    return chosen
+
+
+def _sizes(dataset: Any) -> Callable[[Any], int] | None:
+    """Return what tells how large a sample is, None where the samples are alike; what was not measured counts as 0."""
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+    known: dict[Any, int] = {}
+    step = max(count // _PROBED, 1)
+    _measure(dataset, range(0, count, step), known)
+    if len(set(known.values())) < 2:
+        return None
+    # In no order: where the time does not suffice, what was measured is to be like what was not.
+    order = random.Random(0).sample(range(count), count)
+    _measure(dataset, order, known)
+    return lambda index: known.get(index, 0)
+
+
+def _measure(dataset: Any, indices: Sequence[int], known: dict[Any, int]) -> None:
+    end = time.monotonic() + _MEASURING_S
+    for index in indices:
+        if index not in known:
+            known[index] = size_of(dataset[index])
+        if time.monotonic() > end:
+            return

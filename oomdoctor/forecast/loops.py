@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.forecast.lengths import length_of
-from oomdoctor.forecast.measures import ahead, is_known
+from oomdoctor.forecast.items import ahead, is_known, length_of
 from oomdoctor.forecast.pace import Asker
 from oomdoctor.objects.named import is_users_file
 from oomdoctor.program.loop_hooks import (

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
-from oomdoctor.forecast.bounds import uncertain_bytes
 from oomdoctor.forecast.reading import Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
+from oomdoctor.forecast.values import uncertain_bytes
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.settings import AllocatorSettings

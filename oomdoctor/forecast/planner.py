@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.allocator.caching import least_asked
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
+from oomdoctor.forecast.layout import allocator_settings
 from oomdoctor.forecast.pricing import forecast_of, is_late, late
 from oomdoctor.forecast.reading import Reading
-from oomdoctor.forecast.settings import allocator_settings
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix

@@ -6,11 +6,10 @@ itself: one that runs under a memory limit does not even load the modules of the
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-from oomdoctor.model.memory import ModuleMemory, Role
+from oomdoctor.model.memory import ModuleMemory
 from oomdoctor.model.plan import Course
 
 OUT_OF_TIME: Final = "out of time"
@@ -72,29 +71,6 @@ class Reading:
     is_unfit: bool = False
     lacks: str | None = None
     card: str | None = None
-
-    def to_json(self) -> str:
-        """Return the reading on one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Reading:
-        """Return the reading that ``to_json`` wrote."""
-        fields = json.loads(text)
-        course = fields.pop("course")
-        fields["unknown"] = tuple(fields["unknown"])
-        fields["modules"] = tuple(ModuleMemory(**{**one, "model": tuple(one["model"])}) for one in fields["modules"])
-        return cls(course=None if course is None else _course(course), **fields)
-
-
-def _course(fields: dict[str, Any]) -> Course:
-    return Course(
-        at_peak=tuple((Role(role), nbytes) for role, nbytes in fields["at_peak"]),
-        points=tuple((nbytes, line) for nbytes, line in fields["points"]),
-        temporaries=tuple((name, nbytes) for name, nbytes in fields["temporaries"]),
-        flops=fields["flops"],
-        moved=fields["moved"],
-    )
 
 
 def one_sentence(error: BaseException) -> str:

@@ -6,6 +6,7 @@ Limits: POSIX; tensors in host memory, which is also where those of the virtual 
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import time
@@ -124,7 +125,7 @@ class Shadows:
         except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
             reading = Reading(why=f"the shadow process failed with {one_sentence(error)}")
         try:
-            written(writer, reading.to_json().encode())
+            written(writer, pickle.dumps(reading))
         finally:
             os._exit(0)
 
@@ -137,7 +138,7 @@ class Shadows:
         del self._running[reader]
         os.close(reader)
         status = os.waitpid(pid, 0)[1]
-        reading = Reading.from_json(received.decode()) if received else Reading(why=_end_of(status))
+        reading = pickle.loads(received) if received else Reading(why=_end_of(status))
         if reading.lacks is None:
             self._answered.append((key, reading))
             return

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.forecast.files import keep_files
 from oomdoctor.forecast.loaders import replace_loaders
-from oomdoctor.forecast.packing import replace_unpacking
-from oomdoctor.forecast.subclasses import make_subclasses
 from oomdoctor.forecast.tracker import raw_data
 from oomdoctor.sandbox.silence import keep_to_itself
 
@@ -39,14 +37,14 @@ _OWN: Final = __name__.partition(".")[0]
 def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     """Put every stand-in into place in this process."""
     replace_loaders(tracker, pace)
-    replace_unpacking()
+    _replace_unpacking()
     _follow_training(pace)
     _scale_gradients()
     _read_values(tracker)
     _repoint_data(tracker)
     _move_modules()
     _copy_deeply()
-    make_subclasses(tracker)
+    _make_subclasses(tracker)
     keep_files(tracker)
     _follow_threads(tracker)
     _hide_fakes()
@@ -244,3 +242,56 @@ def _compile_nothing(tracker: Tracker) -> None:
         return answered(callback)
 
     frames._callback_from_stance = noted
+
+
+def _replace_unpacking() -> None:
+    """Unpack in Python, by the operations that the compiled code would use; it writes lengths into memory.
+
+    Source: ``_pad_packed_sequence`` in ``aten/src/ATen/native/PackedSequence.cpp``.
+    """
+    _torch._VF._pad_packed_sequence = _padded
+
+
+def _padded(
+    data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with _disable_current_modes():
+        counts = sizes.tolist()
+        lengths = (sizes[:, None] > torch.arange(counts[0])[None, :]).sum(0)
+    steps = max(total, len(counts))
+    padded = data.new_full((steps, counts[0], *data.shape[1:]), padding)
+    begin = offset = 0
+    for step in range(1, len(counts) + 1):
+        if step == len(counts) or counts[step] != counts[begin]:
+            number = (step - begin) * counts[begin]
+            part = data[offset : offset + number].view(step - begin, counts[begin], *data.shape[1:])
+            padded[begin:step, : counts[begin]].copy_(part)
+            begin, offset = step, offset + number
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
+def _make_subclasses(tracker: Tracker) -> None:
+    """Make real tensors of the user's own classes, whose data fakes stand for: no fake can become one of them.
+
+    A tensor with a graph stays what it is, because a new one would have none.
+    """
+    make = torch.Tensor._make_subclass
+
+    def made(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
+            return make(cls, data, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            with _disable_current_modes():
+                without_memory = torch.empty((), dtype=data.dtype).expand(data.shape)
+                found = make(cls, without_memory, *args, **kwargs)
+            tracker.repoint(found, data)
+        return found
+
+    def as_subclass(tensor: Any, cls: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return plain(tensor, cls)
+        return tensor if tensor.requires_grad else made(cls, tensor)
+
+    owner: Any = torch.Tensor
+    plain = torch.Tensor.as_subclass
+    owner._make_subclass, owner.as_subclass = staticmethod(made), as_subclass

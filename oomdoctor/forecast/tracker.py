@@ -23,22 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
-from oomdoctor.forecast.alike import ALIKE
-from oomdoctor.forecast.answers import ANSWERS, COMPARISONS, Scalars
-from oomdoctor.forecast.bounds import follow_bounds
 from oomdoctor.forecast.cost import Meter
-from oomdoctor.forecast.draws import DRAWS, draws, move_generator
 from oomdoctor.forecast.host_scratch import scratch_bytes
-from oomdoctor.forecast.in_place import changes_elements
 from oomdoctor.forecast.ledger import Ledger, Note
-from oomdoctor.forecast.losses import LOSSES
-from oomdoctor.forecast.packing import PACKING
-from oomdoctor.forecast.workspaces import GRADIENTS, WORKSPACES
-from oomdoctor.forecast.zeros import ZEROS
+from oomdoctor.forecast.operators import COMPARISONS, HANDLERS, WORKSPACES, changes_elements, draws, move_generator
+from oomdoctor.forecast.values import Scalars, follow_bounds
 from oomdoctor.model.memory import Role
 
 _aten = torch.ops.aten
-_HANDLERS = {**ALIKE, **ANSWERS, **DRAWS, **GRADIENTS, **LOSSES, **PACKING, **WORKSPACES, **ZEROS}
 _DEVICE = torch.ops.prim.device.default
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
@@ -111,7 +103,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meter = Meter(of_card=of_card, of_host=counts_scratch)
         self.scalars = Scalars(lambda: self.ledger.live)
         self.host, self.ledgers = ledger, {"cpu": ledger}
-        self.handlers = _HANDLERS | dict.fromkeys(COMPARISONS, self.scalars.compare)
+        self.handlers = HANDLERS | dict.fromkeys(COMPARISONS, self.scalars.compare)
         self.has_sparse = self.is_uncompiled = False
         self._places, self._places_buffer = count(), _addresses()
         self._repointed: Any = WeakIdKeyDictionary()

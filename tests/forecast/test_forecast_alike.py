@@ -6,7 +6,7 @@ from forecast_lab import rise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
-from oomdoctor.forecast.alike import Together
+from oomdoctor.forecast.operators import Together
 
 CASES = {
     "stacked": lambda: torch.stack([torch.empty(3, 4) for _ in range(40)]),

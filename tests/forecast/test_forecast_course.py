@@ -13,9 +13,7 @@ from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.evidence.moment import collect
 from oomdoctor.forecast import price
-from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Course
 from oomdoctor.model.session import Attempt, Cell, Cells
 
 PROBE = 1 << 30
@@ -232,18 +230,6 @@ def test_the_workspace_of_a_layer_is_named():
     source = "nn.LSTM(100, 200, 2)(torch.randn(30, 16, 100))[0].sum().backward()"
     temporaries = dict(forecast({"torch": torch, "nn": nn}, source).course.temporaries)
     assert any("mkldnn_rnn_layer" in name for name in temporaries)
-
-
-def test_a_reading_comes_through_the_pipe_as_it_was():
-    course = Course(
-        at_peak=((Role.PARAMETER, 5), (Role.BATCH, 2)),
-        points=((3, None), (7, 2)),
-        temporaries=(("buffers", 1),),
-        flops=2.5,
-        moved=8.0,
-    )
-    for reading in (Reading(peak=7, course=course), Reading(why="because")):
-        assert Reading.from_json(reading.to_json()) == reading
 
 
 def test_buffers_of_a_module_that_moves_to_another_precision_keep_their_role():

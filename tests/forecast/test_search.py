@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomdoctor.forecast.search import Search
+from oomdoctor.forecast.ladder import Search
 
 
 def _run(fits, points_at):

@@ -1,4 +1,4 @@
-"""What a fake tensor says when the program asks for a value that only a real one has.
+"""Values that only a real tensor has: what a fake one says when the program asks, and how large what they decide is.
 
 Where the values are known (literals, small draws, integers and masks that were there before the cell), so is what
 depends on them. For the rest the policy aims at the upper bound of memory and at the way through the cell that trains:
@@ -6,34 +6,45 @@ masks select everything, ``nonzero`` finds all, losses are finite, a number is 1
 likelier is answered, and the forecast says so. One that is asked for again and again at one place stands in a loop
 that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one; but not where memory
 rises meanwhile: a generation piles up tokens, and has an end of its own.
+
+What is made of a result that was taken for the most is as large as that: the tokens of an expert, what its layers make
+of them, their gradients. So each such size is remembered, and a storage is of this kind where it was made of one of
+this kind and has such a size again. Limits: a size that something else has as well.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from oomdoctor.forecast.bounds import bounded
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from oomdoctor.forecast.ledger import Ledger, Note
+
+Handler: TypeAlias = "Callable[[Any, Any, Any], Any]"
+"""Runs an operation on fake tensors: ``(func, args, kwargs)``."""
 
 _aten = torch.ops.aten
+_MARK: Final = "_oomdoctor_bound"
 _FLIP_EVERY: Final = 32
 _MOST_ASKED: Final = 1024
 _INNER_MODULES: Final = ("torch._", "torch.utils._", "torch.overrides", "oomdoctor.forecast")
-
-_HINT: Final = "_oomdoctor_hint"
+HINT: Final = "_oomdoctor_hint"
 """Attribute of a fake bool tensor whose answer is known: ``isnan`` is False, ``isfinite`` is True."""
-_LIKELY: Final = "_oomdoctor_likely"
+LIKELY: Final = "_oomdoctor_likely"
 """Attribute of one that is the comparison of one element with a number: what 1 would be, which ``item()`` answers."""
+
+_sizes: set[int] = set()
 
 
 class Scalars:
@@ -55,8 +66,8 @@ class Scalars:
     def answer(self, tensor: torch.Tensor) -> Any:
         """Return the value of a scalar that nobody knows."""
         if tensor.dtype is torch.bool:
-            hint = getattr(tensor, _HINT, None)
-            return self._bool(getattr(tensor, _LIKELY, True)) if hint is None else hint
+            hint = getattr(tensor, HINT, None)
+            return self._bool(getattr(tensor, LIKELY, True)) if hint is None else hint
         if tensor.dtype.is_complex:
             return complex(1.0)
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -92,22 +103,69 @@ def _place() -> object:
     return (frame.f_code, frame.f_lineno) if frame is not None else None
 
 
+def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of an operation by name."""
+    given: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return given
+
+
+def _bounded(made: torch.Tensor, size: int) -> torch.Tensor:
+    """Note that a result has a dimension of this size, which nobody knows and that was taken for the most."""
+    if size > 1:
+        _sizes.add(size)
+        setattr(made, _MARK, True)
+    return made
+
+
+def follow_bounds(func: Any, given: Iterable[Note | None], made: Iterable[tuple[torch.Tensor, Note | None]]) -> None:
+    """Mark what an operation has made of memory whose size nobody knows.
+
+    Args:
+        func: the operation.
+        given: notes of the storages that it was given.
+        made: its results with the notes of theirs.
+    """
+    if not _sizes:
+        return
+    is_bound = any(note is not None and note.is_bound for note in given)
+    for tensor, note in made:
+        if note is None:
+            continue
+        if is_bound and tensor.dim() and (note.is_bound or func is _aten.cat.default):
+            _sizes.add(max(tensor.shape))  # another view of it, or several put together
+        note.is_bound = note.is_bound or hasattr(tensor, _MARK) or (is_bound and not _sizes.isdisjoint(tensor.shape))
+
+
+def uncertain_bytes(ledger: Ledger) -> int:
+    """Return how much of what is alive at the peak is of a size that nobody knows."""
+    if not _sizes:
+        return 0
+    alive: dict[int, int] = {}
+    for event in ledger.events[: ledger.peak_at]:
+        if event[0] == "free":
+            alive.pop(event[1], None)
+        elif ledger.note(event[1]).is_bound:
+            alive[event[1]] = event[2]
+    return sum(alive.values())
+
+
 def _new(shape: list[int], like: torch.Tensor, dtype: torch.dtype, *, size: int | None = None) -> torch.Tensor:
     """Return a result; ``size`` is that of its dimensions which nobody knows, None where all are known."""
     found = torch.empty(shape, dtype=dtype, device=like.device)
-    return found if size is None else bounded(found, size)
+    return found if size is None else _bounded(found, size)
 
 
-def _is_known(tensor: torch.Tensor) -> bool:
+def is_known(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a fake tensor are known."""
     return getattr(tensor, "constant", None) is not None
 
 
-def _known(bound: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+def known(bound: Handler) -> Handler:
     """Return a handler that computes for real where all values are known, and else answers the upper bound."""
 
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(getattr(tensor, "constant", None) is None for tensor in tensors):
+        if not all(is_known(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)):
             return bound(func, args, kwargs)
         with _disable_current_modes():
             constants = tree_map_only(FakeTensor, lambda tensor: tensor.constant, (args, kwargs))
@@ -126,21 +184,22 @@ def _found(mask: torch.Tensor) -> int:
         return int(constant.count_nonzero())
 
 
-def _nonzero(_func: Any, args: Any, _kwargs: Any) -> Any:
+def nonzero(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return the places of all elements."""
     most = args[0].numel()
     return _new([most, args[0].dim()], args[0], torch.int64, size=most)
 
 
-def _masked_select(_func: Any, args: Any, _kwargs: Any) -> Any:
+def masked_select(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return all elements where a mask is not known."""
     shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-    times = shape.numel() // max(args[1].numel(), 1)
-    most = _found(args[1]) * times
-    return _new([most], args[0], args[0].dtype, size=None if _is_known(args[1]) else most)
+    most = _found(args[1]) * (shape.numel() // max(args[1].numel(), 1))
+    return _new([most], args[0], args[0].dtype, size=None if is_known(args[1]) else most)
 
 
-def _unique(_func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    along = kwargs.get("dim", args[1] if len(args) > 1 and type(args[1]) is int else None)
+def unique(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return as many values as there are elements."""
+    tensor, along = args[0], named(func, args, kwargs).get("dim")
     count = tensor.numel() if along is None else tensor.shape[along]
     shape = [tensor.numel()] if along is None else list(tensor.shape)
     return (
@@ -150,33 +209,35 @@ def _unique(_func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _index(func: Any, args: Any, kwargs: Any) -> Any:
+def index(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return all rows where a mask is not known."""
     tensor, indices, *rest = args
     chosen: list[Any] = []
     most: int | None = None
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            most = most if _is_known(index) else index.numel()
+            most = most if is_known(index) else index.numel()
             chosen += [_new([_found(index)], index, torch.int64) for _ in range(index.dim())]
         else:
             chosen.append(index)
     out = func(tensor, chosen, *rest, **kwargs)
-    return out if most is None else bounded(out, most)
+    return out if most is None else _bounded(out, most)
 
 
-def _repeat_interleave(_func: Any, args: Any, kwargs: Any) -> Any:
-    known = kwargs.get("output_size")
+def repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return as many as is told, else each once."""
+    known = named(func, args, kwargs)["output_size"]
     most = args[0].numel() if known is None else known
     return _new([most], args[0], torch.int64, size=most if known is None else None)
 
 
-def _bincount(_func: Any, args: Any, kwargs: Any) -> Any:
-    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
-    return _new([max(least, 1)], args[0], torch.int64 if weights is None else torch.float64)
+def bincount(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return as many counts as there are at the least."""
+    given = named(func, args, kwargs)
+    return _new([max(given["minlength"], 1)], args[0], torch.int64 if given["weights"] is None else torch.float64)
 
 
-def _ctc_loss(_func: Any, args: Any, _kwargs: Any) -> Any:
+def ctc_loss(_func: Any, args: Any, _kwargs: Any) -> Any:
     """Return the losses and the table of the forward sums, which is as wide as the longest target needs.
 
     Source: ``ctc_loss_allocate_outputs`` in ``aten/src/ATen/native/LossCTC.cpp``.
@@ -191,84 +252,16 @@ def _ctc_loss(_func: Any, args: Any, _kwargs: Any) -> Any:
     return log_probs.new_empty([batch]), sums
 
 
-def _ctc_loss_backward(_func: Any, args: Any, _kwargs: Any) -> Any:
-    return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+def packed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the data and the batch sizes, which stay a real tensor, because compiled code reads them from memory.
 
-
-def _hinted(value: bool) -> Callable[[Any, Any, Any], Any]:
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        setattr(out, _HINT, value)
-        return out
-
-    return handler
-
-
-def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any, Any], Any]:
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        if args[0].dim() == 0 and isinstance(args[1], (int, float)):
-            setattr(out, _LIKELY, compare(1, args[1]))
-        return out
-
-    return handler
-
-
-def _keeps_hint(func: Any, args: Any, kwargs: Any) -> Any:
-    out = func(*args, **kwargs)
-    hint = getattr(args[0], _HINT, None)
-    if hint is not None and isinstance(out, FakeTensor):
-        setattr(out, _HINT, hint)
-    return out
-
-
-def _decided_by(value: bool) -> Callable[[Any, Any, Any], Any]:
-    """Return a handler for an operation that gives ``value`` wherever one side has it, whatever the other one is."""
-
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        out = _keeps_hint(func, args, kwargs)
-        sides = (getattr(side, "constant", None) for side in args[:2])
-        # Of integers, none has a bit where the other one has none; all of them are more than True.
-        if (out.dtype is torch.bool or not value) and out.numel() and not _is_known(out):
-            with _disable_current_modes():
-                if any(side is not None and bool((side == value).all()) for side in sides):
-                    out.constant = torch.full(out.shape, value, dtype=out.dtype)
-                    # By this it is forgotten once something is written to it.
-                    out.fake_mode.fake_tensor_converter.add_constant_storage_mapping(out)
-        return out
-
-    return handler
-
-
-ANSWERS: Final[dict[Any, Callable[[Any, Any, Any], Any]]] = {
-    _aten.nonzero.default: _known(_nonzero),
-    _aten.masked_select.default: _masked_select,
-    _aten._unique2.default: _known(_unique),
-    _aten.unique_dim.default: _known(_unique),
-    _aten.unique_consecutive.default: _known(_unique),
-    _aten.index.Tensor: _index,
-    _aten.repeat_interleave.Tensor: _known(_repeat_interleave),
-    _aten.bincount.default: _known(_bincount),
-    _aten._ctc_loss.default: _ctc_loss,
-    _aten._ctc_loss.Tensor: _ctc_loss,
-    _aten._ctc_loss_backward.default: _ctc_loss_backward,
-    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
-    _aten._is_all_true.default: _hinted(True),
-    _aten.isnan.default: _hinted(False),
-    _aten.isinf.default: _hinted(False),
-    _aten.isfinite.default: _hinted(True),
-    **{
-        getattr(_aten, compare.__name__).Scalar: _compared(compare)
-        for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-    },
-    _aten.any.default: _keeps_hint,
-    _aten.all.default: _keeps_hint,
-    _aten.logical_or.default: _decided_by(True),
-    _aten.bitwise_or.Tensor: _decided_by(True),
-    _aten.logical_and.default: _decided_by(False),
-    _aten.bitwise_and.Tensor: _decided_by(False),
-}
-"""Operations whose output depends on values, and the upper bound that is answered: ``(func, args, kwargs)``."""
-
-COMPARISONS: Final = (_aten.equal.default, _aten.allclose.default)
-"""Operations that answer with a bool, see ``Scalars.compare``."""
+    Source: ``_pack_padded_sequence`` in ``aten/src/ATen/native/PackedSequence.cpp``.
+    """
+    padded, lengths = args[:2]
+    steps = padded.shape[1 if named(func, args, kwargs)["batch_first"] else 0]
+    with _disable_current_modes():
+        known = lengths.constant
+        each = torch.full((lengths.numel(),), steps) if known is None else known
+        sizes = (each[None, :] > torch.arange(int(each.max()))[:, None]).sum(1)
+        count = int(sizes.sum())
+    return padded.new_empty((count, *padded.shape[2:])), sizes
