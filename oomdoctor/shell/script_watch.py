@@ -7,19 +7,17 @@ Each stage stands behind a border: a failure of ours prints one line, and the us
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
-from threading import get_ident
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Final, TypeVar
 
 from oomdoctor.model import baseline
@@ -32,8 +30,16 @@ from oomdoctor.program.compiled import compile_python
 from oomdoctor.program.names import bound_names
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
+from oomdoctor.shell.borders import Borders, quietly
 from oomdoctor.shell.script_call import RESULT, begun
-from oomdoctor.shell.stragglers import beside, end_since, pools_since, processes_since
+from oomdoctor.shell.stragglers import (
+    beside,
+    end_since,
+    pools_since,
+    processes_since,
+    tasks_at_work,
+    threads_at_work,
+)
 
 _MARK: Final = "__oomdoctor_told__"
 _MODULE, _PART = 1, 2
@@ -112,8 +118,8 @@ class Watch:
     """Watches one run. What the run changes can be taken back as long as this is kept."""
 
     def __init__(self, part: Part, settings: Settings) -> None:
-        self._part, self._settings = part, settings
-        self._refused = part.refused or _at_work(part)
+        self._part, self._settings, self._borders = part, settings, Borders()
+        self._refused = part.refused or self._at_work()
         self._beside = beside()
         self._transaction: Any = None
         self._made: tuple[str, ...] = ()
@@ -147,9 +153,14 @@ class Watch:
         """
         _mark(failure)
         self._part = replace(self._part, text=begun(self._part.text, self._part.filename))
-        self._refused = self._refused or _at_work(self._part) or self._left_behind()
+        self._refused = self._refused or self._at_work() or self._left_behind()
         with left_alone(), self._part.spelled():
             return await self._answer(failure)
+
+    def _at_work(self) -> str | None:
+        """Return what else of the program may change its state beside the part, None if there is nothing."""
+        tasks = tasks_at_work() if self._part.is_async else ()
+        return "; ".join((*threads_at_work(), *tasks)) or None
 
     def _left_behind(self) -> str | None:
         """Return what the part has set going that cannot be taken back, None if there is nothing."""
@@ -158,20 +169,20 @@ class Watch:
     async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
         # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
         # the census is without what it held.
-        observed = _quietly(lambda: self._observe(failure))
-        _guarded("release", lambda: _release(failure))
-        found = observed or _guarded("evidence", lambda: self._observe(failure))
+        observed = quietly(lambda: self._observe(failure))
+        self._borders.guarded("release", lambda: _release(failure))
+        found = observed or self._borders.guarded("evidence", lambda: self._observe(failure))
         if found is None:
             return False, None
         case, session = found
-        case = _guarded("diagnosis", lambda: _recorded(self._diagnose(case))) or case
-        case = _guarded("forecast", lambda: _recorded(self._plan(case, session))) or case
-        _guarded("display", lambda: self._show("bundle", case))
+        case = self._borders.guarded("diagnosis", lambda: _recorded(self._diagnose(case))) or case
+        case = self._borders.guarded("forecast", lambda: _recorded(self._plan(case, session))) or case
+        self._borders.guarded("display", lambda: self._show("bundle", case))
         if self._settings.auto == "off":
             return False, None
         case, error = await self._guarded_heal(case, session)
         _recorded(case)
-        _guarded("notice", lambda: self._show("notice_bundle", case))
+        self._borders.guarded("notice", lambda: self._show("notice_bundle", case))
         return case.outcome.kind is OutcomeKind.HEALED, error
 
     def _observe(self, failure: BaseException) -> tuple[Case, Session]:
@@ -214,11 +225,11 @@ class Watch:
         try:
             return await self._heal(case, session)
         except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
-            _fault("retry", exc)
-            _guarded("rollback", lambda: self._transaction.restore())
+            self._borders.fault("retry", exc)
+            self._borders.guarded("rollback", lambda: self._transaction.restore())
             return replace(case, outcome=_refusal("oomdoctor itself failed")), None
         except BaseException:  # an interrupt, which may have come in the midst of anything
-            _guarded("rollback", lambda: self._transaction.restore())
+            self._borders.guarded("rollback", lambda: self._transaction.restore())
             raise
 
     async def _heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
@@ -297,7 +308,7 @@ def _make_ready() -> None:
     from oomdoctor.shell.warming import steps
 
     for step in steps(_config()):
-        _quietly(step)
+        quietly(step)
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -361,7 +372,8 @@ def _found(exc: BaseException) -> BaseException | None:
         return None
     from oomdoctor.incident import find_oom
 
-    return _quietly(lambda: find_oom(exc))
+    found: BaseException | None = quietly(lambda: find_oom(exc))
+    return found
 
 
 def _mark(exc: BaseException) -> None:
@@ -381,30 +393,6 @@ def entered(part: Part, line: int, traceback: TracebackType | None) -> Traceback
         if own is not None and own.tb_next is not None:
             return TracebackType(traceback, own.tb_next.tb_frame, own.tb_next.tb_lasti, line)
     raise AssertionError("a statement that raises did not raise")
-
-
-def _at_work(part: Part) -> str | None:
-    """Return what else of the program may change its state beside the part, None if there is nothing."""
-    from oomdoctor.objects.named import is_installed
-
-    def is_programs(frame: FrameType) -> bool:
-        return frame.f_globals is part.namespace or not is_installed(frame.f_globals.get("__name__"))
-
-    running = sys._current_frames() if threading.active_count() > 1 else {}
-    running.pop(get_ident(), None)
-    for ident, innermost in running.items():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if is_programs(frame):
-                name = next((one.name for one in threading.enumerate() if one.ident == ident), "another")
-                return f"the thread `{name}` runs code of the program as well, and may see or change what is taken back"
-            frame = frame.f_back
-    if part.is_async:
-        for task in asyncio.all_tasks():
-            frame = getattr(task.get_coro(), "cr_frame", None)
-            if task is not asyncio.current_task() and frame is not None and is_programs(frame):
-                return f"the task `{task.get_name()}` of the program may see or change what is taken back"
-    return None
 
 
 def _healers(namespace: dict[str, Any]) -> dict[str, Any]:
@@ -466,23 +454,3 @@ def _room() -> int:
 
     _, free, _ = host.binding_limit(host.read(in_full=False))
     return int(free * _config().snapshot_share)
-
-
-def _quietly(do: Callable[[], T]) -> T | None:
-    try:
-        return do()
-    except Exception:  # noqa: BLE001 - border: what is done so is done twice, and the other time tells the fault
-        return None
-
-
-def _guarded(stage: str, do: Callable[[], T]) -> T | None:
-    try:
-        return do()
-    except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
-        _fault(stage, exc)
-        return None
-
-
-def _fault(stage: str, exc: BaseException) -> None:
-    line = f"{stage}: {type(exc).__name__}: {exc}".splitlines()[0]
-    print(f"oomdoctor could not finish ({line})", file=sys.stderr)

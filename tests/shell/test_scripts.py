@@ -141,7 +141,7 @@ print(sorted(name for name in globals() if name not in ("device", "virtual")))
 @pytest.fixture(autouse=True)
 def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
-    few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward")}
+    few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward", "checkpoint_blocks")}
     monkeypatch.setattr(fixes, "catalogue", lambda: few)
     monkeypatch.setattr(script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25))
 
@@ -506,7 +506,7 @@ def test_a_coroutine_beside_another_task_is_left_as_it_failed(load: Any) -> None
 
     with simulate(BUDGET), pytest.raises(out_of_memory()):
         asyncio.run(main())
-    assert "the task `waiter` of the program" in last().outcome.why
+    assert "the task `waiter` is running meanwhile" in last().outcome.why
 
 
 def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
@@ -520,7 +520,7 @@ def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
     finally:
         event.set()
         thread.join()
-    assert "the thread `waiter` runs code of the program as well" in last().outcome.why
+    assert "the thread waiter is running `waits` meanwhile" in last().outcome.why
     with simulate(BUDGET):
         module.evaluate(module.model, 20)
     assert last().outcome.kind is OutcomeKind.HEALED
