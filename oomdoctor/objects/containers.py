@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from oomdoctor.model.session import Kind
@@ -116,63 +115,26 @@ class Light:
     """Plain containers of numbers and text, copied as they are: what they hold leads to nothing else of any size."""
 
     def __init__(self) -> None:
-        self._empty: list[Any] = []
+        # Two lists: the garbage collector would go through a tuple for each.
         self._containers: list[Any] = []
         self._copies: list[Any] = []
-        self._lists: list[list[Any]] = []
-        self._items: list[Any] = []
-        self._lengths: list[int] = []
-
-    def add_lists(self, lists: list[list[Any]]) -> list[list[Any]]:
-        """Add those lists that are light; return the others.
-
-        All are copied into one: a copy of each, and to ask each for its types, takes three times as long, and the
-        garbage collector goes through copies of their own.
-        """
-        items = list(chain.from_iterable(lists))
-        heavy: list[list[Any]] = []
-        if not LIGHT_TYPES.issuperset(map(type, items)):
-            heavy = [one for one in lists if not is_light(one)]
-            others = set(map(id, heavy))
-            lists = [one for one in lists if id(one) not in others]
-            items = list(chain.from_iterable(lists))
-        self._lists += lists
-        self._items += items
-        self._lengths += map(len, lists)
-        return heavy
-
-    def absorb(self, other: Light) -> None:
-        """Take the containers of another one as well."""
-        for name, own in vars(self).items():
-            own += vars(other)[name]
-
-    def add_empty(self, container: Any) -> None:
-        """Add one of ``REFILLED`` that holds nothing: every module has a dozen of them."""
-        self._empty.append(container)
 
     def add(self, container: Any) -> None:
         """Add a container of which ``is_light`` is true."""
         self._containers.append(container)
         self._copies.append(SetCopy(container) if type(container) is set else container.copy())
 
-    def changed(self) -> Iterator[Any]:
-        """Yield each container that holds something else now, or in another order."""
-        return (container for container, _ in self._changed())
+    def absorb(self, other: Light) -> None:
+        """Take the containers of another one as well."""
+        self._containers += other._containers
+        self._copies += other._copies
+
+    def changed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each container that holds something else now, or in another order, with its copy."""
+        both = zip(self._containers, self._copies, strict=True)
+        return ((container, copy) for container, copy in both if not holds(container, copy))
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each set that cannot be filled again as it was."""
-        for _, copy in self._changed():
+        for _, copy in self.changed():
             yield from copy.lost() if type(copy) is SetCopy else ()
-
-    def pieces(self) -> Iterator[tuple[Any, Callable[[], None]]]:
-        """Yield each container that holds something else now, with what fills it with what it held."""
-        yield from ((container, partial(refill, container, copy)) for container, copy in self._changed())
-
-    def _changed(self) -> Iterator[tuple[Any, Any]]:
-        both = zip(self._containers, self._copies, strict=True)
-        yield from ((one, copy) for one, copy in chain(self._pairs(), both) if not holds(one, copy))
-        yield from ((one, {} if isinstance(one, dict) else []) for one in self._empty if one)
-
-    def _pairs(self) -> Iterable[tuple[list[Any], list[Any]]]:
-        items = iter(self._items)
-        return ((one, list(islice(items, n))) for one, n in zip(self._lists, self._lengths, strict=True))

@@ -48,13 +48,6 @@ class Place:
     grows: bool = True
 
 
-def is_bare(function: FunctionType, namespace: dict[str, Any]) -> bool:
-    """Return whether a function is of the namespace and holds nothing else."""
-    has_defaults = function.__defaults__ is not None or function.__kwdefaults__ is not None
-    is_empty = function.__closure__ is None and not has_defaults and not function.__dict__
-    return is_empty and function.__globals__ is namespace
-
-
 def _cell(function: FunctionType, name: str) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -28,7 +28,6 @@ from oomdoctor.objects.copies import LIGHT_BYTES, LONG, Allowance, Long
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_users
-from oomdoctor.objects.places import is_bare
 from oomdoctor.objects.recipes import Recipe, attribute_path, weak
 from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
 from oomdoctor.retry.notes import (
@@ -71,7 +70,6 @@ class Shape:
         names: all that there were. bindings: how each name of the user's is held that the cell may get at.
         is_everything: whether those are all.
         mementos: of objects, in the order in which they were met. light: containers of numbers and text.
-        bare: functions that hold nothing, ``codes`` of them in the same order.
         modules: of Python's and of libraries.
         unknown: sentences on what could not be looked at. is_whole: whether all was looked at.
     """
@@ -86,13 +84,12 @@ class Shape:
         everything: bool = False,
     ) -> None:
         self.vault = vault
-        self.known: dict[int, Any] = {id(namespace): namespace}
+        self.known: dict[int, Any] = {id(namespace[name]): namespace[name] for name in _SHELLS if name in namespace}
+        self.known[id(namespace)] = namespace
         self.modules: list[ModuleType] = []
         self.mementos: list[Memento] = []
         self.add = self.mementos.append
         self.light = Light()
-        self.bare: list[FunctionType] = []
-        self.codes: list[CodeType] = []
         self.unknown: list[str] = []
         self.allowance = Allowance(lambda path: _may_write(source, path))
         self.bindings: dict[str, Any] = {}
@@ -140,7 +137,7 @@ class Shape:
             if not found:
                 return
             self.bindings |= found
-            for name, value in self._take_light(found, namespace):
+            for name, value in found.items():
                 self.bindings[name] = self._hold_guarded(value, name)
 
     def absorb(self, other: Shape) -> None:
@@ -152,31 +149,6 @@ class Shape:
         self.bindings = {**other.bindings, **self.bindings}
         self.is_everything |= other.is_everything
         self.is_whole &= other.is_whole
-
-    def _take_light(self, found: dict[str, Any], namespace: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Copy the lists of numbers and text; return what of the names is left to look into, lists last.
-
-        One tight loop: it makes as little as it can for the garbage collector.
-        """
-        lists: list[list[Any]] = []
-        rest: list[tuple[str, Any]] = []
-        for name, value in found.items():
-            kind = type(value)
-            if kind in LIGHT_TYPES:
-                continue
-            if kind is list and len(value) <= LONG:
-                lists.append(value)
-            elif kind is FunctionType and is_bare(value, namespace):
-                self.bare.append(value)
-                self.codes.append(value.__code__)
-                self.mention_code(value)
-            else:
-                rest.append((name, value))
-        shells = {id(namespace[name]) for name in _SHELLS if name in namespace}
-        rest = [item for item in rest if id(item[1]) not in shells]
-        if heavy := set(map(id, self.light.add_lists([one for one in lists if id(one) not in shells]))):
-            rest += [item for item in found.items() if id(item[1]) in heavy]
-        return rest
 
     def _hold_guarded(self, value: Any, name: str) -> Any:
         """Hold a value; one whose class does not let itself be looked at costs its own name alone."""
@@ -191,17 +163,17 @@ class Shape:
         """Return how to hold ``value``, noting on the way what lies in it."""
         if type(value) in LIGHT_TYPES:
             return value
-        if type(value) in REFILLED and not value:
-            self.light.add_empty(value)
-            return value
+        if id(value) in self.known:
+            return self.known[id(value)]
         if type(value) is tuple and LIGHT_TYPES.issuperset(map(type, value)):
             return value
         kind = kind_of(type(value))
         if kind is Kind.ATOM or type(value) in BOUND:
             note_atom(self, value, path, depth)
             return value
-        if id(value) in self.known:
-            return self.known[id(value)]
+        if type(value) in REFILLED and not value:
+            self.light.add(value)
+            return value
         if depth <= 0 or len(self.known) > MOST_OBJECTS:
             if kind in _CONTAINERS or kind in OBJECTS or (kind is Kind.OBJECT and is_open(type(value))):
                 self.add(Reached(weak(value), path, DEEP))

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
+from oomdoctor.objects.containers import refill
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
 from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
@@ -301,9 +302,8 @@ class Snapshot:
         for name in filter(is_users, shape.bindings):
             yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
         yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in shape.mementos)
-        yield from ((f"a {type(one).__name__}", put) for one, put in shape.light.pieces())
-        for function, code in zip(shape.bare, shape.codes, strict=True):
-            yield f"the function `{function.__name__}`", partial(_make_bare, function, code)
+        for container, copy in shape.light.changed():
+            yield f"a {type(container).__name__}", partial(refill, container, copy)
         if self._vault is not None:
             yield from self._vault.pieces()
         yield "the random number generators", self._rng.restore
@@ -352,7 +352,7 @@ class Snapshot:
         with _outside_modes():
             if self._vault is not None:
                 yield from self._vault.changed()
-            yield from (f"changed {self._named(container)}" for container in self._shape.light.changed())
+            yield from (f"changed {self._named(container)}" for container, _ in self._shape.light.changed())
             yield from filter(None, (memento.changed() for memento in self._shape.mementos))
             for name, held in self._shape.bindings.items():
                 if (
@@ -379,16 +379,6 @@ class Snapshot:
 
 def _root(path: str) -> str:
     return re.split(r"[.\[ ]", path, maxsplit=1)[0]
-
-
-def _make_bare(function: Any, code: Any) -> None:
-    """Give a function its code again, and take away what was set on it."""
-    if function.__code__ is not code:
-        function.__code__ = code
-    for name in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, name) is not None:
-            setattr(function, name, None)
-    function.__dict__.clear()
 
 
 def _outside_modes() -> AbstractContextManager[None]:
