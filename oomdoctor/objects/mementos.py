@@ -5,7 +5,6 @@ Notes hold heavy values weakly; see ``recipes``. To restore may be done again af
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -149,18 +148,18 @@ DEEP: Final = "lies too deep to be looked at, and the cell may have changed it"
 class Reached(Memento):
     """What cannot be wound back, nor seen to have changed: it is lost if the cell can get at it.
 
-    Of a lock it is seen how often it is held. To put that back could take it from another thread, or stop that one.
+    Of a lock it is seen who holds it. To put that back could take it from another thread, or stop that one.
     """
 
-    __slots__ = ("_count", "_held", "_what")
+    __slots__ = ("_held", "_stand", "_what")
 
     def __init__(self, held: Any, path: str, what: str) -> None:
-        self._held, self.path, self._what, self._count = held, path, what, _times_held(living(held))
+        self._held, self.path, self._what, self._stand = held, path, what, _stand_of(living(held))
 
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if the cell can get at it."""
         value = living(self._held)
-        is_as_it_was = is_lock(type(value)) and _times_held(value) == self._count
+        is_as_it_was = self._stand != "" and _stand_of(value) == self._stand
         if value is not GONE and not is_as_it_was and code.reaches(value):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
 
@@ -188,21 +187,14 @@ class Variable(Memento):
             yield f"`{self.path}` was set for the first time, which cannot be taken back"
 
 
-_LOCK: Final[Any] = type(threading.Lock())
-_LOCK_OF_THREAD: Final[Any] = type(threading.RLock())
-_COUNT: Final = re.compile(r" count=(\d+)")
+_LOCKS: Final[tuple[Any, ...]] = type(threading.Lock()), type(threading.RLock())
 
 
 def is_lock(cls: type) -> bool:
     """Return whether a class is one of Python's two kinds of locks."""
-    return cls is _LOCK or cls is _LOCK_OF_THREAD
+    return any(cls is lock for lock in _LOCKS)
 
 
-def _times_held(lock: Any) -> int:
-    """Return how many times a lock is held; of one that belongs to its thread, by this thread. Of all else, 0."""
-    if not is_lock(type(lock)):
-        return 0
-    if type(lock) is _LOCK:
-        return int(lock.locked())
-    counted = _COUNT.search(repr(lock)) if lock._is_owned() else None  # Python 3.11 tells it nowhere else
-    return 0 if counted is None else int(counted[1])
+def _stand_of(lock: Any) -> str:
+    """Return who holds a lock, and how many times: Python 3.11 tells it nowhere else. Of all else, nothing."""
+    return repr(lock) if is_lock(type(lock)) else ""

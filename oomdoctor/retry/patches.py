@@ -1,7 +1,7 @@
 """What a cell puts in another's place in modules, classes and functions of libraries: ``F.relu = mine`` and the like.
 
-Found in the cell's text, and in the code of the functions that it mentions, because all attributes of all libraries are
-too many to be kept. What is put there by way of an attribute, an item or an argument is not seen.
+Found in the cell's text, and in the code of the functions that a look at the state has met: all attributes of all
+libraries are too many to be kept. What is put there by way of an attribute, an item or an argument is not seen.
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
 
-from oomdoctor.objects.containers import LIGHT_TYPES
-from oomdoctor.objects.kinds import members_of, module_of, mro_of
 from oomdoctor.objects.named import is_installed
-from oomdoctor.objects.places import functions_in
 from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
-from oomdoctor.program.names import read_names
 
 _ABSENT: Final = object()
 _STREAMS: Final = ("stdin", "stdout", "stderr")
 """What ``settings`` puts back of ``sys``."""
-_MOST: Final = 500
-"""Functions that are followed from one cell."""
 _OF_FUNCTIONS: Final = (
     "__code__",
     "__defaults__",
@@ -43,17 +37,20 @@ class Patches:
 
     Args:
         source: the cell's text. namespace: its globals.
+        codes: of functions that it may call, each with its globals.
     """
 
-    def __init__(self, source: str, namespace: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: str, namespace: Mapping[str, Any], codes: Iterable[tuple[CodeType, Mapping[str, Any]]]
+    ) -> None:
         self._namespace = namespace
         self._kept: list[tuple[Any, str, Any]] = []
         self._later: list[_Write] = []
         self._unnamed: list[str] = []
         self._left: list[Any] | None = None
         writes = attributes_written(source)
-        mentioned = [namespace[name] for name in read_names(source) if name in namespace]
-        for write, names in (*((one, namespace) for one in writes), *_written_by(mentioned)):
+        of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
+        for write, names in (*((one, namespace) for one in writes), *of_codes):
             path, name, known = write
             owner = _found(path, known, names)
             if name == ANY_NAME:
@@ -112,38 +109,3 @@ def _found(path: str, imports: Mapping[str, str], namespace: Mapping[str, Any]) 
             return None if isinstance(value, ModuleType) else _ABSENT
         value = vars(value)[name]
     return value
-
-
-def _written_by(values: Iterable[Any]) -> Iterator[_Write]:
-    """Yield what functions, and those that they mention, assign to, with the globals that they read.
-
-    Args:
-        values: functions, classes, their objects and anything else, of which the user's own are looked into.
-    """
-    waiting = [function for value in values if type(value) not in LIGHT_TYPES for function in _functions_of(value)]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST:
-        function = waiting.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        names, own = function.__globals__, names_of(function.__code__)
-        yield from ((write, names) for write in own.written)
-        for name in own.names:
-            if name in names and type(value := names[name]) not in LIGHT_TYPES:
-                waiting += _functions_of(value)
-
-
-def _functions_of(value: Any) -> list[FunctionType]:
-    """Return a function, or those of a class or of the class of an object, as far as they are the user's."""
-    kind: Any = type(value)
-    if kind is MethodType:
-        value, kind = value.__func__, FunctionType
-    if kind is FunctionType:
-        return [] if is_installed(value.__globals__.get("__name__")) else [value]
-    cls = value if isinstance(value, type) else kind
-    if is_installed(module_of(cls)):  # and so is what it derives from
-        return []
-    items = [item for one in mro_of(cls) if not is_installed(module_of(one)) for item in members_of(one).values()]
-    found = [item if type(item) is FunctionType else inner for item in items for inner in functions_in(item) or (item,)]
-    return [one for one in found if type(one) is FunctionType and not is_installed(one.__globals__.get("__name__"))]

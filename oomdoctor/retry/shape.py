@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -71,6 +71,7 @@ class Shape:
         is_everything: whether those are all.
         mementos: of objects, in the order in which they were met. light: containers of numbers and text.
         modules: of Python's and of libraries.
+        codes: of functions of the user's, each with its globals.
         unknown: sentences on what could not be looked at. is_whole: whether all was looked at.
     """
 
@@ -90,6 +91,7 @@ class Shape:
         self.mementos: list[Memento] = []
         self.add = self.mementos.append
         self.light = Light()
+        self.codes: list[tuple[CodeType, dict[str, Any]]] = []
         self.unknown: list[str] = []
         self.allowance = Allowance(lambda path: _may_write(source, path))
         self.bindings: dict[str, Any] = {}
@@ -119,6 +121,7 @@ class Shape:
 
     def mention_code(self, function: FunctionType) -> None:
         """Have the names looked at that a function mentions."""
+        self.codes.append((function.__code__, function.__globals__))
         names = names_of(function.__code__).mentioned
         if names is EVERYTHING or function.__globals__ is self._namespace:
             self.mention(names)

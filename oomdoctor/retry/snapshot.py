@@ -68,7 +68,7 @@ class Snapshot:
                 self._rng = RandomState.take()
                 self._shape = Shape(namespace, lambda: self.vault, source, own_modules())
             self._settings = Settings(self._shape.modules, source, collects=collects)
-            self._patches = Patches(source, namespace)
+            self._patches = Patches(source, namespace, self._shape.codes)
         self.is_kept = False
         self._left: set[str] = set()
         self._unrestored: dict[str, str] = {}
