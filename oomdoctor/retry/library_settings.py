@@ -5,6 +5,7 @@ Tables of pairs of functions, of attributes and of containers. What is exotic is
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.objects.containers import copied, refill
 from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_installed, is_ours
-from oomdoctor.objects.recipes import GONE, living, weak
+from oomdoctor.objects.recipes import GONE
 
 UNTOLD: Final = (RuntimeError, OSError, AttributeError)
 """torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
@@ -103,19 +104,12 @@ _ATTRIBUTES: Final = tuple(
         "__future__._swap_module_params_on_conversion",
     )
 )
-_CONTENTS: Final = {
-    "gc": ("callbacks",),
-    "torch._tensor_str": ("PRINT_OPTS.__dict__",),
-    "matplotlib._pylab_helpers": ("Gcf.figs",),
-    "torch.nn.modules.module": (
-        *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
-        *("_global_forward_hooks_with_kwargs", "_global_backward_hooks", "_global_backward_pre_hooks"),
-        *("_global_buffer_registration_hooks", "_global_module_registration_hooks"),
-        "_global_parameter_registration_hooks",
-    ),
-    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-}
-"""Lists and dicts that hold settings, hooks and figures."""
+_CONTENTS: Final = (
+    *(("gc", "callbacks"), ("torch._tensor_str", "PRINT_OPTS.__dict__"), ("matplotlib._pylab_helpers", "Gcf.figs")),
+)
+"""Lists and dicts that hold settings and figures."""
+_HOOKED: Final = ("torch.nn.modules.module", "torch.optim.optimizer")
+"""Where hooks of all modules and all optimizers are."""
 _COMPILERS: Final = (
     *("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config"),
     *("torch._export.config", "torch.fx.config", "torch.fx.experimental._config", "torch.distributed.config"),
@@ -159,8 +153,7 @@ def _by_contents(module: str, path: str) -> Iterator[Setting]:
     container = _within(module, path)
     if type(container) is list or isinstance(container, dict):
         # Not what hooks close over: a cell that takes one away may free memory by that.
-        is_hooks = path.endswith(("_hooks", "figs", "_called", "_kwargs"))
-        read, put = (set, _keep_only) if is_hooks else (copied, refill)
+        read, put = (set, _keep_only) if path.startswith(("_global", "Gcf")) else (copied, refill)
         yield Setting(f"{module}.{path}", partial(read, container), partial(put, container))
 
 
@@ -172,7 +165,7 @@ def _keep_only(table: Any, names: set[Any]) -> None:
 def _of_torch(torch: Any) -> list[Setting]:
     """Return those of torch that no pair of functions tells and sets; none of them initialises a device."""
     default = Setting("default device", _default_device, torch.set_default_device, True)
-    modes = Setting("modes of torch", partial(_Modes, torch), None, True)
+    modes = Setting("modes of torch", _modes, None, True)
     # The processor's, of this thread; torch does not tell it.
     denormal = Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal, True)
     return [default, modes, denormal]
@@ -227,28 +220,14 @@ def _is_users(function: Any) -> bool:
     return isinstance(function, int) or not is_installed(getattr(function, "__module__", None))
 
 
-class _Modes:
-    """The modes that are entered and not ours, held weakly, and whether inference mode is on.
-
-    Equal to others where none that is alive was entered or left. The default device is a mode too, and a setting.
-    """
-
-    __slots__ = ("_held", "_infers")
-
-    def __init__(self, torch: Any) -> None:
-        core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
-        stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
-        stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
-        self._held = [weak(mode) for mode in stack if mode is not default and not is_ours(module_of(type(mode)))]
-        self._infers = torch.is_inference_mode_enabled()
-
-    def _alive(self) -> list[int]:
-        return [id(mode) for held in self._held if (mode := living(held)) is not GONE]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Modes) and (self._infers, self._alive()) == (other._infers, other._alive())
-
-    __hash__ = None  # type: ignore[assignment]
+def _modes() -> tuple[Any, ...]:
+    """Return whether inference mode is on, and the modes that are entered, but for ours and the default device."""
+    torch = sys.modules["torch"]
+    core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
+    stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
+    stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
+    entered = (mode for mode in stack if mode is not default and not is_ours(module_of(type(mode))))
+    return torch.is_inference_mode_enabled(), *entered
 
 
 def _default_device() -> Any:
@@ -268,7 +247,10 @@ def of_libraries() -> list[Setting]:
     if here != _known_with:
         found = [one for name, pairs in _FUNCTIONS.items() for pair in pairs for one in _by_functions(name, *pair)]
         found += [one for name, path in _ATTRIBUTES for one in _by_attribute(name, path)]
-        found += [one for name, paths in _CONTENTS.items() for path in paths for one in _by_contents(name, path)]
+        hooks = [
+            (name, path) for name in _HOOKED for path in vars(sys.modules.get(name, builtins)) if path[:8] == "_global_"
+        ]
+        found += [one for name, path in (*_CONTENTS, *hooks) for one in _by_contents(name, path)]
         torch = sys.modules.get("torch")
         _known, _known_with = [*found, *(() if torch is None else _of_torch(torch)), *_exotic(shell)], here
     return _known

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +16,27 @@ from oomdoctor.model.session import Attempt
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.recompiling import put_in_place
-from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.snapshot import Snapshot
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold SIGINT back while the body runs; it arrives at its end, once: half of a state put back would be none.
+
+    Python delivers signals to the main thread alone, so that there is nothing to hold back on another one.
+    """
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if before is None:  # or a handler that was set by C, which Python cannot put back
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 class Transaction:

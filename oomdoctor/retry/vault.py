@@ -35,18 +35,8 @@ class Watched:
     """One tensor under watch: a weak reference, its stamp at the start, and its copy once there is one."""
 
     __slots__ = (
-        "aside",
-        "bare",
-        "copy",
-        "device",
-        "dtype",
-        "hooks",
-        "label",
-        "pointer",
-        "ref",
-        "requires_grad",
-        "uncopied",
-        "version",
+        *("aside", "bare", "copy", "device", "dtype", "hooks", "label", "pointer", "ref", "requires_grad"),
+        *("uncopied", "version"),
     )
 
     def __init__(self, tensor: torch.Tensor, label: str) -> None:

@@ -25,8 +25,8 @@ from oomdoctor.model.case import OutcomeKind
 from oomdoctor.objects.leaves import state_digests
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.retry import transaction
-from oomdoctor.retry.interrupts import held_back
 from oomdoctor.retry.reach import Reach
+from oomdoctor.retry.transaction import held_back
 from oomdoctor.retry.vault import TensorVault
 
 CELLS: Final = cells_of("mlp", "AdamW")
