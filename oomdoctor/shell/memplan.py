@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import UsageError
 from oomdoctor.model.sizes import parse_size
 from oomdoctor.shell.cells import cells_until
-from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
-from oomdoctor.shell.verbs import shown
+from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in, path_of, put
 
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Forecast, Verdict
@@ -35,7 +34,6 @@ USAGE: Final = """Forecast the cell below without running it: what it needs, whe
 """
 
 _TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
-_FLAGS: Final = frozenset({"run"})
 _HELP: Final = frozenset({"--help", "-h"})
 
 
@@ -56,7 +54,7 @@ class Options:
         Raises:
             UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
         """
-        given = _pairs(words)
+        given = options_in("%%memplan", words, _TAKES)
         memory, path = given.get("device-memory"), given.get("json")
         if memory is not None and "device" in given:
             raise UsageError("--device and --device-memory are two answers to one question: give one of them")
@@ -209,24 +207,3 @@ def check_source(text: str, what: str) -> None:
     if fault is not None:
         line = f" (line {fault.line} of it)" if fault.line else ""
         raise UsageError(f"{what} is not Python: {one_line(fault.message)}{line}")
-
-
-def _pairs(words: list[str]) -> dict[str, str | None]:
-    given: dict[str, str | None] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in _TAKES:
-            accepted = ", ".join(f"--{one}" for one in _TAKES)
-            raise UsageError(f"%%memplan does not take {shown(word)}: it takes {accepted}")
-        if name in given:
-            raise UsageError(f"--{name} is given twice")
-        if name in _FLAGS and equals:
-            raise UsageError(f"--{name} takes no value")
-        if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
-            value, equals = rest.pop(0), "="
-        if not value and (equals or _TAKES[name] is not None):
-            raise UsageError(f"--{name} needs {_TAKES[name] or 'a path after ='}")
-        given[name] = value if equals else None
-    return given

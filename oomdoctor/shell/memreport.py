@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.growth import Mark
 from oomdoctor.shell.cells import cells_until, filenames, is_own
-from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, path_of, put
+from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in, path_of, put
 
 if TYPE_CHECKING:
     from oomdoctor.model.memory import Measured
@@ -45,8 +44,6 @@ _TAKES: Final = {
     "html": "a path",
     "snapshot": "a path",
 }
-_FLAGS: Final = frozenset({"diff"})
-_FILES: Final = frozenset({"json", "html", "snapshot"})
 _MOST_DIGITS: Final = 9
 _HELP: Final = frozenset({"--help", "-h"})
 
@@ -70,7 +67,7 @@ class Options:
         Raises:
             UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
         """
-        given = _pairs(words)
+        given = options_in("%memreport", words, _TAKES)
         options = cls(
             device=given.get("device"),
             top=_number(given.get("top")),
@@ -234,31 +231,6 @@ def _resident() -> Measured:
         return int(_process(os.getpid()).memory_info().rss)
     except (psutil.Error, OSError, ValueError, LookupError, RuntimeError):
         return Unavailable("the system tells nothing of its processes")
-
-
-def _pairs(words: list[str]) -> dict[str, str | None]:
-    given: dict[str, str | None] = {}
-    rest = list(words)
-    name = ""
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") and name in _FILES and (begun := given.get(name)):
-            raise UsageError(f"a path with spaces needs quotes: --{name} {one_line(shlex.quote(f'{begun} {word}'))}")
-        name, equals, attached = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in _TAKES:
-            accepted = ", ".join(f"--{name}" for name in _TAKES)
-            raise UsageError(f"%memreport does not take '{one_line(word)}': it takes {accepted}")
-        value = attached if equals else None
-        if not equals and name not in _FLAGS and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        if name in _FLAGS and value is not None:
-            raise UsageError(f"--{name} takes no value")
-        if not value and (_TAKES[name] is not None or value is not None):
-            raise UsageError(f"--{name} needs {_TAKES[name] or ('a path after =' if equals else 'a path')}")
-        if name in given:
-            raise UsageError(f"--{name} is given twice")
-        given[name] = value
-    return given
 
 
 def _number(text: str | None) -> int | None:

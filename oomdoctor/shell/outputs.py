@@ -1,8 +1,10 @@
-"""Files that a magic is asked to write: their paths are checked before anything is done, and faults are one line."""
+"""Options of a magic, and the files that it is asked to write, checked before anything is done; faults are one line."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +12,43 @@ from oomdoctor.errors import UsageError
 
 OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
 """To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
+_FILES: Final = frozenset({"json", "html", "snapshot"})
+"""Options that take a path."""
 _DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+
+
+def options_in(magic: str, words: list[str], takes: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the options among ``words``, ``--name value`` or ``--name=value``, each with its value or None.
+
+    Args:
+        magic: what the line is typed after.
+        takes: the options that there are, each with what its value is called; of None, a file takes a path or none.
+
+    Raises:
+        UsageError: an unknown option, one that is given twice, a value that is missing or too much.
+    """
+    given: dict[str, str | None] = {}
+    rest, name = list(words), ""
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") and name in _FILES and (begun := given.get(name)):
+            raise UsageError(f"a path with spaces needs quotes: --{name} {one_line(shlex.quote(f'{begun} {word}'))}")
+        name, equals, attached = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in takes:
+            accepted = ", ".join(f"--{one}" for one in takes)
+            raise UsageError(f"{magic} does not take '{one_line(word)}': it takes {accepted}")
+        is_flag = takes[name] is None and name not in _FILES
+        value = attached if equals else None
+        if not equals and not is_flag and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        if is_flag and value is not None:
+            raise UsageError(f"--{name} takes no value")
+        if not value and (takes[name] is not None or value is not None):
+            raise UsageError(f"--{name} needs {takes[name] or ('a path after =' if equals else 'a path')}")
+        if name in given:
+            raise UsageError(f"--{name} is given twice")
+        given[name] = value
+    return given
 
 
 def path_of(text: str | None) -> Path | None:
