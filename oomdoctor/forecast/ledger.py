@@ -36,7 +36,6 @@ _RANKS: Final = {
 }
 """Of two roles that one storage has, the one that comes first here counts, as it does in a census."""
 
-_OF_TRAINING: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER, Role.BATCH)
 _MUCH: Final = 0.02
 """Share of the peak from which on something matters."""
 
@@ -160,19 +159,9 @@ class Ledger:
         """Count no longer what ``take`` has returned."""
         self._free(taken)
 
-    def keeps(self, since: int) -> bool:
-        """Whether much is alive that was made since there were ``since`` events, and is not the state of training."""
-        alive = {entry.number for entry in self._entries.values()}
-        made = (event for event in self.events[since:] if event[0] == "alloc" and event[1] in alive)
-        return self.is_much(sum(event[2] for event in made if self.note(event[1]).role not in _OF_TRAINING))
-
     def has_risen(self, level: int) -> bool:
         """Whether much more is alive than there was at ``level``."""
-        return self.is_much(self.live - level)
-
-    def is_much(self, nbytes: int) -> bool:
-        """Whether so many bytes matter, by the peak so far."""
-        return nbytes > _MUCH * self.peak
+        return self.live - level > _MUCH * self.peak
 
     def twin(self, real: torch.UntypedStorage, fake: torch.UntypedStorage) -> None:
         """Count ``real``, and let ``fake`` stand for the same memory: views of either keep it alive."""

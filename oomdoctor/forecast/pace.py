@@ -265,7 +265,7 @@ class Pace:
         """Whether the last iteration left something behind, so that the next may need more; or may let go of it."""
         if loop.more == _FEW_MORE or loop.turns == loop.total:
             return False
-        return self._ledger.keeps(loop.at) if loop.turns == 1 else self._ledger.has_risen(loop.level)
+        return self._ledger.has_risen(loop.level)
 
 
 def _is_steady(steps: Counter[int]) -> bool:
