@@ -151,10 +151,10 @@ _COPIED: Final = _family("copied", _DATA, _BLOCK + _NET, _AVERAGED, models=("mod
             "changes its input in place",
         ),
         ("checkpoint_blocks", _FAST_WEIGHTS, (), "no longer those that its forward ran with"),
-        ("chunked_forward", _FAST_WEIGHTS, (), "no longer those that its forward ran with"),
+        ("chunked_forward", _FAST_WEIGHTS, (), "no call of a model was found"),
         ("checkpoint_blocks", _COPIED, ("patch",), ""),
         ("autocast", _COPIED, ("patch",), ""),
-        ("chunked_forward", _COPIED, ("patch", "live"), ""),
+        ("chunked_forward", _COPIED, ("patch",), ""),
         (
             "optimizer_in_backward",
             _family(
