@@ -88,17 +88,13 @@ def no_more_than_samples(counts: Sequence[int], evidence: Evidence) -> list[int]
     return fitting or Refused("the batch has one sample: there is nothing to split")
 
 
-def called_in_parts(cells: Cells, code: CodeFacts, parts: int, *, moves: bool = False) -> Patch | Refused:
+def called_in_parts(cells: Cells, found: Sequence[Site], parts: int, *, moves: bool = False) -> Patch | Refused:
     """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model in what the failing cell runs.
 
     Args:
         moves: let it move the parts of what a call moves to the device.
     """
-    sites = [
-        one
-        for one in code.sites.get("half_weights", ())
-        if one.kind == "run" and not one.names[-1].endswith(_OTHERWISE)
-    ]
+    sites = [one for one in found if one.kind == "run" and not one.names[-1].endswith(_OTHERWISE)]
     if any("in_parts(" in cell.source for cell in cells.history):
         return Refused("a model is given parts of the batch already")
     if not sites:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes._activations import found_or_asked, why_not_short, why_not_training
 from oomdoctor.fixes._chunks import called_in_parts, couples, no_more_than_samples, takes_note
+from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -74,7 +75,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(why)
     if (why := why_not_training(evidence)) is not None:
         return Refused(why)
-    return called_in_parts(cells, evidence.code, dose.number("chunks"))
+    return called_in_parts(cells, evidence.code.sites.get(FIX.id, ()), dose.number("chunks"))
 
 
 FIX: Final = Fix(
@@ -87,4 +88,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect_runs,
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from oomdoctor.fixes import _trainer_source, _trainer_terms
 from oomdoctor.fixes._chunks import called_in_parts, couples, no_more_than_samples
+from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -86,7 +87,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             return Refused(why)
     if any(loop.in_failing_run for loop in code.loops):
         return Refused("the failing cell trains as well: which of its calls are predictions cannot be told")
-    return called_in_parts(cells, code, dose.number("chunks"), moves=True)
+    return called_in_parts(cells, code.sites.get(FIX.id, ()), dose.number("chunks"), moves=True)
 
 
 FIX: Final = Fix(
@@ -98,4 +99,5 @@ FIX: Final = Fix(
     propose=propose,
     apply=None,
     patch=patch,
+    detect=detect_runs,
 )

@@ -60,7 +60,7 @@ _TRAINS: Final = {
 _NO_RUN: Final = "no call of a model of the notebook was found in what the failing cell runs"
 
 
-def _detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+def detect_runs(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the calls of models in what the failing cell runs, and where something of their results goes to NumPy."""
     return tuple(_runs(program, ModelCalls(program, objects.kinds), objects))
 
@@ -307,7 +307,7 @@ FIXES: Final = (
         cost="results rounded to 16 bits",
         propose=_propose_half,
         patch=_patch_half,
-        detect=_detect,
+        detect=detect_runs,
         guard=_guard,
     ),
     Fix(

@@ -15,7 +15,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split
 from oomdoctor.fixes._split import in_parts
 from oomdoctor.fixes.chunked_forward import FIX, TOLERANCE, patch, propose
-from oomdoctor.fixes.inference_precision import _detect
+from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
@@ -347,7 +347,7 @@ def patched(*sources: str, kinds: Any = None, dose: Dose = FOUR, **facts: Any) -
     cells = live.cells_of(*sources)
     models = kinds or {"model": Net()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds=dict.fromkeys(models, "model"))
-    sites = {"half_weights": _detect(definitions.read(cells), objects)}
+    sites = {FIX.id: detect_runs(definitions.read(cells), objects)}
     found = live.evidence(live.model_facts(), **facts)
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), dose)
 

@@ -17,7 +17,7 @@ from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split
 from oomdoctor.fixes._split import in_parts
 from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, patch, propose
-from oomdoctor.fixes.inference_precision import _detect
+from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
@@ -244,7 +244,7 @@ def run(*sources: str) -> dict[str, Any]:
 def patched(found: Evidence, *sources: str) -> Patch | Refused:
     cells, models = live.cells_of(*sources), {"model": made()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds={"model": "model"})
-    sites = {"half_weights": _detect(definitions.read(cells), objects)}
+    sites = {FIX.id: detect_runs(definitions.read(cells), objects)}
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), FOUR)
 
 
