@@ -92,9 +92,10 @@ def called_in_parts(cells: Cells, found: Sequence[Site], parts: int, *, moves: b
     """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model in what the failing cell runs.
 
     Args:
+        found: by ``inference_precision.detect_runs``.
         moves: let it move the parts of what a call moves to the device.
     """
-    sites = [one for one in found if one.kind == "run" and not one.names[-1].endswith(_OTHERWISE)]
+    sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(_OTHERWISE)]
     if any("in_parts(" in cell.source for cell in cells.history):
         return Refused("a model is given parts of the batch already")
     if not sites:

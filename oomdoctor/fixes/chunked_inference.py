@@ -85,9 +85,12 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for model in code.models:
         if (why := _couples(model)) is not None:
             return Refused(why)
+    sites = code.sites.get(FIX.id, ())
     if any(loop.in_failing_run for loop in code.loops):
-        return Refused("the failing cell trains as well: which of its calls are predictions cannot be told")
-    return called_in_parts(cells, code.sites.get(FIX.id, ()), dose.number("chunks"), moves=True)
+        sites = tuple(one for one in sites if one.kind == "prediction")
+        if not sites:
+            return Refused("the failing cell trains as well: which of its calls are predictions cannot be told")
+    return called_in_parts(cells, sites, dose.number("chunks"), moves=True)
 
 
 FIX: Final = Fix(

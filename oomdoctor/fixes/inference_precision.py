@@ -38,7 +38,7 @@ from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import called_on
 from oomdoctor.program.dataflow import Flow, bound
-from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.definitions import Program, site, with_gradients
 from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
 from oomdoctor.program.names import own_nodes
@@ -61,7 +61,10 @@ _NO_RUN: Final = "no call of a model of the notebook was found in what the faili
 
 
 def detect_runs(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find the calls of models in what the failing cell runs, and where something of their results goes to NumPy."""
+    """Find the calls of models in what the failing cell runs, and where something of their results goes to NumPy.
+
+    A call is a ``prediction`` where the text around it turns gradients off, else a ``run``.
+    """
     return tuple(_runs(program, ModelCalls(program, objects.kinds), objects))
 
 
@@ -84,9 +87,10 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
             of_graphs=False,
         )
         names = flow.spread(scope.body, ())
+        trained = set[int]() if scope.disables_grad else set(map(id, with_gradients(scope.body)))
         for node in (one for one in own_nodes(scope.body) if isinstance(one, ast.Call)):
             if (path := path_of(node)) is not None:
-                yield site("run", scope, node, (path, ast.unparse(node.func)))
+                yield site("run" if id(node) in trained else "prediction", scope, node, (path, ast.unparse(node.func)))
             elif words.last_name(node) == "numpy" and flow.carries(node.func, names):
                 yield site("numpy", scope, node, (ast.unparse(node.func),))
 
@@ -201,7 +205,7 @@ def _found(fix: str, code: CodeFacts) -> tuple[Site, ...]:
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS[fix])
     found = code.sites.get("half_weights", ())
-    if not any(one.kind == "run" for one in found):
+    if not any(one.kind != "numpy" for one in found):
         raise Unfit(_NO_RUN)
     return found
 
@@ -246,7 +250,7 @@ def _written(
             changes |= change(need(call, f"`{one.names[-1]}` was not found again"), one)
         module = rewriting.exchange(parsed.module, changes)
         if number == failing:
-            paths = dict.fromkeys(one.names[0] for one in found if one.kind == "run")
+            paths = dict.fromkeys(one.names[0] for one in found if one.kind != "numpy")
             module = _preceded(parsed, module, {path: line_of(path) for path in paths})
         edits.append(rewriting.edit(cells, cells.get(number), parsed, module))
     return rewriting.join(cells, edits)

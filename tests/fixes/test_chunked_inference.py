@@ -287,6 +287,13 @@ def test_what_cannot_be_written_is_refused(source, found, why) -> None:
     assert why in refused.reason
 
 
+def test_of_a_cell_that_trains_as_well_what_runs_without_gradients_is_split() -> None:
+    source = "for x, y in loader:\n    out = model(x)\nwith torch.no_grad():\n    shown = model(X)\n"
+    found = patched(evidence(loops=(live.loop(1, 1),)), source)
+    assert isinstance(found, Patch)
+    assert found.edits[0].after.endswith(source.replace("shown = model(X)", "shown = in_parts(model, 4)(X)"))
+
+
 def test_a_prediction_of_an_earlier_cells_function_is_split() -> None:
     decorated = "@torch.no_grad()\ndef predict(model, x):\n    return model(x)\n"
     last = PREDICTION.templates[-1].replace("with torch.no_grad():\n    ", "").replace("model(", "predict(model, ")
