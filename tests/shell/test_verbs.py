@@ -98,7 +98,7 @@ def test_of_a_healed_cell_the_fix_in_place_is_inserted_and_that_it_has_run_is_to
     told = said(shell, "%oomdoctor fix --insert")
     assert "with chunked_forward(chunks=" in told
     assert "a second time" in told
-    assert "checkpoint" in str(shell.rl_next_input)
+    assert "in_parts(" in str(shell.rl_next_input)
 
 
 def test_the_inserted_cell_of_a_fresh_shell_leaves_what_the_healed_one_left(shell: InteractiveShell) -> None:
