@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from oomdoctor.objects.containers import copied, refill
 from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_installed, is_ours
-from oomdoctor.objects.recipes import GONE
+from oomdoctor.objects.recipes import GONE, living, weak
 
 UNTOLD: Final = (RuntimeError, OSError, AttributeError)
 """torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""
@@ -165,7 +165,7 @@ def _keep_only(table: Any, names: set[Any]) -> None:
 def _of_torch(torch: Any) -> list[Setting]:
     """Return those of torch that no pair of functions tells and sets; none of them initialises a device."""
     default = Setting("default device", _default_device, torch.set_default_device, True)
-    modes = Setting("modes of torch", _modes, None, True)
+    modes = Setting("modes of torch", partial(_Modes, torch), None, True)
     # The processor's, of this thread; torch does not tell it.
     denormal = Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal, True)
     return [default, modes, denormal]
@@ -220,14 +220,28 @@ def _is_users(function: Any) -> bool:
     return isinstance(function, int) or not is_installed(getattr(function, "__module__", None))
 
 
-def _modes() -> tuple[Any, ...]:
-    """Return whether inference mode is on, and the modes that are entered, but for ours and the default device."""
-    torch = sys.modules["torch"]
-    core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
-    stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
-    stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
-    entered = (mode for mode in stack if mode is not default and not is_ours(module_of(type(mode))))
-    return torch.is_inference_mode_enabled(), *entered
+class _Modes:
+    """The modes that are entered and not ours, held weakly, and whether inference mode is on.
+
+    Equal to others where none that is alive was entered or left. The default device is a mode too, and a setting.
+    """
+
+    __slots__ = ("_held", "_infers")
+
+    def __init__(self, torch: Any) -> None:
+        core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
+        stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
+        stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
+        self._held = [weak(mode) for mode in stack if mode is not default and not is_ours(module_of(type(mode)))]
+        self._infers = torch.is_inference_mode_enabled()
+
+    def _alive(self) -> list[int]:
+        return [id(mode) for held in self._held if (mode := living(held)) is not GONE]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Modes) and (self._infers, self._alive()) == (other._infers, other._alive())
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _default_device() -> Any:
