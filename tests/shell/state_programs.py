@@ -118,9 +118,9 @@ PROGRAMS: Final = (
 """Which families are trained in which ways."""
 
 REFUSED: Final = {
-    ("lstm", None): "model was called with a list",
+    ("lstm", None): "was called with a list",
     ("vae", None): "its forward draws random numbers",
-    ("transformers", "evaluation"): "model returns a single number",
+    ("transformers", "evaluation"): "returns a single number",
     ("gpt", "third iteration"): "`ema['transformer.wte.weight']` was replaced by the cell, and the old one is gone",
 }
 """Why a retry may be refused, by family and place, all places where there is none; the others may not."""
