@@ -170,6 +170,12 @@ Of plain RNNs no figure is known: theirs is a guess.
 """
 
 
+def _reflectors(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return what an orthogonal factorisation is kept as, which has no meta kernel: vectors by columns, and scales."""
+    *batch, rows, columns = args[0].shape
+    return args[0].mT.contiguous().mT, args[0].new_empty((*batch, min(rows, columns)))
+
+
 def _recurrent_layer(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a fused LSTM's results with the workspace for its backward, told by two real short runs."""
     *results, workspace = func(*args, **kwargs)
@@ -264,6 +270,7 @@ HANDLERS: Final = (
         ("zeros ones full", _made),
         ("mse_loss smooth_l1_loss binary_cross_entropy", _reduced),
         ("_efficientzerotensor", _without_memory),
+        ("geqrf", _reflectors),
         ("_cudnn_rnn_backward", _cudnn_layers_backward),
     )
 )
