@@ -65,6 +65,7 @@ def follow_loops(pace: Pace, ledger: Ledger) -> None:
             mark=lambda: len(pace.cuts),
             listed=listed,
             branch=branch,
+            holds=lambda _tested: True,  # mostly on values that nobody knows here
         )
     )
 

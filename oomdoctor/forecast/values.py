@@ -76,7 +76,7 @@ class Scalars:
         """Return whether two tensors are equal, or close."""
         values = [leaf.constant if isinstance(leaf, FakeTensor) else leaf for leaf in args[:2]]
         if any(value is None for value in values):
-            return self._bool(True)
+            return self._bool(False)
         with _disable_current_modes():
             return bool(func(*values, *args[2:], **kwargs))
 

@@ -38,6 +38,7 @@ class LoopHooks:
         mark: called before a plain list comprehension.
         listed: takes what ``mark`` returned and the list that the comprehension made; returns the list.
         branch: takes what an ``if`` decided in whose test there is a counter; returns the decision.
+        holds: takes what an ``assert`` tests; returns whether it holds.
     """
 
     items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
@@ -45,6 +46,7 @@ class LoopHooks:
     mark: Callable[[], Any] = lambda: None
     listed: Callable[[Any, list[Any]], list[Any]] = lambda _mark, made: made
     branch: Callable[[Any], Any] = lambda outcome: outcome
+    holds: Callable[[Any], Any] = lambda outcome: outcome
 
 
 def install_hooks(hooks: LoopHooks) -> None:
@@ -125,6 +127,11 @@ class _Hooking(ast.NodeTransformer):
         return node
 
     visit_IfExp = visit_If  # noqa: N815
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        self.generic_visit(node)
+        node.test = ast.copy_location(_call("holds", node.test), node.test)
+        return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
         self.generic_visit(node)
