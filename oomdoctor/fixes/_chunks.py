@@ -105,9 +105,10 @@ def called_in_parts(cells: Cells, found: Sequence[Site], parts: int, *, moves: b
         name = import_lines.name_for("oomdoctor", "in_parts", cells.beside(cells.get(here[0].cell)), "model_in_parts")
         changes: dict[cst.CSTNode, rewriting.New] = {}
         for call in rewriting.within(parsed.module, cst.Call):
-            text = ast.unparse(ast.parse(rewriting.text_of(call.func), mode="eval"))
-            if any((one.line, one.names[-1]) == (parsed.lines_of(call)[0], text) for one in here):
-                changes[call.func] = cst.parse_expression(f"{name}({rewriting.text_of(call.func)}, {parts})")
+            called = {one.names[-1] for one in here if one.line == parsed.lines_of(call)[0]}
+            model = rewriting.text_of(call.func) if called else ""
+            if called and ast.unparse(ast.parse(model, mode="eval")) in called:
+                changes[call.func] = cst.parse_expression(f"{name}({model}, {parts})")
                 first = call.args[0].value if call.args else None
                 if moves and isinstance(first, cst.Call) and m.matches(first, _TO_DEVICE):
                     changes[first] = cst.ensure_type(first.func, cst.Attribute).value

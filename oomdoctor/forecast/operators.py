@@ -157,6 +157,12 @@ def _without_memory(_func: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])
 
 
+def _reflectors(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return what an orthogonal factorisation is kept as, which has no meta kernel: vectors by columns, and scales."""
+    *batch, rows, columns = args[0].shape
+    return args[0].mT.contiguous().mT, args[0].new_empty((*batch, min(rows, columns)))
+
+
 _STEPS: Final = (4, 8)
 """Steps from which on the workspace of oneDNN's LSTM grows evenly, as measured with oneDNN 3.12."""
 _TENSORS: Final = 7
@@ -168,12 +174,6 @@ Source: pytorch/pytorch#2895, where four layers of hidden size 320 reserved 736,
 as a GRU (cuDNN of 2017, float32): with the outputs between the layers, 23 and 27 vectors of 25,000 steps times samples.
 Of plain RNNs no figure is known: theirs is a guess.
 """
-
-
-def _reflectors(_func: Any, args: Any, _kwargs: Any) -> Any:
-    """Return what an orthogonal factorisation is kept as, which has no meta kernel: vectors by columns, and scales."""
-    *batch, rows, columns = args[0].shape
-    return args[0].mT.contiguous().mT, args[0].new_empty((*batch, min(rows, columns)))
 
 
 def _recurrent_layer(func: Any, args: Any, kwargs: Any) -> Any:

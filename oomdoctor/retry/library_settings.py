@@ -105,7 +105,9 @@ _ATTRIBUTES: Final = tuple(
     )
 )
 _CONTENTS: Final = (
-    *(("gc", "callbacks"), ("torch._tensor_str", "PRINT_OPTS.__dict__"), ("matplotlib._pylab_helpers", "Gcf.figs")),
+    ("gc", "callbacks"),
+    ("torch._tensor_str", "PRINT_OPTS.__dict__"),
+    ("matplotlib._pylab_helpers", "Gcf.figs"),
 )
 """Lists and dicts that hold settings and figures."""
 _HOOKED: Final = ("torch.nn.modules.module", "torch.optim.optimizer")
