@@ -226,7 +226,7 @@ def run(
 
 def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) -> None:
     """Put all that a shadow does otherwise into the place of what Python and torch do."""
-    follow_loops(pace, tracker.ledger)
+    follow_loops(pace, tracker.ledger, tracker.scalars)
     follow_lengths(session.namespace)
     pace.fills_up = partial(fills_up, start.deques)
     pace.piled = Piled(session.namespace, is_followed)

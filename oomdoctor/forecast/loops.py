@@ -27,6 +27,7 @@ from oomdoctor.program.loop_hooks import (
 if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.values import Scalars
 
 _OWN: Final = __name__.partition(".")[0]
 _PASSED_OVER: Final = ("torch", _OWN)
@@ -46,8 +47,8 @@ def compile_followed(text: str, filename: str, flags: int = 0) -> CodeType:
     return compile_hooked(text, filename, flags)
 
 
-def follow_loops(pace: Pace, ledger: Ledger) -> None:
-    """Let ``pace`` answer the loops of this process."""
+def follow_loops(pace: Pace, ledger: Ledger, scalars: Scalars) -> None:
+    """Let ``pace`` answer the loops of this process; what asserts ask of ``scalars`` holds."""
 
     def listed(before: int, made: list[Any]) -> list[Any]:
         if pace.piled is not None:
@@ -65,7 +66,8 @@ def follow_loops(pace: Pace, ledger: Ledger) -> None:
             mark=lambda: len(pace.cuts),
             listed=listed,
             branch=branch,
-            holds=lambda _tested: True,  # mostly on values that nobody knows here
+            asked=lambda: scalars.asked,
+            holds=lambda asked, outcome: outcome or scalars.asked > asked,  # on values that nobody knows
         )
     )
 

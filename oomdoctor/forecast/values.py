@@ -51,12 +51,14 @@ class Scalars:
     """Answers for ``item()``, ``float()``, ``int()`` and ``bool()`` of tensors.
 
     Attributes:
+        asked: how many values were asked for that nobody knows.
         has_guessed: whether a bool was asked for that may be either.
         until: when loops that pile something up are made to end, by ``time.monotonic``; ``missed``: whether one was.
     """
 
     def __init__(self, live: Callable[[], int]) -> None:
         """Begin with nothing asked; ``live`` tells how many bytes are alive."""
+        self.asked = 0
         self.has_guessed = False
         self.until, self.missed = math.inf, False
         self._live = live
@@ -65,6 +67,7 @@ class Scalars:
 
     def answer(self, tensor: torch.Tensor) -> Any:
         """Return the value of a scalar that nobody knows."""
+        self.asked += 1
         if tensor.dtype is torch.bool:
             hint = getattr(tensor, HINT, None)
             return self._bool(getattr(tensor, LIKELY, True)) if hint is None else hint
@@ -76,6 +79,7 @@ class Scalars:
         """Return whether two tensors are equal, or close."""
         values = [leaf.constant if isinstance(leaf, FakeTensor) else leaf for leaf in args[:2]]
         if any(value is None for value in values):
+            self.asked += 1
             return self._bool(False)
         with _disable_current_modes():
             return bool(func(*values, *args[2:], **kwargs))

@@ -38,7 +38,8 @@ class LoopHooks:
         mark: called before a plain list comprehension.
         listed: takes what ``mark`` returned and the list that the comprehension made; returns the list.
         branch: takes what an ``if`` decided in whose test there is a counter; returns the decision.
-        holds: takes what an ``assert`` tests; returns whether it holds.
+        asked: called before what an ``assert`` tests.
+        holds: takes what ``asked`` returned and what was tested; returns whether it holds.
     """
 
     items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
@@ -46,7 +47,8 @@ class LoopHooks:
     mark: Callable[[], Any] = lambda: None
     listed: Callable[[Any, list[Any]], list[Any]] = lambda _mark, made: made
     branch: Callable[[Any], Any] = lambda outcome: outcome
-    holds: Callable[[Any], Any] = lambda outcome: outcome
+    asked: Callable[[], Any] = lambda: None
+    holds: Callable[[Any, Any], Any] = lambda _asked, outcome: outcome
 
 
 def install_hooks(hooks: LoopHooks) -> None:
@@ -130,7 +132,7 @@ class _Hooking(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
         self.generic_visit(node)
-        node.test = ast.copy_location(_call("holds", node.test), node.test)
+        node.test = ast.copy_location(_call("holds", _call("asked"), node.test), node.test)
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:

@@ -114,7 +114,7 @@ def _nodes(node: Any) -> Iterator[Any]:
     elif isinstance(node, tree.ASTNodeBase):
         yield node
         slots = {name for base in type(node).__mro__ for name in vars(base).get("__slots__", ())}
-        for name in {*slots, *getattr(node, "__dict__", ())} - {"context"}:
+        for name in sorted({*slots, *getattr(node, "__dict__", ())} - {"context"}):
             yield from _nodes(getattr(node, name, None))
 
 
