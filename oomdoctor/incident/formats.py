@@ -3,12 +3,12 @@
 A new wording is a new row in one of the files of ``wordings``, with a sample of our own; no code changes. A row names a
 literal that each text of its format contains (found at the speed of ``str.find``), a pattern that confirms it, and
 clauses that read the numbers. Clauses are searched one by one, so that a text whose head or tail is lost still gives
-the numbers that it has. What no library's own row knows is read by the rows of ``rows_structure``, which look for the
+the numbers that it has. What no library's own row knows is read by the rows of ``structure.toml``, which look for the
 grammar that such messages have in common, and tell by the words around it who refused.
 
 "Cached" has had three meanings, and each has a group name of its own: ``cached`` (PyTorch 1.0 to 1.3) is unused
 cache and *excludes* what is allocated, ``reserved`` (1.4 to 2.0) *includes* it, ``unallocated`` (2.1 on) is the
-unused part once more. ``oomdoctor.incident.numbers`` makes one ``reserved`` out of them.
+unused part once more. ``oomdoctor.incident.scan.settle`` makes one ``reserved`` out of them.
 
 Limits: every repetition in a pattern has an upper bound, so matching takes time linear in the text. The price is that
 a file name longer than the bound hides a message.
@@ -17,9 +17,12 @@ a file name longer than the bound hides a message.
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from oomdoctor.model.incident import Family
 
@@ -63,6 +66,14 @@ def compiled(shape: str) -> re.Pattern[str]:
 def unspaced(pattern: re.Pattern[str]) -> re.Pattern[str]:
     """Return ``pattern`` for a text without white space: wherever a wrap cut it, and whatever that swallowed."""
     return re.compile(_WHITE.sub("", pattern.pattern), pattern.flags)
+
+
+def lowered_of(lines: str) -> str:
+    """Return ``lines`` in lower case, with every character where it was."""
+    lowered = lines.lower()
+    if len(lowered) != len(lines):  # a few letters become two when lowered
+        lowered = "".join(letter.lower() if letter.isascii() else letter for letter in lines)
+    return lowered
 
 
 def _spaced(found: re.Match[str]) -> str:
@@ -131,3 +142,53 @@ class Format:
     def is_oom(self) -> bool:
         """Whether this is a failure to get memory."""
         return self.family not in (Family.NOT_OOM, Family.TRITON_RESOURCE)
+
+
+_HOME: Final = Path(__file__).parent / "wordings"
+_FILES: Final = (
+    *("torch", "runtime", "serving", "framework", "host", "killed", "limits", "translated", "class", "lookalike"),
+    "structure",
+)
+"""In the order of priority."""
+_TABLES: Final = {name: tomllib.loads((_HOME / f"{name}.toml").read_text(encoding="utf-8")) for name in _FILES}
+_GRAMMAR: Final = _TABLES["structure"]
+_SHAPES: Final = frozenset({"pattern", "requires", "context", "unless", "on_line", "denied"})
+_WORD: Final = re.compile(r"<<(\w+)>>")
+
+
+def _rows(tables: Mapping[str, Any]) -> Iterator[Format]:
+    """Yield the rows of one file: ``like`` names what a row shares with others, beside what it says itself.
+
+    A shape may be a list of its pieces; ``<<name>>`` in it stands for one of the file's ``words``. It may be true, for
+    the one that ``structure.toml`` has for any row, and so may families be named that are listed there.
+    """
+    for row in tables["row"]:
+        shared = tables["shared"][row["like"]] if "like" in row else {}
+        given = {key: value for key, value in (shared | row).items() if key != "like"}
+        yield Format(**{key: _read(key, value, tables.get("words", {})) for key, value in given.items()})
+
+
+def _read(key: str, value: Any, words: Mapping[str, Any]) -> Any:
+    if key in _SHAPES:
+        return re.compile("".join(_GRAMMAR["plain"][key])) if value is True else _shape(value, words)
+    if key == "family":
+        return Family[value]
+    if key == "clauses":
+        return tuple(_shape(shape, words) for shape in value)
+    if key == "families":
+        if isinstance(value[0], str):
+            named = [one for name in value for one in _GRAMMAR["families"][name]]
+            return tuple((re.compile("".join(shape)), Family[family]) for shape, family in named)
+        return tuple((_shape(shape, words), Family[family]) for shape, family in value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shape(given: str | Sequence[str], words: Mapping[str, Any]) -> re.Pattern[str]:
+    text = "".join(given)
+    while _WORD.search(text):
+        text = _WORD.sub(lambda word: "".join(words[word[1]]), text)
+    return compiled(text)
+
+
+FORMATS: Final = tuple(row for tables in _TABLES.values() for row in _rows(tables))
+"""Every row, in the order of priority."""

@@ -1,4 +1,6 @@
-"""Which line was running, by the traceback above a message: those of Python, of IPython old and new, and of rich.
+"""Where a message stands: its class, and by the traceback above it the line that was running.
+
+Tracebacks are those of Python, of IPython old and new, and of rich.
 
 Limits: nothing in a text tells whose a file is. What lies in neither PyTorch nor Python itself counts as the user's
 where it is reached, so that of a library's model the line of the model is told; the outermost line is one outside of
@@ -9,9 +11,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from oomdoctor.incident.place import line_end_of, line_start_of, opens
 from oomdoctor.model.incident import CellLine
 
 _TRACEBACK: Final = 20_000
@@ -50,31 +51,28 @@ class _Frame:
     number: int | None
 
 
-def running_lines(lines: str, at: int) -> tuple[CellLine | None, CellLine | None]:
-    """Return the line of the cell or the script that failed, and the innermost that was reached where it is another.
+def place_of(lines: str, at: int) -> dict[str, Any]:
+    """Return the fields of an incident that tell its place, by the traceback above the message at ``at``.
 
-    Where only one is known it is the first. Without a traceback it is the line of code right above the message.
-
-    Args:
-        at: where the message is.
+    The cell line is that of the cell or the script that failed, the inner line the innermost that was reached where it
+    is another; where only one is known it is the first. Without a traceback it is the code right above the message.
     """
     frames = _frames(lines, at)
     if not frames:
         source = _source_above(lines, at)
-        return CellLine(number=None, line=None, source_line=source) if source else None, None
+        return {"cell": CellLine(number=None, line=None, source_line=source) if source else None}
     cells = [frame for frame in frames if frame.number is not None]
     shown = [frame for frame in frames if frame.source and not _TORCH.search(frame.path)]
     own = cells or [frame for frame in shown if not _INSTALLED.search(frame.path)]
     reached = [frame for frame in shown if not frame.source.startswith("raise ")]
     outer = _told(own[0]) if own else None
     inner = _told(reached[-1]) if reached else None
-    return (outer, inner) if outer and inner != outer else (outer or inner, None)
-
-
-def innermost_frame(lines: str, at: int) -> str | None:
-    """Return the last frame of a traceback above the message, ``file:line function``."""
-    named = [frame for frame in _frames(lines, at) if frame.number is None and frame.line is not None]
-    return f"{named[-1].path}:{named[-1].line} {named[-1].function}" if named else None
+    named = [frame for frame in frames if frame.number is None and frame.line is not None]
+    return {
+        "cell": outer or inner,
+        "inner": inner if outer and inner != outer else None,
+        "framework_frame": f"{named[-1].path}:{named[-1].line} {named[-1].function}" if named else None,
+    }
 
 
 def _told(frame: _Frame) -> CellLine | None:
@@ -134,3 +132,60 @@ def _source_above(lines: str, at: int) -> str:
 
 def _is_code(line: str) -> bool:
     return _STATEMENT.match(line) is not None and _WORK.search(line) is not None and not line.endswith((".", ";"))
+
+
+_NEAR: Final = 600
+"""Characters between a class and what is matched of its message."""
+_CLASS: Final = re.compile(
+    r"(?<![\w.\[])(?<!::)(?:[A-Za-z_]\w{0,60}\.){0,8}"
+    r"(?:[A-Za-z_]\w{0,60}(?:Error|Exception|Exhausted|Interrupt)|\w{0,60}OutOfResources|KilledWorker)\b"
+)
+_OPENING: Final = re.compile(
+    r"(?P<name>(?:[A-Za-z_]\w{0,60}\.){1,8}(?:_?[A-Z]\w{0,60}|timeout|error)"
+    r"|[A-Z]\w{0,60}(?:Error|Exception|Exhausted|OutOfMemory|OutOfResources|KilledWorker)|Exception)"
+    r"(?::(?=\s|$)|\s{1,60}Traceback \(most recent|$)"
+)
+"""A line that begins with a class: its message follows after a colon, or its traceback below it."""
+
+
+def line_start_of(lines: str, at: int, most: int) -> int:
+    """Return where the line of ``at`` begins, no further back than ``most``: a text may be one line of megabytes."""
+    low = max(0, at - most)
+    found = lines.rfind("\n", low, max(0, at))
+    return low if found < 0 else found + 1
+
+
+def line_end_of(lines: str, at: int, most: int) -> int:
+    """Return where the line of ``at`` ends, no further than ``most``."""
+    high = min(len(lines), at + most)
+    found = lines.find("\n", at, high)
+    return high if found < 0 else found
+
+
+def opens(lines: str, line_start: int) -> bool:
+    """Whether the line opens with a class, so that a message of its own begins there."""
+    return _OPENING.match(lines, line_start, min(len(lines), line_start + _NEAR)) is not None
+
+
+def exception_class(lines: str, line_start: int, start: int, end: int) -> str | None:
+    """Return the class of the message at ``start``: the one that its line opens with, or the nearest printed before.
+
+    Args:
+        line_start: where the line of the message begins.
+    """
+    opening, bounds = line_start, []
+    for _ in range(5):
+        bounds.append(opening)
+        if opening == 0 or start - opening > _NEAR:
+            break
+        opening = line_start_of(lines, opening - 1, _NEAR)
+    for bound in bounds:
+        found = _OPENING.match(lines, bound, min(len(lines), bound + 700)) if start - bound <= _NEAR else None
+        if found is not None and found.start() <= start:
+            return found["name"]
+    names = [
+        name
+        for name in _CLASS.finditer(lines, max(bounds[-1], start - _NEAR), min(len(lines), end + 40))
+        if name.start() < end
+    ]
+    return names[-1][0] if names else None

@@ -7,30 +7,18 @@ the joined lines must not bring it back.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from oomdoctor.incident.formats import ANYWHERE, SOURCE, SOURCE_AFTER, Format, compiled, unspaced
-from oomdoctor.incident.place import line_end_of, line_start_of
-from oomdoctor.incident.table import FORMATS
+from oomdoctor.incident.frames import line_end_of, line_start_of
 from oomdoctor.model.incident import Family
 
 AROUND: Final = 400
 LINE: Final = 200
 """Characters of its own line that a message has to itself before and after the match."""
 _LONG_LINE: Final = 2_000
-_PIECE: Final = 3
-_PIECES: Final = tuple(
-    (
-        frozenset(needle[:_PIECE] for needle in row.needles),
-        frozenset(needle[-_PIECE:] for needle in row.needles),
-    )
-    for row in FORMATS
-)
-"""The first and the last letters of each row's needles."""
-_SHORT: Final = 8_000
-"""Characters up to which it takes less time to cut a text into all of its pieces than to look for each needle."""
 _HEAD: Final = compiled(r"\b(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory")
 """Where a message of PyTorch begins: the numbers after it are its own."""
 _LEADS_ON: Final = re.compile(
@@ -50,26 +38,6 @@ class Hit:
     match: re.Match[str]
     end: int
     family: Family | None
-
-
-def lowered_of(lines: str) -> str:
-    """Return ``lines`` in lower case on one line, with every character where it was."""
-    lowered = lines.lower()
-    if len(lowered) != len(lines):  # a few letters become two when lowered
-        lowered = "".join(letter.lower() if letter.isascii() else letter for letter in lines)
-    return lowered.replace("\n", " ")
-
-
-def candidates(lowered: str) -> Iterable[int]:
-    """Return the places of the rows of which a needle may be there."""
-    if len(lowered) > _SHORT:
-        return range(len(FORMATS))
-    pieces = {lowered[at : at + _PIECE] for at in range(len(lowered))}
-    return (
-        place
-        for place, (first, last) in enumerate(_PIECES)
-        if not first.isdisjoint(pieces) and not last.isdisjoint(pieces)
-    )
 
 
 def hits(row: Format, lines: str, lowered: str) -> Iterator[Hit]:

@@ -5,6 +5,14 @@ objects. They are read past their own ``__getattr__``, and by ``type`` in place 
 them; the one piece of their code that runs is ``__str__``, behind a guard. No frame and no local variable leaves this
 module, because a frame would keep the tensors alive that are to be freed.
 
+What failed in another process is carried as an exception or as text:
+
+    ipyparallel             ``ename``, ``evalue`` and ``traceback`` as strings, a ``CompositeError`` many in ``elist``
+    Ray                     ``traceback_str``, and the exception itself in ``cause``, which is not ``__cause__``
+    DataLoader              the same class with the worker's traceback in its message, or a RuntimeError with it
+    torch.multiprocessing   ``ProcessRaisedException`` with the traceback in its message
+    concurrent.futures, multiprocessing, joblib   a ``RemoteTraceback`` as the cause
+
 An error of oneDNN does not say whether memory was wanting: the system is asked, the first time that it is looked at.
 
 Limits: an exception that was raised while another was being handled is taken to be a consequence of it.
@@ -22,7 +30,6 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from oomdoctor.incident.clean import clean
-from oomdoctor.incident.remote import carried_exception, carried_texts, is_carrier, own
 from oomdoctor.incident.scan import same, scan
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.objects.frames import steps_of, traceback_of
@@ -41,6 +48,7 @@ _FRAMES: Final = 4
 _GROUP: Final = BaseExceptionGroup.__dict__["exceptions"]
 _OWN_FILES: Final = str(Path(__file__).parents[1] / "allocator")
 _LIBRARY: Final = re.compile(r"(?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d|\\Lib\\|^<frozen ")
+_PACKAGES: Final = re.compile(r"(?:site|dist)-packages[/\\]")
 _STOPS: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -64,7 +72,7 @@ def from_exception(exc: BaseException, cells: Mapping[str, int]) -> Incident:
     or, where that was caught before it reached the cell, in the nearest of the exceptions that it led to.
     """
     found = _root(exc)
-    path, incident = found if found is not None else ([exc], _read(exc, _TEXT))
+    path, incident = found if found is not None else ([exc], _understood(exc, _text(exc, _TEXT)))
     return _placed(path, incident, cells)
 
 
@@ -77,7 +85,7 @@ def all_from_exception(exc: BaseException) -> tuple[Incident, ...]:
     for path, incident in () if issubclass(type(exc), _STOPS) else _readings(exc):
         if incident.is_oom and not any(same(one, incident) for one in found):
             found[incident] = _placed(path, incident, None)
-    return tuple(found.values()) or (_placed([exc], _read(exc, _TEXT), None),)
+    return tuple(found.values()) or (_placed([exc], _understood(exc, _text(exc, _TEXT)), None),)
 
 
 def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, int] | None) -> Incident:
@@ -87,7 +95,7 @@ def _placed(path: list[BaseException], incident: Incident, cells: Mapping[str, i
     cell, inner = next((lines for one in path if (lines := _cell_lines(one, cells))[0] is not None), (None, None))
     return replace(
         incident,
-        exc_type=incident.exc_type if is_carrier(name) and incident.exc_type else name,
+        exc_type=incident.exc_type if _is_carrier(name) and incident.exc_type else name,
         message=_words(root)[:_TEXT],
         cell=cell or incident.cell,
         inner=inner if cell else incident.inner,
@@ -135,22 +143,20 @@ def _origins(exc: BaseException) -> tuple[BaseException, ...]:
     """Return the cause, the context, the members of a group and what is carried, read past overridden attributes."""
     chained = [BaseException.__dict__[name].__get__(exc) for name in ("__cause__", "__context__")]
     members = _GROUP.__get__(exc) if issubclass(type(exc), BaseExceptionGroup) else ()
-    every = (*chained, *members, carried_exception(exc))
+    every = (*chained, *members, _own(exc, "cause"))
     return tuple(one for one in every if issubclass(type(one), BaseException))
-
-
-def _read(exc: BaseException, most: int) -> Incident:
-    return _understood(exc, _text(exc, most))
 
 
 def _text(exc: BaseException, most: int) -> str:
     """Return what one exception says of itself, its notes and its remote origin included: ``most`` of each."""
     name = _class_name(type(exc))
     words = _words(exc)[:most]
-    said = words if is_carrier(name) else f"{name}: {words}".rstrip(": ")
-    carried = [text[-most:] for text in carried_texts(exc)]
-    notes = [note[:most] for note in _notes(exc)[:_NOTES]]
-    return "\n".join([*_frames(exc), *carried, said, *notes])
+    said = words if _is_carrier(name) else f"{name}: {words}".rstrip(": ")
+    carried = [text[-most:] for text in _carried_texts(exc)]
+    notes = _own(exc, "__notes__")
+    told = [note[:most] for note in notes if type(note) is str][:_NOTES] if type(notes) is list else []
+    frames = [f"in {function} ({PurePath(filename).name})" for filename, _, function in list(_steps(exc))[-_FRAMES:]]
+    return "\n".join([*frames, *carried, said, *told])
 
 
 def _understood(exc: BaseException, text: str) -> Incident:
@@ -195,11 +201,6 @@ def _words(exc: BaseException) -> str:
         return ""
 
 
-def _notes(exc: BaseException) -> list[str]:
-    notes = own(exc, "__notes__")
-    return [note[:_TEXT] for note in notes if type(note) is str] if type(notes) is list else []
-
-
 def _steps(exc: BaseException) -> Iterator[tuple[str, int, str]]:
     """Yield file, line and function of the traceback, outermost first; those of the virtual accelerator are ours."""
     for step in steps_of(traceback_of(exc)):
@@ -232,19 +233,49 @@ def _cell_line(place: tuple[str, int, str], cells: Mapping[str, int] | None) -> 
     return CellLine(number=number, line=line, source_line=source, function=function)
 
 
-def _frames(exc: BaseException) -> list[str]:
-    places = list(_steps(exc))[-_FRAMES:]
-    return [f"in {function} ({PurePath(filename).name})" for filename, _, function in places]
-
-
 def _innermost(exc: BaseException) -> str | None:
-    places = list(_steps(exc))
-    if not places:
-        return None
-    filename, line, function = places[-1]
-    return f"{_short(filename)}:{line} {function}"
+    """Return the innermost frame, ``file:line function``; a library's file from its package on."""
+    for filename, line, function in list(_steps(exc))[-1:]:
+        return f"{_PACKAGES.split(filename)[-1]}:{line} {function}"
+    return None
 
 
-def _short(filename: str) -> str:
-    """Return a library's file from its package on, any other file as it is."""
-    return re.split(r"(?:site|dist)-packages[/\\]", filename)[-1]
+_MOST: Final = 20_000
+_ERRORS: Final = 100
+"""Errors of a composite that are read; a cluster has one for each engine."""
+_CARRIERS: Final = frozenset(
+    {"RemoteError", "CompositeError", "RayTaskError", "RayActorError", "ActorDiedError", "ProcessRaisedException"}
+    | {"RemoteTraceback", "_RemoteTraceback", "ChildFailedError", "CellExecutionError"}
+)
+"""Classes that stand for a failure elsewhere; the failure's own class is in what they carry."""
+
+
+def _own(exc: BaseException, name: str) -> Any:
+    """Return an attribute from the instance's dictionary or its classes, without running any of their code."""
+    attributes = BaseException.__dict__["__dict__"].__get__(exc)
+    return attributes[name] if name in attributes else getattr_static(type(exc), name, None)
+
+
+def _is_carrier(name: str) -> bool:
+    """Whether a class of this name only reports what another process raised."""
+    return name.rpartition(".")[2].partition("(")[0] in _CARRIERS or "RayTaskError(" in name
+
+
+def _carried_texts(exc: BaseException) -> list[str]:
+    """Return what ``exc`` carries as strings: each traceback, and below it the class and the message."""
+    texts = _error(_own(exc, "ename"), _own(exc, "evalue"), _own(exc, "traceback"))
+    members = _own(exc, "elist")
+    for member in members[:_ERRORS] if type(members) in (list, tuple) else ():
+        if type(member) in (list, tuple) and len(member) >= 2:
+            texts += _error(member[0], member[1], member[2] if len(member) > 2 else None)
+    written = _own(exc, "traceback_str")
+    if type(written) is str:
+        texts.append(written[-_MOST:])
+    return texts
+
+
+def _error(name: Any, value: Any, traceback: Any) -> list[str]:
+    if type(name) is not str or type(value) is not str:
+        return []
+    above = [traceback[-_MOST:]] if type(traceback) is str else []
+    return [*above, f"{name}: {value}"[:_MOST]]

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import Final
 
+from oomdoctor.incident.formats import lowered_of
+
 _REPEATING: Final = 1 << 16
 """Characters from which on what repeats is left out."""
 _LONG: Final = 1 << 19
@@ -94,9 +96,7 @@ def _first(shapes: Iterable[bytes], common: set[bytes]) -> Iterator[int]:
 
 
 def _around_anchors(text: str) -> str:
-    lowered = text.lower()
-    if len(lowered) != len(text):  # a few letters become two when lowered
-        lowered = "".join(letter.lower() if letter.isascii() else letter for letter in text)
+    lowered = lowered_of(text)
     spans: list[tuple[int, int]] = [(0, _BELOW), (max(0, len(text) - _ABOVE), len(text))]
     there = [anchor for anchor in ANCHORS if anchor in lowered]
     said = [strong for strong in STRONG if any(anchor in strong for anchor in there)]

@@ -15,7 +15,7 @@ import oomdoctor
 from oomdoctor import fixes
 from oomdoctor.cli import main
 from oomdoctor.errors import UsageError
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 
 OOM = (
     "RuntimeError: CUDA out of memory. Tried to allocate 600.00 MiB (GPU 0; 7.50 GiB total capacity; 5.25 GiB already "

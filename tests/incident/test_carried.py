@@ -8,7 +8,7 @@ import json
 import pytest
 
 from oomdoctor.incident import from_text
-from oomdoctor.incident.carried import log_text, notebook_output
+from oomdoctor.incident.clean import log_text, notebook_output
 from oomdoctor.model.sizes import GIB
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 77, in <module>\n    loss = step(x)\n'

@@ -5,7 +5,7 @@ from gathered import CORPUS, FILE, records
 from mutants import mutants
 
 from oomdoctor.incident import from_text
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 
 # A cut that swallows a space inside the one pattern that would have told more.
 KNOWN = {

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomdoctor.incident import all_from_exception, find_oom, from_exception, recognise
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 from oomdoctor.model.incident import Family
 from oomdoctor.model.sizes import GIB, MIB
 

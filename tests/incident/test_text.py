@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oomdoctor.incident import from_text
 from oomdoctor.incident.clean import LIMIT
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 from oomdoctor.model.incident import Family
 from oomdoctor.model.sizes import GIB, MIB
 

@@ -7,7 +7,7 @@ import pytest
 
 from oomdoctor.incident import from_text
 from oomdoctor.incident.clean import LIMIT
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 from oomdoctor.incident.thin import ANCHORS, STRONG, thin
 
 OOM = (

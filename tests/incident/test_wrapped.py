@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from oomdoctor.incident import from_text
-from oomdoctor.incident.scan import FORMATS
+from oomdoctor.incident.formats import FORMATS
 
 PROCESSES = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 2 has a total capacity of 15.75 GiB "
