@@ -1,8 +1,8 @@
 """Pins what the product answers today: ``benchmarks/pins.py [--check] [fixes | plans | recognition ...]``.
 
 A rewrite of the inside is held against these answers. Without ``--check`` they are written to ``results/pins/``; with
-it they are made anew, and each difference is printed. A difference is no fault by itself: it is looked at, and is
-mended or told.
+it they are made anew and compared. A difference is no fault by itself: it is looked at, and is mended, or told with its
+reason in ``results/pins/reasons.toml``. Those without a reason are printed, and how often each reason holds.
 
 ``fixes``: for each model family of the tests, run out of memory on the virtual accelerator, and each fix: its doses
 with effect and estimate, whether it has a live form, and the diff of its mildest dose; or why it refuses.
@@ -15,10 +15,11 @@ that match.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
+import tomllib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,25 +103,90 @@ PINS: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
 }
 
 
+Difference = tuple[str, str, str, str]
+"""A family or a message, a fix or "", what about it differs, and the two answers in one line."""
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    """Yield how answers differ, family by family and fix by fix."""
+    for name in sorted({*before, *now}):
+        one, other = (_by_fix(answers.get(name)) for answers in (before, now))
+        for fix in sorted({*one, *other}):
+            yield from ((name, fix, *told) for told in _aspects(one.get(fix), other.get(fix)))
+
+
+def _by_fix(answer: Any) -> dict[str, Any]:
+    """Return what is said of a family by fix; a plan's candidates by their first word."""
+    if isinstance(answer, dict) and all(isinstance(one, dict) for one in answer.values()):
+        return answer
+    if isinstance(answer, list):
+        return {line.split()[0]: _candidate(line) for line in answer}
+    return {"": {"answer": answer}}
+
+
+def _candidate(line: str) -> dict[str, Any]:
+    dose, _, told = line.partition(": ")
+    effect, _, forecast = told.partition(", ")
+    numbers, _, fits = forecast.rpartition(", fits: ")
+    return {"doses": dose, "effect": effect, "bytes": numbers, "fits": fits}
+
+
+def _aspects(one: Any, other: Any) -> Iterator[tuple[str, str]]:
+    if one is None or other is None:
+        yield ("new" if one is None else "gone"), f"{_short(one)} -> {_short(other)}"
+        return
+    if ("refused" in one) != ("refused" in other):
+        yield ("proposed" if "refused" in one else "refused"), f"{_short(one)} -> {_short(other)}"
+        return
+    for aspect in one:
+        if one[aspect] != other[aspect]:
+            patches = aspect == "patch" and [isinstance(answer[aspect], list) for answer in (one, other)]
+            named = {(False, True): "patched", (True, False): "not patched"}.get(tuple(patches or ()), aspect)
+            yield named, f"{_short(one[aspect])} -> {_short(other[aspect])}"
+
+
+def _short(answer: Any) -> str:
+    told = json.dumps(answer, ensure_ascii=False, default=str)
+    return told if len(told) < 200 else f"{told[:200]}…"
+
+
+def _check(name: str, before: dict[str, Any], now: dict[str, Any]) -> int:
+    """Print how often each reason holds, and the differences that have none; return how many these are."""
+    reasons = {
+        (family, entry["fix"], aspect): entry["reason"]
+        for entry in tomllib.loads((RESULTS / "reasons.toml").read_text(encoding="utf-8")).get(name, ())
+        for aspect in entry["differs"]
+        for family in entry["families"]
+    }
+    found = list(differences(before, now))
+    unknown = [one for one in found if one[:3] not in reasons]
+    told = Counter(reasons[one[:3]] for one in found if one[:3] in reasons)
+    print(f"{name}: {len(found)} differences from what was pinned, {len(unknown)} of them without a reason")
+    for reason, count in told.most_common():
+        print(f"  {count:3}  {reason}")
+    for family, fix, aspect, answers in unknown:
+        print(f"  no reason: {family} {fix} {aspect}: {answers}")
+    for family, fix, aspect in sorted(reasons.keys() - {one[:3] for one in found}):
+        print(f"  no difference any more: {family} {fix} {aspect}")
+    return len(unknown)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pins", nargs="*", choices=[*PINS, []], help="only these")
     parser.add_argument("--check", action="store_true", help="show what differs instead of writing")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    differences = 0
+    unknown = 0
     for name in asked.pins or PINS:
         path = RESULTS / f"{name}.json"
         text = json.dumps(dict(PINS[name]()), indent=1, ensure_ascii=False, default=str) + "\n"
-        if not asked.check:
+        if asked.check:
+            unknown += _check(name, json.loads(path.read_text(encoding="utf-8")), json.loads(text))
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            continue
-        before = path.read_text(encoding="utf-8").splitlines()
-        for line in difflib.unified_diff(before, text.splitlines(), f"pinned {name}", f"{name} now", lineterm="", n=2):
-            differences += 1
-            print(line)
-    return int(differences > 0)
+    return int(unknown > 0)
 
 
 if __name__ == "__main__":

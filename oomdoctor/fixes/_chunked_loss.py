@@ -1,4 +1,4 @@
-"""A cross-entropy over chunks of rows, whose log-probabilities are computed anew in the backward pass."""
+"""A cross-entropy over chunks of rows: one chunk at a time has log-probabilities, in the backward pass too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from inspect import signature
 from typing import Any, Final
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import CrossEntropyLoss, functional
-from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import StateError
 
@@ -39,15 +39,42 @@ def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
             raise StateError(f"a cross-entropy {why}")
         logits, target, reduction = given.pop("input"), given.pop("target"), given["reduction"]
         given["reduction"] = "none"
-        rows = zip(logits.chunk(chunks), target.chunk(chunks), strict=True)
-        losses = [checkpoint(functional.cross_entropy, *one, use_reentrant=False, **given) for one in rows]
-        each = torch.cat(losses)
+        each: torch.Tensor = _OfRows.apply(logits, target, chunks, given)  # type: ignore[no-untyped-call]
         if reduction != "mean":
             return each if reduction == "none" else each.sum()
         counted, weight = target != given["ignore_index"], given["weight"]
         return each.sum() / (counted.sum() if weight is None else weight[target[counted]].sum())
 
     return taken
+
+
+class _OfRows(torch.autograd.Function):
+    """The losses of all rows. The gradient of each chunk is written into that of the whole: there is no second one."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, chunks: int, given: dict[str, Any]) -> Any:
+        ctx.save_for_backward(logits, target)
+        ctx.chunks, ctx.given = chunks, given
+        rows = zip(logits.chunk(chunks), target.chunk(chunks), strict=True)
+        return torch.cat([_losses(*one, given) for one in rows])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
+        logits, target = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        parts = (one.chunk(ctx.chunks) for one in (logits, target, of_losses, grad))
+        for part, labels, of_part, into in zip(*parts, strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                losses = _losses(part, labels, ctx.given)
+            into.copy_(torch.autograd.grad(losses, part, of_part)[0])
+        return grad, None, None, None
+
+
+def _losses(logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Return the losses of a chunk; those of halves in single precision, as autocast, which the backward is not under."""
+    return functional.cross_entropy(logits.float() if logits.dtype in _HALVES else logits, target, **given)
 
 
 def _why_not(given: dict[str, Any]) -> str | None:
