@@ -73,7 +73,7 @@ class _OfRows(torch.autograd.Function):
 
 
 def _losses(logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Return the losses of a chunk; those of halves in single precision, as autocast, which the backward is not under."""
+    """Return the losses of a chunk; of halves in single precision, as autocast, which the backward is not under."""
     return functional.cross_entropy(logits.float() if logits.dtype in _HALVES else logits, target, **given)
 
 
