@@ -17,7 +17,7 @@ from rich.text import Text
 from oomdoctor import fixes
 from oomdoctor.errors import Fault, UsageError
 from oomdoctor.rulebook import configured, load_sound, locate
-from oomdoctor.rulebook.files import files_in
+from oomdoctor.rulebook.loading import files_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

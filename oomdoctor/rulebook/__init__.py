@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from oomdoctor.rulebook.loading import load, load_sound
 from oomdoctor.rulebook.matching import RuleBook
-from oomdoctor.rulebook.settings import of_notebook
-from oomdoctor.rulebook.sources import configured, everything, locate
+from oomdoctor.rulebook.sources import configured, everything, locate, of_notebook
 
 __all__ = ["RuleBook", "configured", "everything", "load", "load_sound", "locate", "of_notebook"]

@@ -1,23 +1,27 @@
-"""What rules can see: a fixed, typed table of facts, and the context that their expressions are compiled in.
+"""What rules can see: a fixed, typed table of facts, the context of their expressions, and sentences with facts.
 
 A rule names facts as ``group.name``. Names and types are checked when a rule is loaded, so that a rule with a
 misspelt fact is refused and does not just stay silent. A fact that is not known is null: comparing or calculating
 with it makes the whole expression false, which is how a rule about the device stays silent when there is only text.
 Limits: facts are numbers, words and yes or no. Bytes are numbers without a unit in their name; a share of one
-is called ``_ratio``.
+is called ``_ratio``. A sentence names facts in braces, ``{census.activation:size} are activations``; nothing in it is
+evaluated: a placeholder is a fact's name and one of four ways to print it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields, make_dataclass
 from functools import cache
+from string import Formatter
 from typing import Any, Final, TypeAlias
 
 import rule_engine
 
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.memory import Role
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
+from oomdoctor.model.sizes import format_size
 
 Fact: TypeAlias = float | int | str | bool | None
 Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
@@ -25,151 +29,26 @@ Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
 
 LONGEST_TEXT: Final = 400
 """Characters of a fact that rules see: how long a search for a pattern takes depends on it."""
-_INCIDENT: Final[dict[str, type]] = {
-    "is_oom": bool,
-    "family": str,
-    "format": str,
-    "device": str,
-    "exc_type": str,
-    "source_line": str,
-    "frame": str,
-    "requested": float,
-    "total": float,
-    "free": float,
-    "allocated": float,
-    "reserved": float,
-    "process_used": float,
-    # derived
-    "on_host": bool,
-    "unused": float,
-    "elsewhere": float,
-    "request_ratio": float,
-    "allocated_ratio": float,
-    "elsewhere_ratio": float,
-    "contradiction": str,
-}
-_DEVICE: Final[dict[str, type]] = {
-    "name": str,
-    "simulated": bool,
-    "total": float,
-    "free": float,
-    "allocated": float,
-    "reserved": float,
-    "inactive_split": float,
-    "largest_free_block": float,
-    "peak_allocated": float,
-    "peak_reserved": float,
-    "retries": float,
-    "ooms": float,
-    "cap": float,
-    "context": float,
-    "basis": str,
-    "card": str,
-    # of other processes alone, as the driver tells it
-    "others": float,
-    # of what is no single number: pools kept apart; how many other processes, and the largest of them
-    "private_pools": float,
-    "private_pools_unused": float,
-    "processes": float,
-    "other_name": str,
-    "other_pid": str,
-    "other_bytes": float,
-    # how many devices this process uses
-    "devices": float,
-    # derived: of others and of this process outside of PyTorch
-    "unused": float,
-    "elsewhere": float,
-    "elsewhere_ratio": float,
-    "card_that_fits": str,
-    "card_that_fits_memory": float,
-}
-_HOST: Final[dict[str, type]] = {
-    "total": float,
-    "available": float,
-    "rss": float,
-    "page_cache": float,
-    "swap_used": float,
-    "cgroup_limit": float,
-    "cgroup_used": float,
-    "process_limit": float,
-    "process_limit_name": str,
-    "process_used": float,
-    "shm_total": float,
-    "shm_free": float,
-    "uss": float,
-    "pss": float,
-    "reclaimable": float,
-    "dirty": float,
-    "tmpfs": float,
-    "swap_total": float,
-    "cgroup_version": float,
-    "cgroup_file": float,
-    "cgroup_reclaimable": float,
-    "cgroup_anon": float,
-    "cgroup_tmpfs": float,
-    "cgroup_oom_kills": float,
-    "cgroup_ooms": float,
-    "files_open": float,
-    "files_limit": float,
-    "maps": float,
-    "maps_limit": float,
-    "overcommit": float,
-    "committed": float,
-    "commit_limit": float,
-    "malloc_free": float,
-    "bare": float,
-    "kept_back": float,
-    "process_filled": float,
-    # derived: of the limit on this process, what the bare process and what malloc holds free left out
-    "program_used": float,
-    "program_limit": float,
-    "program_ratio": float,
-    # of what is no single number
-    "pressure_some_ratio": float,
-    "pressure_full_ratio": float,
-    "children": float,
-    "children_uss": float,
-}
-_CENSUS: Final[dict[str, type]] = {
-    "device": str,
-    "found": float,
-    "allocated": float,
-    "accounted_ratio": float,
-    # on the host: of arrays and other objects of the program
-    "beside": float,
-    "largest": float,
-    "largest_count": float,
-    "largest_path": str,
-    **{role.value: float for role in Role},
-    **{f"{role.value}_path": str for role in Role},
-    # of the largest holding, and of the largest that is an activation
-    "largest_role": str,
-    "largest_last_dim": float,
-    "largest_ndim": float,
-    "largest_is_square": bool,
-    "largest_is_logits": bool,
-    "activation_last_dim": float,
-    "activation_is_square": bool,
-    "batch_ndim": float,
-    "batch_last_dim": float,
-    # of the activations, what graphs hold; of all, what no name leads to
-    "saved": float,
-    "nameless": float,
-    "nameless_count": float,
-    # of the parameters: what no name leads to, how many root modules have some, bytes of one number
-    "unnamed_parameter": float,
-    "models": float,
-    "parameter_bytes_each": float,
-    # derived
-    **{f"{role.value}_ratio": float for role in Role},
-    **dict.fromkeys(("saved_ratio", "nameless_ratio"), float),
-}
 _PLAIN: Final[Mapping[str, type]] = {
-    **dict.fromkeys(("str | None", "str"), str),
-    **dict.fromkeys(("int | None", "int"), float),
+    **dict.fromkeys(("str | None", "str", "str | Unavailable"), str),
+    **dict.fromkeys(("int | None", "int", "Measured"), float),
     **dict.fromkeys(("bool | None", "bool"), bool),
 }
-"""The types of facts by how ``CodeFacts`` writes them; what it gives in tuples has no single value."""
+"""The types of facts by how the dataclasses write them; what they give in tuples has no single value."""
+
+
+def _of(source: type, *left_out: str) -> dict[str, type]:
+    """Return the fields of a dataclass that have a single value, as the collector gives them."""
+    plain = {one.name: _PLAIN[str(one.type)] for one in fields(source) if str(one.type) in _PLAIN}
+    return {name: kind for name, kind in plain.items() if name not in left_out}
+
+
+def _numbers(*names: str) -> dict[str, type]:
+    return dict.fromkeys(names, float)
+
+
+_SHARES: Final = ("unused", "elsewhere", "elsewhere_ratio")
+"""What is reserved and holds nothing; what others hold, and this process outside of PyTorch."""
 SITES: Final[Mapping[str, str]] = {
     "dataset_on_device": "batch_to_device",
     "eager_attention": "sdpa_attention",
@@ -182,34 +61,56 @@ SITES: Final[Mapping[str, str]] = {
     "undifferentiated": "no_grad_eval",
 }
 """Facts that say the first site of what a fix mends, and the id of the fix."""
-_CODE: Final[dict[str, type]] = {
-    # as the collector gives them; see CodeFacts
-    **{one.name: _PLAIN[str(one.type)] for one in fields(CodeFacts) if str(one.type) in _PLAIN},
-    # told by the sites that fixes detect
-    **dict.fromkeys(SITES, str),
-    "training": bool,
-    "evaluating": bool,
-    "accumulates": bool,
-    "models": float,
-    "parameter_bytes": float,
-    "optimizers": float,
-    "optimizer": str,
-    "history_appends": float,
-    "stepped_bytes": float,
-    "foreach": bool,
-    "most_classes": float,
-    "batch_norm": bool,
-    "stale": str,
-    # derived: what the same parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
-    **dict.fromkeys(("half_bytes", "int4_bytes", "adam_bytes"), float),
-}
 
 SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
-    "incident": _INCIDENT,
-    "device": _DEVICE,
-    "host": _HOST,
-    "census": _CENSUS,
-    "code": _CODE,
+    "incident": {
+        **_of(Incident, "message", "framework_frame"),
+        **dict.fromkeys(("family", "source_line", "frame", "contradiction"), str),
+        "on_host": bool,
+        **_numbers(*_SHARES, "request_ratio", "allocated_ratio"),
+    },
+    "device": {
+        **_of(DeviceMemory, "tensor_device", "switched_on"),
+        # of other processes alone, as the driver tells it; how many they are, and the largest of them
+        **_numbers("others", "processes", "other_bytes"),
+        **dict.fromkeys(("other_name", "other_pid"), str),
+        **_numbers("private_pools", "private_pools_unused", *_SHARES),
+        # how many devices this process uses
+        **_numbers("devices"),
+        "card_that_fits": str,
+        "card_that_fits_memory": float,
+    },
+    "host": {
+        **_of(HostMemory),
+        # of the limit on this process, what the bare process and what malloc holds free left out
+        **_numbers("process_filled", "program_used", "program_limit", "program_ratio"),
+        **_numbers("pressure_some_ratio", "pressure_full_ratio", "children", "children_uss"),
+    },
+    "census": {
+        **dict.fromkeys(("device", "largest_path", "largest_role"), str),
+        **_numbers("found", "allocated", "accounted_ratio"),
+        # on the host: of arrays and other objects of the program
+        **_numbers("beside"),
+        **{role.value: float for role in Role},
+        **{f"{role.value}_path": str for role in Role},
+        **{f"{role.value}_ratio": float for role in Role},
+        # of the largest holding, and of the largest that is an activation or a batch
+        **_numbers("largest", "largest_count", "largest_last_dim", "largest_ndim", "activation_last_dim"),
+        **_numbers("batch_ndim", "batch_last_dim"),
+        **dict.fromkeys(("largest_is_square", "largest_is_logits", "activation_is_square"), bool),
+        # of the activations, what graphs hold; of all, what no name leads to
+        **_numbers("saved", "saved_ratio", "nameless", "nameless_ratio", "nameless_count"),
+        # of the parameters: what no name leads to, how many root modules have some, bytes of one number
+        **_numbers("unnamed_parameter", "models", "parameter_bytes_each"),
+    },
+    "code": {
+        **_of(CodeFacts),
+        **dict.fromkeys((*SITES, "optimizer", "stale"), str),
+        **dict.fromkeys(("training", "evaluating", "accumulates", "foreach", "batch_norm"), bool),
+        **_numbers("models", "parameter_bytes", "optimizers", "history_appends", "stepped_bytes", "most_classes"),
+        # what the parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
+        **_numbers("half_bytes", "int4_bytes", "adam_bytes"),
+    },
 }
 """Every fact that there is, with its type, by group and name."""
 
@@ -249,9 +150,51 @@ def kind_of(path: str) -> type | None:
 def bound(facts: Facts) -> Any:
     """Return the facts as the object that compiled rules are matched against."""
     groups = _groups()
-    cut = {group: {name: _cut(fact) for name, fact in given.items()} for group, given in facts.items()}
+    cut = {
+        group: {name: fact[:LONGEST_TEXT] if isinstance(fact, str) else fact for name, fact in given.items()}
+        for group, given in facts.items()
+    }
     return _whole()(**{group: kind(**cut.get(group, {})) for group, kind in groups.items()})
 
 
-def _cut(fact: Fact) -> Fact:
-    return fact[:LONGEST_TEXT] if isinstance(fact, str) else fact
+_WAYS: Final[Mapping[str | None, Callable[[float], str]]] = {
+    "size": lambda number: format_size(int(number)),
+    "percent": lambda number: f"{number:.0%}",
+    "count": lambda number: f"{number:,.0f}",
+}
+
+
+def problems(sentence: str) -> list[str]:
+    """Return what is wrong with a sentence, one text per fault."""
+    try:
+        places = [part for part in Formatter().parse(sentence) if part[1] is not None]
+        if any(conversion for *_, conversion in places):
+            raise ValueError("'!' and a letter in braces mean nothing here")
+    except ValueError as error:
+        return [f"the sentence does not parse: {error}"]
+    return [text for _, path, way, _ in places if (text := _problem(path or "", way or ""))]
+
+
+def _problem(path: str, way: str) -> str | None:
+    kind = kind_of(path)
+    if kind is None:
+        return f"there is no fact {path!r}"
+    if way == "":
+        return None if kind is str else f"{path} is a number: write {{{path}:size}}, :percent or :count"
+    if way not in _WAYS:
+        return f"{path} cannot be printed as {way!r}: there are {', '.join(map(str, _WAYS))}"
+    return None if kind is float else f"{path} is not a number and cannot be printed as {way}"
+
+
+def render(sentence: str, facts: Facts) -> str | None:
+    """Return the sentence with the facts in place, None where one of them is not known."""
+    out = []
+    for literal, path, way, _ in Formatter().parse(sentence):
+        out.append(literal)
+        if path is not None:
+            group, _, name = path.partition(".")
+            value = facts.get(group, {}).get(name)
+            if value is None:
+                return None
+            out.append(_WAYS[way](float(value)) if way in _WAYS else str(value))
+    return "".join(out)

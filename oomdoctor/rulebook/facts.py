@@ -7,21 +7,20 @@ also for the examples in the rule files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Final, TypeAlias
+from typing import Final, TypeVar
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
-from oomdoctor.model.sizes import format_size
-from oomdoctor.rulebook.cards import smallest_for
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
+from oomdoctor.model.sizes import GIB, format_size
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
-from oomdoctor.rulebook.holders import told_by
 
-_Source: TypeAlias = DeviceMemory | HostMemory | Incident | CodeFacts
+T = TypeVar("T")
 
 _TRAINS: Final = re.compile(r"[.](train|fit|fit_one_cycle|fine_tune|backward)[(]")
 _STEPS: Final = re.compile(r"torch[/\\](optim[/\\]|_tensor[.]py:\d+ backward|autograd[/\\].*backward)")
@@ -34,7 +33,7 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
     if evidence is not None:
         given["device"] = _device(evidence)
         given["host"] = _host(evidence.host)
-        given["census"] = told_by(evidence.census, evidence.code)
+        given["census"] = _census(evidence.census, evidence.code)
         if evidence.census.device == _HOST:
             given["census"]["beside"] = sum(one.bytes for one in evidence.beside_tensors)
         given["code"] = _code(evidence.code, incident)
@@ -48,7 +47,8 @@ def complete(facts: Facts) -> Facts:
     incident |= _contradiction(incident)
     if incident.get("device") is not None:
         incident["on_host"] = incident["device"] == _HOST
-    incident["unused"] = _at_least_none(_minus(incident, "reserved", "allocated"))
+    unused = _minus(incident, "reserved", "allocated")
+    incident["unused"] = unused and max(unused, 0)
     incident["elsewhere"] = _elsewhere(incident)
     incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
     incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
@@ -126,8 +126,40 @@ def _card(incident: Mapping[str, Fact], device: Mapping[str, Fact]) -> dict[str,
     held = _number(incident.get("allocated")) if held is None else held
     if incident.get("on_host") or asked is None or held is None or total is None or not held <= total < held + asked:
         return {}
-    card = smallest_for(held + asked)
-    return {"card_that_fits": card.name, "card_that_fits_memory": card.memory} if card is not None else {}
+    for size, name in _CARDS:
+        if held + asked <= _USABLE * size * GIB:
+            return {"card_that_fits": name, "card_that_fits_memory": size * GIB}
+    return {}
+
+
+_CARDS: Final = (
+    (8, "GeForce RTX 4060"),
+    (12, "GeForce RTX 3060 or RTX 4070"),
+    (16, "T4, V100 16 GB or GeForce RTX 4080"),
+    (24, "L4, A10 or GeForce RTX 4090"),
+    (32, "V100 32 GB or GeForce RTX 5090"),
+    (40, "A100 40 GB"),
+    (48, "L40S or RTX 6000 Ada"),
+    (80, "A100 80 GB or H100"),
+    (96, "RTX PRO 6000 Blackwell or GH200"),
+    (141, "H200"),
+    (180, "B200"),
+    (192, "Instinct MI300X"),
+    (256, "Instinct MI325X"),
+    (288, "Instinct MI355X"),
+)
+"""Sizes of cards in GiB as they are sold, the smallest first, and what one or two common ones of each are called.
+
+Source: https://www.nvidia.com/en-us/geforce/graphics-cards/compare/, https://www.nvidia.com/en-us/data-center/,
+https://www.nvidia.com/en-us/design-visualization/desktop-graphics/,
+https://www.amd.com/en/products/accelerators/instinct.html.
+"""
+_USABLE: Final = 0.91
+"""Least share of it that ``torch.cuda.mem_get_info`` gives as the total: error correction and the driver keep some.
+
+Source: totals in messages of ``torch.OutOfMemoryError``: T4 14.75 of 16, L4 22.03 of 24, L40S 44.4 of 48, A100 39.4 of
+40 and 79.2 of 80, H200 139.8 of 141 GiB.
+"""
 
 
 def _number(value: Fact) -> float | None:
@@ -137,10 +169,6 @@ def _number(value: Fact) -> float | None:
 def _minus(facts: Mapping[str, Fact], name: str, other: str) -> float | None:
     left, right = _number(facts.get(name)), _number(facts.get(other))
     return None if left is None or right is None else left - right
-
-
-def _at_least_none(number: float | None) -> float | None:
-    return None if number is None else max(number, 0)
 
 
 def _share(part: Fact, whole: Fact) -> float | None:
@@ -162,19 +190,22 @@ def _elsewhere(facts: Mapping[str, Fact]) -> float | None:
     return max(0.0, total - free - own)
 
 
-def _plain(source: _Source, group: str) -> dict[str, Fact]:
+def _plain(source: DeviceMemory | HostMemory | Incident | CodeFacts, group: str) -> dict[str, Fact]:
     """Return the fields of ``source`` that are facts; what a collector could not read is null."""
     values = {one.name: getattr(source, one.name) for one in fields(source) if one.name in SYMBOLS[group]}
-    return {name: None if isinstance(value, Unavailable) else value for name, value in values.items()}
+    return {name: _known(value) for name, value in values.items()}
+
+
+def _known(value: T | Unavailable) -> T | None:
+    return None if isinstance(value, Unavailable) else value
 
 
 def _device(evidence: Evidence) -> dict[str, Fact]:
     device = evidence.device
-    others = device.elsewhere
     return {
         **_plain(device, "device"),
         "devices": sum(one.name != "cpu" for one in evidence.devices),
-        "others": None if isinstance(others, Unavailable) else others,
+        "others": _known(device.elsewhere),
         "private_pools": sum(pool.reserved for pool in device.private_pools),
         "private_pools_unused": sum(pool.reserved - pool.allocated for pool in device.private_pools),
         **_neighbours(device),
@@ -193,7 +224,7 @@ def _neighbours(device: DeviceMemory) -> dict[str, Fact]:
         "processes": len(others),
         "other_name": largest.name,
         "other_pid": str(largest.pid),
-        "other_bytes": None if isinstance(largest.bytes, Unavailable) else largest.bytes,
+        "other_bytes": _known(largest.bytes),
     }
 
 
@@ -208,18 +239,13 @@ def _host(host: HostMemory) -> dict[str, Fact]:
 
 
 def _incident(incident: Incident) -> dict[str, Fact]:
+    line = incident.inner or incident.cell
     return {
         **_plain(incident, "incident"),
         "family": incident.family.value,
-        "source_line": _running_line(incident),
+        "source_line": line.source_line if line is not None else None,
         "frame": incident.framework_frame,
     }
-
-
-def _running_line(incident: Incident) -> str | None:
-    """Return the innermost line of the user's that was running."""
-    line = incident.inner or incident.cell
-    return line.source_line if line is not None else None
 
 
 def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
@@ -246,3 +272,129 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
 def _trains(incident: Incident) -> bool:
     lines = [line.source_line for line in (incident.cell, incident.inner) if line is not None]
     return any(map(_TRAINS.search, lines)) or bool(_STEPS.search(incident.framework_frame or ""))
+
+
+_SQUARE: Final = 256
+"""From this length on, two equal dimensions at the end may be the scores of attention."""
+
+_ITEM_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("float64", "complex64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+_NAMELESS: Final = "(no name leads here)"
+_GRAPH: Final = "→ graph"
+_STEPPED: Final = ".param_groups["
+_DELETED: Final = re.compile(r"(?:^del |; del |, )([A-Za-z_]\w*)\b(?![.\[(])|del_var\(.(\w+).\)")
+
+
+def _census(census: Census, code: CodeFacts) -> dict[str, Fact]:
+    """Return who holds how much, and what the largest holders are like.
+
+    A holding is told by its path: what hangs on a graph was saved for a backward pass, and what no name leads to after
+    a failure waits for the garbage collector or is held by code in C++ alone.
+    """
+    facts: dict[str, Fact] = {
+        "device": census.device,
+        "found": census.found,
+        "allocated": _known(census.allocated),
+        "accounted_ratio": census.accounted_ratio,
+        **{role.value: census.bytes_of(role) for role in Role},
+    }
+    for holding in sorted(census.holdings, key=lambda one: one.bytes):
+        facts[f"{holding.role.value}_path"] = holding.path
+        if holding.role is Role.ACTIVATION:
+            facts["activation_last_dim"] = holding.shape[-1] if holding.shape else None
+        if holding.role is Role.BATCH and holding.shape:
+            facts |= {"batch_ndim": len(holding.shape), "batch_last_dim": holding.shape[-1]}
+        facts |= _largest(holding, code)
+    return facts | _activations(census) | _parameters(census.holdings, code)
+
+
+def _largest(holding: Holding, code: CodeFacts) -> dict[str, Fact]:
+    shape = holding.shape
+    return {
+        "largest": holding.bytes,
+        "largest_count": holding.count,
+        "largest_path": holding.path,
+        "largest_role": holding.role.value,
+        "largest_last_dim": shape[-1] if shape else None,
+        "largest_ndim": None if shape is None else len(shape),
+        "largest_is_square": None if shape is None else _is_square(shape),
+        "largest_is_logits": shape[-1] in code.classes if shape and code.classes else None,
+    }
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= 3 and shape[-1] == shape[-2] >= _SQUARE
+
+
+def _activations(census: Census) -> dict[str, Fact]:
+    """Return how much of the activations was saved for a backward pass, and what of all memory has no name.
+
+    Without holdings nothing is known of it.
+    """
+    if not census.holdings:
+        return {}
+    activations = [one for one in census.holdings if one.role is Role.ACTIVATION]
+    nameless = [one for one in census.holdings if one.path.startswith(_NAMELESS)]
+    square = [_is_square(one.shape) for one in activations if one.shape is not None]
+    return {
+        "saved": sum(one.bytes for one in activations if one.path.endswith(_GRAPH)),
+        "nameless": sum(one.bytes for one in nameless),
+        "nameless_count": sum(one.count for one in nameless),
+        "activation_is_square": any(square) if square else None,
+    }
+
+
+def _parameters(holdings: Iterable[Holding], code: CodeFacts) -> dict[str, Fact]:
+    """Return what the parameters show: those that no module with a name holds, in how many modules the others are."""
+    parameters = [one for one in holdings if one.role is Role.PARAMETER]
+    nameless = _of_no_module(parameters)
+    lost = set(map(id, nameless))
+    named = {_root(one, code) for one in parameters if id(one) not in lost and _STEPPED not in one.path}
+    widths: dict[int, int] = {}
+    for one in parameters:
+        each = _ITEM_BYTES.get(one.dtype or "")
+        if each:
+            widths[each] = widths.get(each, 0) + one.bytes // each
+    return {
+        "unnamed_parameter": sum(one.bytes for one in nameless),
+        "models": len(named),
+        "parameter_bytes_each": max(widths, key=lambda each: widths[each]) if widths else None,
+    }
+
+
+def _of_no_module(parameters: Sequence[Holding]) -> list[Holding]:
+    """Return the parameters that only an optimizer, a graph or nothing that has a name holds.
+
+    One that an optimizer steps and that has a name of its own, as a picture or a latent that is optimised has, is no
+    part of a lost model. The names that lead to it stand in the line that would free it; a name that leads to several,
+    such as that of the last loss, is none of its own. Where there is no such line, nothing is known of the names.
+    """
+    stepped = [one for one in parameters if _STEPPED in one.path]
+    leading = Counter(name for one in stepped for name in _names(one))
+    return [
+        one
+        for one in parameters
+        if one.expression is None
+        or _GRAPH in one.path
+        or (_STEPPED in one.path and one.frees is not None and all(leading[name] > 1 for name in _names(one)))
+    ]
+
+
+def _names(stepped: Holding) -> set[str]:
+    """Return the names beside the optimizer's that lead to a parameter."""
+    named = {name for pair in _DELETED.findall(stepped.frees or "") for name in pair if name}
+    return named - {re.split(r"\W", stepped.path, maxsplit=1)[0]}
+
+
+def _root(holding: Holding, code: CodeFacts) -> str:
+    text = holding.expression or ""
+    owners = [
+        model.path
+        for model in code.models
+        if text == model.path or text.startswith((f"{model.path}.", f"{model.path}["))
+    ]
+    return max(owners, key=len) if owners else re.split(r"[.\[]", text, maxsplit=1)[0]

@@ -11,9 +11,8 @@ import rule_engine
 
 from oomdoctor.errors import Fault, UsageError
 from oomdoctor.model.finding import Finding
-from oomdoctor.rulebook.context import Facts, bound
+from oomdoctor.rulebook.context import Facts, bound, render
 from oomdoctor.rulebook.facts import facts_of
-from oomdoctor.rulebook.sentences import render
 
 if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence

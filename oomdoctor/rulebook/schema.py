@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from oomdoctor.errors import SizeError
 from oomdoctor.model.finding import Cause
 from oomdoctor.model.sizes import parse_size
-from oomdoctor.rulebook import sentences
-from oomdoctor.rulebook.context import Fact, Facts, kind_of
+from oomdoctor.rulebook.context import Fact, Facts, kind_of, problems
 from oomdoctor.rulebook.expressions import compiled
 
 T = TypeVar("T")
@@ -45,8 +44,8 @@ def _checked(check: Callable[[Any], object]) -> AfterValidator:
 
 
 def _refuse_sentence(text: str) -> None:
-    if problems := sentences.problems(text):
-        raise ValueError("; ".join(problems))
+    if wrong := problems(text):
+        raise ValueError("; ".join(wrong))
 
 
 def _refuse_address(text: str) -> None:

@@ -7,22 +7,28 @@ files in it::
     mine = "my_package.rules"
 
 Only files are read. The package is looked up, and neither it nor what is above it is imported.
+
+The user's folders are named by the settings of the notebook that runs, or of IPython's default profile. In a notebook
+``OomDoctor.rule_paths`` is asked of the extension, and of the configuration where it is not loaded. The shell command
+has no notebook; it reads what a new one would: ``ipython_config.py`` and ``ipython_kernel_config.py``, as Python or
+JSON, of the default profile. A profile that is written in Python is run, as IPython itself runs it.
+Limits: other profiles, and settings that were given on a kernel's command line, are not known to the shell command.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from oomdoctor.errors import Fault, NotAvailable
-from oomdoctor.rulebook.files import expanded, files_in
-from oomdoctor.rulebook.loading import load_sound
+from oomdoctor.rulebook.loading import expanded, files_in, load_sound
 from oomdoctor.rulebook.matching import RuleBook
-from oomdoctor.rulebook.settings import of_profile
 
 GROUP: Final = "oomdoctor.rules"
 
@@ -79,7 +85,7 @@ def offered() -> tuple[tuple[Path, ...], tuple[Fault, ...]]:
     folders: list[Path] = []
     faults: list[Fault] = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found = [folder for folder in _folders(point) if folder.is_dir()]
+        found = [folder for folder in _of_package(point) if folder.is_dir()]
         folders += [folder for folder in found if folder not in folders]
         if next(files_in(found, []), None) is None:
             faults.append(_fault(point, f"there is no package {point.value!r} with rule files"))
@@ -91,10 +97,80 @@ def _fault(point: EntryPoint, message: str) -> Fault:
     return Fault(path=f"entry point {point.name} of {owner}", line=1, message=message)
 
 
-def _folders(point: EntryPoint) -> list[Path]:
+def _of_package(point: EntryPoint) -> list[Path]:
     top, *below = point.value.split(".")
     try:
         spec = find_spec(top)
     except (ImportError, ValueError):  # a name that is none, or a module without a spec
         return []
     return [Path(place, *below) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+
+
+_SECTION: Final = "OomDoctor"
+_NAME: Final = "rule_paths"
+
+
+def of_notebook() -> tuple[Path, ...]:
+    """Return the folders that the settings of this process' notebook name; none where it is no notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        return ()
+    for one in shell.configurables:
+        if type(one).__name__ == _SECTION:
+            return tuple(map(Path, getattr(one, _NAME)))
+    return _folders(shell.config)
+
+
+def of_profile() -> tuple[tuple[Path, ...], tuple[Fault, ...]]:
+    """Return the folders that the default profile's settings name, and what is wrong with those settings.
+
+    Of several files that name some, the last counts, as in IPython.
+    """
+    folders: tuple[Path, ...] = ()
+    faults = []
+    for path in _files():
+        try:
+            folders = _folders(_read(path)) or folders
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - border: it is a program of the user's
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            faults.append(Fault(path=str(path), line=1, message=f"the settings cannot be read: {reason}"))
+    return folders, tuple(faults)
+
+
+def _files() -> Iterator[Path]:
+    """Yield the files of settings that there are, in the order in which IPython reads them.
+
+    Source: ``BaseIPythonApplication.init_config_files`` and ``SYSTEM_CONFIG_DIRS`` of IPython.core.application.
+    """
+    home = Path(os.environ.get("IPYTHONDIR") or Path("~", ".ipython")).expanduser()
+    system = [Path(sys.prefix, "etc", "ipython")]
+    if os.name != "nt":
+        system = [Path("/etc/ipython"), Path("/usr/local/etc/ipython"), *system]
+    for name in ("ipython_config", "ipython_kernel_config"):
+        for folder in (*system, home / "profile_default"):
+            for suffix in (".py", ".json"):
+                if (path := folder / (name + suffix)).is_file():
+                    yield path
+
+
+def _read(path: Path) -> Any:
+    from traitlets.config.loader import JSONFileConfigLoader, PyFileConfigLoader
+
+    loader = (JSONFileConfigLoader if path.suffix == ".json" else PyFileConfigLoader)(path.name, str(path.parent))
+    with redirect_stdout(sys.stderr):
+        return loader.load_config()
+
+
+def _folders(config: Any) -> tuple[Path, ...]:
+    """Return the folders that a configuration names.
+
+    Raises:
+        TypeError: it names something else.
+    """
+    named = config[_SECTION].get(_NAME, []) if _SECTION in config else []
+    if hasattr(named, "get_value"):  # built up with append and extend
+        named = named.get_value([])
+    if not isinstance(named, (list, tuple)) or not all(isinstance(one, (str, Path)) for one in named):
+        raise TypeError(f"c.{_SECTION}.{_NAME} is a list of folders")
+    return tuple(map(Path, named))

@@ -26,7 +26,6 @@ from oomdoctor.model.memory import (
     Role,
 )
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.rulebook.cards import smallest_for
 from oomdoctor.rulebook.context import SYMBOLS, Fact, bound, kind_of
 from oomdoctor.rulebook.facts import complete, facts_of
 
@@ -185,13 +184,24 @@ def test_private_pools_are_summed() -> None:
 
 
 def test_the_card_that_fits_is_told_where_this_one_does_not() -> None:
-    device = facts({"total": 8 * GIB, "allocated": 7 * GIB}, requested=4 * GIB)["device"]
-    card = smallest_for(11 * GIB)
-    assert card is not None
-    assert (device["card_that_fits"], device["card_that_fits_memory"]) == (card.name, card.memory)
+    device, name = (
+        facts({"total": 8 * GIB, "allocated": 7 * GIB}, requested=4 * GIB)["device"],
+        "T4, V100 16 GB or GeForce RTX 4080",
+    )
+    assert (device["card_that_fits"], device["card_that_fits_memory"]) == (name, 16 * GIB)
     assert facts({"total": 16 * GIB, "allocated": 7 * GIB}, requested=4 * GIB)["device"].get("card_that_fits") is None
     assert facts({"allocated": 7 * GIB}, requested=4000 * GIB)["device"].get("card_that_fits") is None
     assert facts({"allocated": NONE}, requested=4 * GIB)["device"].get("card_that_fits") is None
+
+
+# Totals that messages of these cards print: what is sold is not what there is to use.
+@pytest.mark.parametrize(
+    ("need_gib", "sold_gib"), [(1, 8), (14.5, 16), (14.75, 24), (22.0, 32), (43.6, 48), (44.4, 80), (79.3, 96)]
+)
+def test_a_card_is_taken_for_what_can_be_used_of_it(need_gib: float, sold_gib: int) -> None:
+    incident: dict[str, Fact] = {"total": need_gib * GIB / 2, "allocated": need_gib * GIB / 2}
+    found = complete({"incident": incident | {"requested": need_gib * GIB / 2}})["device"]
+    assert found["card_that_fits_memory"] == sold_gib * GIB
 
 
 def test_the_card_that_fits_is_found_from_the_text_alone() -> None:

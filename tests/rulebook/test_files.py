@@ -9,7 +9,7 @@ import pytest
 from test_loading import GOOD
 
 from oomdoctor import fixes
-from oomdoctor.rulebook import everything, files, load_sound, locate
+from oomdoctor.rulebook import everything, load_sound, loading, locate
 
 
 def told(*paths: Path) -> list[tuple[str, int, str]]:
@@ -97,7 +97,7 @@ def test_a_folder_that_may_not_be_read_is_a_fault(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_with_too_much_in_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(loading, "_MOST_ENTRIES", 3)
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).touch()
     assert told(tmp_path) == [(tmp_path.name, 1, "more than 3 files lie here: name the folder of the rules")]

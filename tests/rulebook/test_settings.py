@@ -11,7 +11,7 @@ from traitlets.config import Config
 
 import oomdoctor
 from oomdoctor.cli import main
-from oomdoctor.rulebook.settings import of_notebook, of_profile
+from oomdoctor.rulebook.sources import of_notebook, of_profile
 
 OOM = "RuntimeError: CUDA out of memory. Tried to allocate 600.00 MiB (GPU 0; 7.50 GiB total capacity; 100.00 MiB free)"
 RULE = """\
