@@ -191,6 +191,10 @@ class _Comparison:
     def _without_autocast(self) -> _Comparison:
         return _Comparison(self._terms, self.rows, self._steps, is_precise=True)
 
+    @cached_property
+    def _whole(self) -> _Comparison:
+        return _Comparison(self._terms, _ALL, self._steps, is_precise=self._is_precise)
+
     def of(self, after: Attempt) -> Trial:
         """Return what comes of a changed program."""
         if after not in self._known:
@@ -199,6 +203,8 @@ class _Comparison:
 
     def _compared(self, after: Attempt) -> Trial:
         unchanged, basis = self._unchanged, self._basis()
+        if unchanged.error is not None and not self.is_whole:  # its batches may have to be of one size
+            return self._whole.of(after)
         on_host = self._terms.stage.copies is not None  # a kernel may be missing there
         if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes or on_host):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
@@ -212,7 +218,7 @@ class _Comparison:
         if changed.error != unchanged.error:
             return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
         if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
-            return _Comparison(self._terms, _ALL, self._steps, is_precise=self._is_precise).of(after)
+            return self._whole.of(after)
         if unchanged.computes_in_16_bits and not self._is_precise and self._terms.effect is not Effect.EXACT:
             precise = self._without_autocast.of(after)
             if precise.same is False:
