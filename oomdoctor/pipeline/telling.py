@@ -42,7 +42,7 @@ def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = 
         UsageError: it is neither.
     """
     from oomdoctor.incident import all_from_exception, describe, from_text
-    from oomdoctor.views.explained import Explained
+    from oomdoctor.views.displayed import Explained
 
     given: Any = text_or_exception  # callers without a type checker give anything
     if not issubclass(type(given), (str, BaseException)):

@@ -20,7 +20,7 @@ from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Forecast, Verdict
     from oomdoctor.model.session import Cells
-    from oomdoctor.views.planned import Planned
+    from oomdoctor.views.displayed import Planned
 
 USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
 
@@ -119,7 +119,7 @@ class MemPlanner:
     def _planned(self, cells: Cells, options: Options, time_s: float) -> Planned:
         from oomdoctor import pipeline
         from oomdoctor.objects.storages import unobserved
-        from oomdoctor.views.planned import Planned
+        from oomdoctor.views.displayed import Planned
 
         shell = self._shell
         with unobserved():

@@ -20,8 +20,8 @@ from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in
 if TYPE_CHECKING:
     from oomdoctor.model.memory import Measured
     from oomdoctor.views.displayed import Report
+    from oomdoctor.views.document import Document
     from oomdoctor.views.growth import GrowthRows
-    from oomdoctor.views.survey import Survey
 
 USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
 
@@ -155,14 +155,14 @@ class MemReport:
         number, before = earlier
         return growth_rows(before.whole, report.whole, f"the report of In[{number}]", top=top, only=report.only)
 
-    def _display(self, survey: Survey) -> None:
+    def _display(self, survey: Document) -> None:
         from IPython.display import display
 
         from oomdoctor.views import report_bundle, text
         from oomdoctor.views.terminal import fitted, looks
 
         if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
-            print(fitted(text.report(survey, **looks(sys.stdout)), sys.stdout), end="")
+            print(fitted(text.render(survey, **looks(sys.stdout)), sys.stdout), end="")
         else:
             display(report_bundle(survey), raw=True)
 

@@ -20,7 +20,7 @@ from oomdoctor.objects.kinds import spelled
 from oomdoctor.shell.memplan import check_source
 
 if TYPE_CHECKING:
-    from oomdoctor.views.planned import Planned
+    from oomdoctor.views.displayed import Planned
 
 _PLANNED: Final = "_oomdoctor_planned"
 
@@ -60,7 +60,7 @@ def plan(
     else:
         raise UsageError(f"plan takes a callable or source (str), and was given {type(given).__name__}")
     from oomdoctor import pipeline
-    from oomdoctor.views.planned import Planned
+    from oomdoctor.views.displayed import Planned
 
     cells = Cells(history=(Cell(number=0, source=_script_of(given, found)), Cell(number=1, source=source)))
     file = PurePath(str(found.get("__file__") or "the module")).name

@@ -13,12 +13,13 @@ from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import prices, words
+from oomdoctor.views.document import FixRow, Notice
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast
 
-_KEEP, _BACK, _OFFERED, _ANYWAY = COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
+_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
 
 CHANGED: Final = "Changed"
@@ -28,24 +29,15 @@ WHY: Final = "Why"
 """Name of the fact that says why a cell was not healed, or what a healed one did not get back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aftermath:
-    """How a case ended: one sentence, then named facts. ``mark`` says good or bad without colour."""
+def aftermath(case: Case, *, in_notebook: bool = True) -> Notice:
+    """Return how ``case`` ended: what was changed, at what price, and how to keep it.
 
-    kind: OutcomeKind
-    mark: str
-    title: str
-    facts: tuple[tuple[str, str], ...]
-
-
-def aftermath(case: Case) -> Aftermath:
-    """Return the facts of how ``case`` ended."""
-    return Aftermath(
-        kind=case.outcome.kind,
-        mark="✓" if case.outcome.kind is OutcomeKind.HEALED else "!",
-        title=_title(case),
-        facts=tuple((name, text) for name, text in _facts(case) if text),
-    )
+    Args:
+        in_notebook: whether commands can be typed.
+    """
+    mark = "✓" if case.outcome.kind is OutcomeKind.HEALED else "!"
+    facts = ((name, told) for name, told in _facts(case) if told and (in_notebook or name not in _COMMANDS))
+    return Notice(mark, _title(case), tuple(facts))
 
 
 def _title(case: Case) -> str:
@@ -183,7 +175,7 @@ def _keep(used: _Used, candidate: Candidate) -> str:
     return f"{shows}, there with {words.clean(candidate.dose.short, 120)}: write {used.dose} instead"
 
 
-def _untried(case: Case) -> prices.FixRow | None:
+def _untried(case: Case) -> FixRow | None:
     """Return the best fix that may still help."""
     pairs = zip(prices.fix_rows(case.plan), case.plan.candidates, strict=True)
     return next(

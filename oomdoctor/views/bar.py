@@ -3,42 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
-from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """One stretch of the bar.
-
-    Attributes:
-        kind: a role's value, or ``cached``, ``context``, ``elsewhere``, ``outside``, ``process``, ``simulated``,
-            ``children``, ``free``, ``asked`` or ``over``.
-        ratio: its share of the whole bar, 0 to 1.
-    """
-
-    kind: str
-    label: str
-    size: str
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """Segments that fill the bar from left to right.
-
-    Attributes:
-        budget: where the memory ends, in words; ``budget_ratio``: where that is on the bar. A bar is longer than
-            its budget when more was asked for than there is.
-    """
-
-    title: str
-    budget: str | None
-    budget_ratio: float | None
-    segments: tuple[Segment, ...]
+from oomdoctor.views.document import Bar
 
 
 def device_bar(
@@ -61,7 +29,7 @@ def device_bar(
         pieces += [("asked", inside, within), ("over", "request, beyond the budget", asked - within)]
     if total is not None:
         pieces.append(("free", "free", total - used - (asked or 0)))
-    return _bar(words.limited_name(device), total, pieces)
+    return Bar.of(words.limited_name(device), total, pieces)
 
 
 def _held(device: DeviceMemory, census: Census | None, total: int | None) -> Iterator[tuple[str, str, int]]:
@@ -122,7 +90,7 @@ def host_bar(host: HostMemory) -> Bar | None:
         ("outside", "in use otherwise", used - own - theirs),
         ("free", "available", free),
     ]
-    return _bar(f"host memory{which}", total, pieces)
+    return Bar.of(f"host memory{which}", total, pieces)
 
 
 def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> Bar | None:
@@ -140,19 +108,4 @@ def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> 
     pieces = [(role.value, words.ROLES[role], size) for role, size in sorted(roles, key=lambda item: -item[1])]
     pieces.append(("simulated", "tensors of the simulated device", simulated))
     pieces.append(("process", "other than tensors", rss - tensors))
-    return _bar("this process", rss, pieces)
-
-
-def _bar(title: str, total: int | None, pieces: list[tuple[str, str, int]]) -> Bar | None:
-    pieces = [piece for piece in pieces if piece[2] > 0]
-    scale = max(total or 0, sum(size for _, _, size in pieces))
-    if not scale:
-        return None
-    return Bar(
-        title=title,
-        budget=None if total is None else format_size(total),
-        budget_ratio=None if total is None else total / scale,
-        segments=tuple(
-            Segment(kind=kind, label=label, size=format_size(size), ratio=size / scale) for kind, label, size in pieces
-        ),
-    )
+    return Bar.of("this process", rss, pieces)

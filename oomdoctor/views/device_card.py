@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from rich.text import Text
 
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.bar import device_bar
-from oomdoctor.views.card import Card, Fact
+from oomdoctor.views.document import Bar, Document, Line, Table, apart, given
 from oomdoctor.views.grouping import NAMELESS, grouped
-from oomdoctor.views.holders import TOP, holders
+from oomdoctor.views.holders import TOP, Holders, holders
 
 _PROCESSES: Final = 5
 _CACHE_WORTH_TELLING: Final = 0.25
+
+
+class Fact(NamedTuple):
+    """One figure, what it is of, and what that means for the reader."""
+
+    figure: str
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What one memory is shown as: a device or the host.
+
+    Attributes:
+        headline: its state in one sentence.
+        aside: what it calls itself, and which limit its total is.
+        bars: the whole of it, and of the host this process once more on a scale of its own.
+    """
+
+    headline: str
+    title: str
+    aside: str
+    bars: tuple[Bar, ...]
+    holders: Holders
+    facts: tuple[Fact, ...]
+
+    def blocks(self) -> Document:
+        """Return all but its headline."""
+        facts = tuple((Text(figure, "figure"), name, why) for figure, name, why in self.facts)
+        return (
+            *(self.bars or (Line(self.title, "name"),)),
+            *given(Line(self.aside, "muted") if self.aside else None),
+            *self.holders.blocks("Top holders"),
+            *apart(Table("facts", facts) if facts else None),
+        )
 
 
 def device_card(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts], *, top: int = TOP) -> Card:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model import jsonable
+from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.growth import compare
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import html, text, words
 from oomdoctor.views.bar import ceiling
 from oomdoctor.views.device_card import in_use
 from oomdoctor.views.growth import GrowthRows, growth_rows
 from oomdoctor.views.holders import TOP
+from oomdoctor.views.memplan import foresight
+from oomdoctor.views.mime import plain, report_bundle
+from oomdoctor.views.story import read
 from oomdoctor.views.survey import focus, survey
-from oomdoctor.views.terminal import fitted, width
+from oomdoctor.views.terminal import width
 
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Unavailable
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.growth import Growth, Mark
-    from oomdoctor.views.survey import Survey
+    from oomdoctor.model.memplan import MemPlan
+    from oomdoctor.model.plan import Forecast
+    from oomdoctor.views.document import Document
 
 _LOG: Final = 100
-_TITLE: Final = "Memory report"
 _numbers: Final = count()
 
 
@@ -74,8 +79,8 @@ class Report:
 
     def survey(
         self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
-    ) -> Survey:
-        """Return the facts to show."""
+    ) -> Document:
+        """Return what is shown of it."""
         return survey(self.evidence, top=top, growth=growth, marks=marks, absent=self.absent)
 
     def diff(self, other: Report) -> Grown:
@@ -101,14 +106,14 @@ class Report:
         self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
     ) -> str:
         """Return a whole page that opens offline, with the ``top`` largest holders of each device."""
-        return html.page(_TITLE, html.report(self.survey(top=top, growth=growth, marks=marks)))
+        return html.page("Memory report", self.survey(top=top, growth=growth, marks=marks))
 
     def to_text(self, *, top: int = TOP, width: int = _LOG, colour: bool = False) -> str:
         """Return text for a terminal or a log, with the ``top`` largest holders of each device."""
-        return text.report(self.survey(top=top), width=width, colour=colour)
+        return text.render(self.survey(top=top), width=width, colour=colour)
 
     def __str__(self) -> str:
-        return fitted(self.to_text(width=width()), sys.stdout)
+        return plain(self.survey())
 
     def __repr__(self) -> str:
         facts = [(words.device_name(one), in_use(one)) for one in self.evidence.devices if one.name != "cpu"]
@@ -117,7 +122,7 @@ class Report:
         return f"<Report: {', '.join(_filled(name, whole) for name, whole in facts)}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": html.report(self.survey())}
+        return report_bundle(self.survey(), width=width())
 
 
 class Grown:
@@ -140,13 +145,13 @@ class Grown:
         return found
 
     def __str__(self) -> str:
-        return fitted(text.growth(self._rows(), width=width()), sys.stdout)
+        return plain(tuple(self._rows().blocks()))
 
     def __repr__(self) -> str:
         return f"<Grown: {self._rows().sentence}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": html.growth(self._rows())}
+        return report_bundle(tuple(self._rows().blocks()), width=width())
 
     def _rows(self) -> GrowthRows:
         return growth_rows(self.before.whole, self.after.whole, "the earlier report", only=self._only)
@@ -154,3 +159,73 @@ class Grown:
     @property
     def _only(self) -> str | None:
         return self.after.only or self.before.only
+
+
+class Planned:
+    """What something needs that was not run: plain values, which keep nothing of the program alive.
+
+    Args:
+        names: what the cells are called in a program that is no notebook.
+
+    Attributes:
+        plan: all of it.
+    """
+
+    def __init__(self, plan: MemPlan, names: Mapping[int, str] | None = None) -> None:
+        self.plan = plan
+        self._names = names
+
+    @property
+    def forecast(self) -> Forecast:
+        """What it needs, in bytes."""
+        return self.plan.forecast
+
+    @property
+    def fits(self) -> bool | None:
+        """True, False, or None where it is not known or too close to say."""
+        return self.plan.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON shape."""
+        return self.plan.to_dict()
+
+    def to_html(self) -> str:
+        """Return a whole page that opens offline."""
+        return html.page("Memory plan", foresight(self.plan, self._names))
+
+    def to_text(self, *, width: int = _LOG, colour: bool = False) -> str:
+        """Return text for a terminal or a log."""
+        return text.render(foresight(self.plan, self._names), width=width, colour=colour)
+
+    def __str__(self) -> str:
+        return plain(foresight(self.plan, self._names))
+
+    def __repr__(self) -> str:
+        peak = "no forecast" if self.forecast.peak is None else words.about(self.forecast.peak)
+        return f"<Planned: {peak}, {self.plan.here.verdict.value}>"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return report_bundle(foresight(self.plan, self._names), width=width())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained(Explanation):
+    """An explanation with its text and its HTML.
+
+    Attributes:
+        meanings: what each failure is, in one sentence.
+        notes: what the explanation could not take into account, a line each.
+    """
+
+    meanings: Mapping[Incident, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON shape, with ``notes`` where there are some."""
+        return Explanation.to_dict(self) | ({"notes": list(self.notes)} if self.notes else {})
+
+    def __str__(self) -> str:
+        return plain(read(self, self.meanings, self.notes))
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return report_bundle(read(self, self.meanings, self.notes))

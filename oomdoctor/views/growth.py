@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
+
+from rich.text import Text
 
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -12,6 +14,7 @@ from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, 
 from oomdoctor.model.memory import DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
+from oomdoctor.views.document import Block, Line, Table
 from oomdoctor.views.grouping import WEIGHTS, one_per_group
 from oomdoctor.views.holders import TOP
 
@@ -20,8 +23,7 @@ _UNCOMPARED: Final = "its tensors and those of the host are not compared"
 _NOTHING: Final = "nothing that can be compared"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthRow:
+class GrowthRow(NamedTuple):
     """One change: ``+128 MiB``, of what, and where."""
 
     change: str
@@ -35,14 +37,23 @@ class GrowthRows:
 
     sentence: str
     rows: tuple[GrowthRow, ...]
-    more: str | None
+    more: str | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield what is shown of it."""
+        styles = {"+": "grew", "-": "shrank"}
+        rows = ((Text(change, styles.get(change[0], "figure")), what, where) for change, what, where in self.rows)
+        yield Line(self.sentence)
+        if self.rows:
+            yield Table("growth", tuple(rows))
+        if self.more:
+            yield Line(self.more, "more")
 
 
 NOTHING_YET: Final = GrowthRows(
     sentence="There is nothing to compare with yet: this is the first report. The next `%memreport --diff` compares "
     "with it.",
     rows=(),
-    more=None,
 )
 
 

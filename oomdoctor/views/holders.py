@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rich.text import Text
+
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, HostHolding, HostMemory, Role
 from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import words
+from oomdoctor.views.document import Document, Fold, Head, Inline, Line, Table, apart, given
 from oomdoctor.views.grouping import WEIGHTS, grouped, saved_within
 
 TOP: Final = 10
@@ -53,6 +56,22 @@ class Holders:
     more: str | None
     accounted: str | None
     notes: tuple[str, ...]
+
+    def blocks(self, title: str, *, folded: bool = False) -> Document:
+        """Return what is shown of it."""
+        told = (Line(text) for text in (self.accounted, *self.notes) if text)
+        below = given(Line(self.more, "more") if self.more else None, *told)
+        if not self.rows:
+            return apart(*below)
+        blocks = (Table("holders", tuple(map(_cells, self.rows))), *below)
+        return (Fold(title, blocks),) if folded else (Head(title), *blocks)
+
+
+def _cells(row: HolderRow) -> tuple[Inline, ...]:
+    what = Text.assemble((row.path, "path"), "  " if row.detail else "", (row.detail, "detail"))
+    if row.frees:
+        what.append("\n").append("freed by ", "detail").append(row.frees, "freeing")
+    return Text(row.size, "figure"), row.share, row.role, what
 
 
 def worth_telling(host: HostMemory, beside: Sequence[HostHolding]) -> list[HostHolding]:

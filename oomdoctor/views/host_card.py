@@ -12,8 +12,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.bar import ceiling, host_bar, process_bar
-from oomdoctor.views.card import Card, Fact
-from oomdoctor.views.device_card import largest_role
+from oomdoctor.views.device_card import Card, Fact, largest_role
 from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
 from oomdoctor.views.page_cache import is_in_question, page_cache_advice
 

@@ -8,33 +8,15 @@ in the legend as well.
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from oomdoctor.model.memory import Role
-from oomdoctor.views.aftermath import aftermath
-from oomdoctor.views.memplan import foresight
-from oomdoctor.views.prices import prices
-from oomdoctor.views.reading import read
-from oomdoctor.views.story import TOLD, tell
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from oomdoctor.model.case import Case
-    from oomdoctor.model.explanation import Explanation
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.memplan import MemPlan
-    from oomdoctor.model.plan import Plan
-    from oomdoctor.views.growth import GrowthRows
-    from oomdoctor.views.story import Retry
-    from oomdoctor.views.survey import Survey
-
-_CODE: Final = re.compile(r"`([^`]+)`")
+from oomdoctor.views.document import Document, Inline, prose
+from oomdoctor.views.words import TONES
 
 _UP: Final = ("45deg", "8px 8px")
 _DOWN: Final = ("135deg", "8px 8px")
@@ -70,56 +52,14 @@ _FILLS: Final = {
 }
 
 
-def case(case: Case, retry: Retry | None = None) -> str:
-    """Return the diagnosis of ``case``.
-
-    Args:
-        retry: what a retry would do; by the plan alone where nothing else is known.
-    """
-    return _templates().get_template("case.html.j2").render(story=tell(case, retry))
+def render(document: Document) -> str:
+    """Return ``document`` as a part of a page."""
+    return _templates().get_template("document.html.j2").render(blocks=document)
 
 
-def report(survey: Survey) -> str:
-    """Return what holds memory now: one sentence for each device, then the devices one by one, then the host."""
-    return _templates().get_template("report.html.j2").render(survey=survey)
-
-
-def growth(rows: GrowthRows) -> str:
-    """Return what grew between two reports."""
-    return _templates().get_template("growth.html.j2").render(growth=rows)
-
-
-def page(title: str, content: str) -> str:
-    """Return a whole page that opens offline and follows the theme of the browser.
-
-    Args:
-        content: what one of the other functions returned.
-    """
-    return _templates().get_template("page.html.j2").render(title=title, content=Markup(content))
-
-
-def notice(case: Case) -> str:
-    """Return how ``case`` ended: what was changed, at what price, and how to keep it."""
-    return _templates().get_template("notice.html.j2").render(end=aftermath(case))
-
-
-def plan(plan: Plan) -> str:
-    """Return what a cell was forecast to need, and what each change would make of it."""
-    return _templates().get_template("plan.html.j2").render(prices=prices(plan))
-
-
-def memplan(plan: MemPlan, names: Mapping[int, str] | None = None) -> str:
-    """Return what a cell needs that was not run, where that fits, and what would help.
-
-    Args:
-        names: what the cells are called in a program that is no notebook.
-    """
-    return _templates().get_template("memplan.html.j2").render(plan=foresight(plan, names))
-
-
-def explanation(explanation: Explanation, meanings: Mapping[Incident, str] | None = None) -> str:
-    """Return what a message alone tells: the failure in one sentence, and its likely causes."""
-    return _templates().get_template("explanation.html.j2").render(facts=read(explanation, meanings))
+def page(title: str, document: Document) -> str:
+    """Return a whole page that opens offline and follows the theme of the browser."""
+    return _templates().get_template("page.html.j2").render(title=title, content=Markup(render(document)))
 
 
 @cache
@@ -131,19 +71,24 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(prose=prose, fill=_fill, share=_share)
-    environment.globals.update(css=_CSS, told=TOLD)
+    environment.filters.update(inline=inline, fill=_fill, share=_share)
+    environment.globals.update(css=_CSS, lines=_LINES, tones=TONES)
     return environment
 
 
-def prose(sentence: str) -> Markup:
-    """Return a sentence with what stands between backticks as code, all of it escaped."""
-    parts = _CODE.split(sentence)
-    style = _CSS["code"]
-    return Markup("").join(
-        Markup('<code dir="ltr" style="{}">{}</code>').format(style, part) if index % 2 else escape(part)
-        for index, part in enumerate(parts)
-    )
+def inline(content: Inline) -> Markup:
+    """Return a line with what is set apart in it, all of it escaped."""
+    text = prose(content)
+    pieces, at = [], 0
+    for span in text.spans:
+        pieces += [escape(text.plain[at : span.start]), _tagged(text.plain[span.start : span.end], str(span.style))]
+        at = span.end
+    told = Markup("").join([*pieces, escape(text.plain[at:])]).replace("\n", Markup("<br>"))
+    return _TAGS[str(text.style)].format(told)
+
+
+def _tagged(text: str, style: str) -> Markup:
+    return _TAGS[style].format(text.strip("`") if style == "quoted" else text)
 
 
 def _fill(kind: str) -> str:
@@ -205,4 +150,24 @@ _CSS: Final = {
     "num": f"text-align:right;vertical-align:top;padding:0.35em 1em 0.35em 0;white-space:nowrap;{_RULE}",
     "pre": f"{_MONO};font-size:0.95em;margin:0.6em 0;padding:0.5em 0.8em;overflow-x:auto;color:inherit;"
     "background:rgba(128,128,128,0.12);border-left:3px solid #c62828",
+}
+_TONES: Final = ("good", "warn", "bad")
+_CODE: Final = Markup('<code dir="ltr" style="{}">{{}}</code>').format(_CSS["code"])
+_TAGS: Final = {
+    "": Markup("{}"),
+    **dict.fromkeys(("quoted", "path", "freeing"), _CODE),
+    **dict.fromkeys(("strong", "figure", "grew", "shrank"), Markup("<strong>{}</strong>")),
+    **dict.fromkeys(("detail", "muted"), Markup('<small style="{}">{{}}</small>').format(_CSS["muted"])),
+    **{tone: Markup('<strong style="white-space:nowrap;{}">{{}}</strong>').format(_CSS[tone]) for tone in _TONES},
+}
+"""How a style of a document's text is written."""
+
+_LINES: Final = {
+    "title": f"{BAD};font-size:1.15em;font-weight:bold;margin:0.4em 0",
+    "name": _CSS["head"],
+    "lead": "margin:0.3em 0;font-size:1.08em",
+    **dict.fromkeys(("plain", "inner"), "margin:0.3em 0"),
+    "muted": f"{_CSS['muted']};margin:0.6em 0 0 0",
+    "more": f"{_CSS['muted']};margin:0.3em 0",
+    "next": "margin:0.8em 0 0.2em 0",
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from oomdoctor.views.html import prose
+from oomdoctor.views.html import inline
 from oomdoctor.views.panel_parts import Buttons, Progress, code, wrapping
 from oomdoctor.views.panel_row import Row
 from oomdoctor.views.prices import fix_rows
@@ -119,7 +119,7 @@ class Panel:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
-        self._note.value = str(prose(f"Retries are off: {gone}.")) if gone else self._waits
+        self._note.value = str(inline(f"Retries are off: {gone}.")) if gone else self._waits
         self._undo.tooltip = (
             "Take back what the last retry changed" if in_place else "There is nothing that can be taken back"
         )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from oomdoctor.views.document import FixRow
 from oomdoctor.views.panel_parts import Buttons, changed_cells, code, diff, opener, wrapping
-from oomdoctor.views.prices import FixRow, fix_row
+from oomdoctor.views.prices import fix_row
 
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Candidate, Forecast

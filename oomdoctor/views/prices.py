@@ -5,68 +5,28 @@ A figure from a forecast carries ``≈`` and the name of what it was found by.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from rich.text import Text
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
+from oomdoctor.views.document import Block, Fixes, FixRow, Fold, Gauge, Items, Line, prose
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
 
 _BASIS: Final = 600
 """Characters of a basis, which is a sentence of a fix: of two fixes together it is two. It is told to its end."""
+_MOST_REFUSALS: Final = 6
+"""Refused fixes that text shows; those that the findings suggest come first, and the page folds the rest away."""
 _ALIKE: Final = 1.05
 """Up to this much less than what the allocator holds, what tensors take of it tells a reader nothing new."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gauge:
-    """What a fix needs as its verdict counts it, and its budget; both as shares of the largest figure of the row."""
-
-    peak_ratio: float
-    budget_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixRow:
-    """One fix.
-
-    Attributes:
-        number: what it is called by; None where the order may still change.
-        peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
-            else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
-            tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
-        apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
-        notes: caveats, and why a part of it cannot be had.
-    """
-
-    number: int | None
-    title: str
-    dose: str
-    effect: str
-    promise: str
-    peak: str
-    quantity: str
-    basis: str
-    verdict: Verdict
-    verdict_text: str
-    slowdown: str
-    gauge: Gauge | None
-    apply: str | None
-    diff: str | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusalRow:
-    """A fix that was considered, and why it was not offered."""
-
-    fix: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +36,22 @@ class Prices:
     unchanged: str
     fixes: tuple[FixRow, ...]
     unfixed: str | None
-    refusals: tuple[RefusalRow, ...]
+    refusals: tuple[tuple[str, str], ...]
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield what is shown of it."""
+        yield Line(self.unchanged, "inner")
+        if self.unfixed:
+            yield Line(self.unfixed, "inner")
+        if self.fixes:
+            yield Fixes(self.fixes)
+        if self.refusals:
+            rows = (Text.assemble((fix, "path"), ": ", prose(reason)) for fix, reason in self.refusals)
+            yield Fold("Considered and refused", (Items(tuple(rows), most=_MOST_REFUSALS),))
+
+    def without_commands(self) -> Prices:
+        """Return it for where no command can be typed, or would apply to something else."""
+        return replace(self, fixes=tuple(replace(row, apply=None, diff=None) for row in self.fixes))
 
 
 def prices(plan: Plan, incident: Incident | None = None) -> Prices:
@@ -90,7 +65,7 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
         unchanged=_unknown_need(plan.unchanged) if unsized else _need(plan.unchanged),
         fixes=fix_rows(plan),
         unfixed=_unfixed(plan, fits=not unsized),
-        refusals=_refusal_rows(plan),
+        refusals=tuple((words.clean(fix, 120), words.clean(reason)) for fix, reason in plan.refusals),
     )
 
 
@@ -248,9 +223,4 @@ def _gauge(forecast: Forecast, unchanged: Forecast) -> Gauge | None:
         return None
     needed = _counted(forecast)
     scale = max(needed, forecast.budget, _before(forecast, unchanged) or 0)
-    return Gauge(peak_ratio=needed / scale, budget_ratio=forecast.budget / scale) if scale else None
-
-
-def _refusal_rows(plan: Plan) -> tuple[RefusalRow, ...]:
-    """Return what was considered and refused."""
-    return tuple(RefusalRow(fix=words.clean(fix, 120), reason=words.clean(reason)) for fix, reason in plan.refusals)
+    return Gauge(needed / scale, forecast.budget / scale) if scale else None

@@ -1,40 +1,49 @@
-"""A failure as the facts to show, in the order in which they are shown; the renderers add nothing to them.
-
-All sentences and figures are made here, so that text and HTML cannot differ. Code within a sentence stands between
-backticks. What comes from the user's program has gone through ``words.clean``.
-"""
+"""A failure as a document: what filled the memory, why, what to change and what to type next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Finding
 from oomdoctor.model.fix import Effect
-from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Measured
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.aftermath import CHANGED, WHY, aftermath
-from oomdoctor.views.bar import Bar, device_bar
+from oomdoctor.views.bar import device_bar
+from oomdoctor.views.document import (
+    Block,
+    Cause,
+    Causes,
+    Document,
+    Fold,
+    Head,
+    Items,
+    Line,
+    Source,
+    Timeline,
+    apart,
+    given,
+)
 from oomdoctor.views.grouping import within
-from oomdoctor.views.holders import Holders, holders, worth_telling
-from oomdoctor.views.prices import Prices, prices
-from oomdoctor.views.timeline import Timeline, timeline
+from oomdoctor.views.holders import holders, worth_telling
+from oomdoctor.views.prices import prices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from oomdoctor.model.case import Case
     from oomdoctor.model.code import ModelFacts
+    from oomdoctor.model.explanation import Explanation
 
 _TOP: Final = 5
-
-TOLD: Final = 5
-"""Causes that are told with what speaks for them, the likeliest; of the others only the names are seen at first."""
+_LONGEST_NOTE: Final = 500
 
 _FATES: Final = {
     Family.WORKER_KILLED: "lost a worker process, which was killed",
@@ -73,81 +82,71 @@ class Retry:
         return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailingLine:
-    """The line of the user's own code that was running."""
-
-    place: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindingRow:
-    """One cause with the sentences that speak for it."""
-
-    title: str
-    confidence: str
-    because: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
-    """The diagnosis of one case, from the headline to what to type next.
-
-    Attributes:
-        timeline: how the memory of the unchanged cell goes; None where no shadow run saw it.
-    """
-
-    title: str
-    headline: str
-    lines: tuple[FailingLine, ...]
-    raised_in: str | None
-    bar: Bar | None
-    holders: Holders
-    findings: tuple[FindingRow, ...]
-    timeline: Timeline | None
-    prices: Prices
-    missing: tuple[str, ...]
-    next: tuple[str, ...]
-
-
-def tell(case: Case, retry: Retry | None = None) -> Story:
-    """Return the facts of ``case``.
+def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None = None) -> Document:
+    """Return the diagnosis of ``case``, from the headline to what to type next.
 
     Args:
         retry: what a retry would do; by the plan alone where nothing else is known.
+        names: what the cells are called in a program that is no notebook, where nobody can type commands.
     """
     incident, evidence = case.incident, case.evidence
     device = _device(incident, evidence)
     census = evidence.census if evidence.census.device == device.name else None
-    is_host = device.name == "cpu"
-    beside = worth_telling(evidence.host, evidence.beside_tensors) if is_host else []
-    return Story(
-        title=f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}",
-        headline=headline(incident, evidence),
-        lines=tuple(_failing_line(line) for line in (incident.cell, incident.inner) if line is not None),
-        raised_in=_raised_in(incident),
-        bar=device_bar(device, census, total=incident.total, asked=incident.requested),
-        holders=holders(census, evidence.code.models, top=_TOP, beside=beside),
-        findings=finding_rows(case.findings),
-        timeline=timeline(case.plan.unchanged.course, case.plan.unchanged.budget),
-        prices=prices(case.plan, incident),
-        missing=words.missing(
-            [(name, getattr(device, name)) for name in ("total", "free", "allocated", "reserved")],
-        ),
-        next=_next(case, retry or Retry.of(case.plan)),
+    beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
+    held = holders(census, evidence.code.models, top=_TOP, beside=beside)
+    bar = device_bar(device, census, total=incident.total, asked=incident.requested)
+    course = Timeline.of(case.plan.unchanged.course, case.plan.unchanged.budget)
+    lines = (line for line in (incident.cell, incident.inner) if line is not None)
+    priced, steps = prices(case.plan, incident), next_steps(case, retry or Retry.of(case.plan))
+    if names is not None:
+        needs = priced.unchanged.replace("this cell", words.clean(names[max(names)]), 1)
+        priced, steps = replace(priced.without_commands(), unchanged=needs), ()
+    return (
+        Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
+        Line(headline(incident, evidence), "lead"),
+        *apart(*(Source(words.place(line), words.clean(line.source_line, 200)) for line in lines)),
+        *apart(*_raised_in(incident)),
+        *apart(bar),
+        *held.blocks("What holds it", folded=True),
+        *given(Fold("How the memory goes", (course,)) if course else None),
+        *(Head("Why"), causes(case.findings)),
+        *(Head("What to change"), *priced.blocks()),
+        *apart(*(Line(sentence, "muted") for sentence in missing(device))),
+        *apart(*(Line(sentence, "next") for sentence in steps)),
     )
 
 
-def of_script(story: Story, name: str) -> Story:
-    """Return the story for readers of a script's output, who cannot type what it says.
+def read(
+    explanation: Explanation, meanings: Mapping[Incident, str] | None = None, notes: Sequence[str] = ()
+) -> Document:
+    """Return what a message alone tells: there is no memory to look at, so nothing is measured and nothing priced.
 
     Args:
-        name: what stands in the place of the cell.
+        meanings: sentences that say what its failures are.
+        notes: what it could not take into account, a line each.
     """
-    rows = tuple(replace(row, apply=None, diff=None) for row in story.prices.fixes)
-    needs = story.prices.unchanged.replace("this cell", name, 1)
-    return replace(story, prices=replace(story.prices, fixes=rows, unchanged=needs), next=())
+    first, *others = (
+        headline(incident, meaning=(meanings or {}).get(incident, ""))
+        for incident in (explanation.incident, *explanation.others)
+    )
+    findings = explanation.findings
+    fixes = ", ".join(dict.fromkeys(words.code(fix) for finding in findings for fix in finding.fixes))
+    return (
+        Line(first, "lead"),
+        *((Head("Why"), causes(findings)) if findings or explanation.incident.is_oom else ()),
+        *apart(Line(f"What helps: {fixes}.", "next") if fixes else None),
+        *((Head("Also in this text"), Items(tuple(others))) if others else ()),
+        *(block for note in notes for block in apart(Line(words.clean(note, _LONGEST_NOTE)))),
+    )
+
+
+def missing(device: DeviceMemory) -> tuple[str, ...]:
+    """Return one sentence for each reason why some of the figures of ``device`` are not there."""
+    by_reason: dict[str, list[str]] = {}
+    for name in ("total", "free", "allocated", "reserved"):
+        if isinstance(value := getattr(device, name), Unavailable):
+            by_reason.setdefault(value.reason, []).append(name)
+    return tuple(f"{', '.join(names)} not available: {words.clean(reason)}" for reason, names in by_reason.items())
 
 
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:
@@ -214,28 +213,29 @@ def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:
     return next((device for device in evidence.devices if device.name == incident.device), evidence.device)
 
 
-def _raised_in(incident: Incident) -> str | None:
-    """Return the innermost frame, which is worth a line only where no line of the user's is known."""
-    return words.clean(incident.framework_frame) if incident.framework_frame and incident.cell is None else None
+def _raised_in(incident: Incident) -> Iterator[Line]:
+    """Yield the innermost frame, which is worth a line only where no line of the user's is known."""
+    if incident.framework_frame and incident.cell is None:
+        yield Line(f"raised in {words.clean(incident.framework_frame)}", "inner")
 
 
-def _failing_line(cell: CellLine) -> FailingLine:
-    return FailingLine(place=words.place(cell), source=words.clean(cell.source_line, 200))
-
-
-def finding_rows(findings: tuple[Finding, ...]) -> tuple[FindingRow, ...]:
+def causes(findings: tuple[Finding, ...]) -> Block:
     """Return the causes as they were ranked."""
-    return tuple(
-        FindingRow(
-            title=words.clean(finding.title),
-            confidence=f"confidence {words.percent(finding.confidence)}",
-            because=tuple(words.clean(sentence, 600) for sentence in finding.because),
+    if not findings:
+        return Line("No rule recognised the cause.", "inner")
+    return Causes(
+        tuple(
+            Cause(
+                title=words.clean(finding.title),
+                confidence=f"confidence {words.percent(finding.confidence)}",
+                because=tuple(words.clean(sentence, 600) for sentence in finding.because),
+            )
+            for finding in findings
         )
-        for finding in findings
     )
 
 
-def _next(case: Case, retry: Retry) -> tuple[str, ...]:
+def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
     """Return what happened, or what to type next: what is said to be run is what would be."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)

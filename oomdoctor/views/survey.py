@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from oomdoctor.errors import UsageError
@@ -12,29 +12,13 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.growth import Mark
 from oomdoctor.views import words
 from oomdoctor.views.absences import absences
-from oomdoctor.views.card import Card
-from oomdoctor.views.device_card import device_card
+from oomdoctor.views.device_card import Card, device_card
+from oomdoctor.views.document import Document, Line, Section, apart, given, prose
 from oomdoctor.views.growth import GrowthRows, since_cell
 from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import host_card
 
 _HOST: Final = "cpu"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """All memories of this machine that the program uses; the host comes last.
-
-    Attributes:
-        since_cell: what the last cell made grow, empty where that is not known.
-        growth: what grew since an earlier report, None where that was not asked for.
-        absent: what this machine lacks and what cannot be told, a line each.
-    """
-
-    since_cell: str
-    growth: GrowthRows | None
-    cards: tuple[Card, ...]
-    absent: tuple[str, ...]
 
 
 def survey(
@@ -44,8 +28,8 @@ def survey(
     growth: GrowthRows | None = None,
     marks: tuple[Mark, Mark] | None = None,
     absent: Sequence[tuple[str, Unavailable]] = (),
-) -> Survey:
-    """Return the facts of ``evidence``.
+) -> Document:
+    """Return one sentence for each memory of ``evidence``, then the devices one by one, then the host.
 
     Args:
         top: holders to list for each device. Above ``holders.TOP`` weights are listed one by one, and all limits.
@@ -53,28 +37,37 @@ def survey(
         marks: the counters at the start of the last cell, and now.
         absent: what is known to be missing on this machine, by name.
     """
+    found = cards(evidence, top=top)
+    return (
+        *(_headline(card.headline) for card in found),
+        *given(None if marks is None else Line(since_cell(*marks, evidence.devices))),
+        *apart(*(growth.blocks() if growth is not None else [])),
+        *(Section(card.blocks()) for card in found),
+        *apart(*(Line(line, "muted") for line in absences(evidence, absent))),
+    )
+
+
+def cards(evidence: Evidence, *, top: int = TOP) -> tuple[Card, ...]:
+    """Return the card of each memory; the host comes last."""
     models = evidence.code.models
     devices = [device for device in evidence.devices if device.name != _HOST]
-    tensors = next((device for device in evidence.devices if device.name == _HOST), None)
-    cards = [device_card(device, evidence.census_of(device.name), models, top=top) for device in devices]
-    census = evidence.census_of(_HOST)
-    simulated = sum(words.known(device.allocated) or 0 for device in devices if device.simulated)
     host = host_card(
         evidence.host,
-        tensors,
-        census,
+        next((device for device in evidence.devices if device.name == _HOST), None),
+        evidence.census_of(_HOST),
         models,
         top=top,
         is_alone=not devices,
-        simulated=simulated,
+        simulated=sum(words.known(device.allocated) or 0 for device in devices if device.simulated),
         held=evidence.beside_tensors,
     )
-    return Survey(
-        since_cell=since_cell(*marks, evidence.devices) if marks is not None else "",
-        growth=growth,
-        cards=(*cards, host),
-        absent=absences(evidence, absent),
-    )
+    return (*(device_card(device, evidence.census_of(device.name), models, top=top) for device in devices), host)
+
+
+def _headline(sentence: str) -> Line:
+    text = prose(sentence)
+    text.stylize_before("strong", 0, sentence.index(": "))
+    return Line(text, "lead")
 
 
 def focus(evidence: Evidence, device: str) -> Evidence:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from oomdoctor.model.memory import Role
-from oomdoctor.views.bar import Bar, Segment
+from oomdoctor.views.document import Bar, Segment
 
 _FILLS: Final = {
     Role.ACTIVATION.value: ("█", "red"),

@@ -7,10 +7,8 @@ the HTML views.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import State
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import CellLine
@@ -48,6 +46,9 @@ VERDICT_MARKS: Final = {
     Verdict.TOO_LARGE: "✗",
     Verdict.UNKNOWN: "?",
 }
+
+TONES: Final = {Verdict.FITS: "good", Verdict.BORDERLINE: "warn", Verdict.TOO_LARGE: "bad", Verdict.UNKNOWN: ""}
+"""Names of styles."""
 
 STATES: Final = {
     State.CLEAN: "clean, as if the changed cell had run first",
@@ -120,12 +121,3 @@ def limited_name(device: DeviceMemory) -> str:
 def known(*values: Measured | None) -> int | None:
     """Return the first value that could be had."""
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def missing(values: Iterable[tuple[str, Measured]]) -> tuple[str, ...]:
-    """Return one sentence for each reason why some of the named ``values`` are not there."""
-    by_reason: dict[str, list[str]] = {}
-    for name, value in values:
-        if isinstance(value, Unavailable):
-            by_reason.setdefault(value.reason, []).append(name)
-    return tuple(f"{', '.join(names)} not available: {clean(reason)}" for reason, names in by_reason.items())

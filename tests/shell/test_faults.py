@@ -22,8 +22,8 @@ STAGES = {
     "release": "oomdoctor.retry.release.release",
     "fixes": "oomdoctor.fixes.catalogue",
     "forecast": "oomdoctor.forecast.planning.Planning",
-    "text": "oomdoctor.views.text.case",
-    "html": "oomdoctor.views.html.case",
+    "text": "oomdoctor.views.text.render",
+    "html": "oomdoctor.views.html.render",
     "panel": "oomdoctor.views.panel.build",
 }
 

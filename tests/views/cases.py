@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
@@ -27,8 +28,13 @@ from oomdoctor.model.memory import (
 )
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.document import Document
 from oomdoctor.views.growth import growth_rows
-from oomdoctor.views.survey import Survey, survey
+from oomdoctor.views.story import read, tell
+from oomdoctor.views.survey import survey
+
+Kind = TypeVar("Kind")
 
 BUDGET = 8 * GIB
 HOSTILE = "<img src=x onerror=\"alert('9')\"> & [bold red]"
@@ -571,7 +577,7 @@ def hostile() -> Case:
     )
 
 
-def grown(case: Case) -> Survey:
+def grown(case: Case) -> Document:
     """The report of ``case`` with all that can be said of what grew."""
     before = evidence(devices=(device(allocated=GIB),), host=host(rss=GIB), censuses=(weights_census(layers=2),))
     now = Mark(cell=6, rss=_gib(5.2), allocated=(("cuda:0", _gib(7.05)),))
@@ -603,3 +609,18 @@ CASES: dict[str, Callable[[], Case]] = {
     "weights": weights,
     "hostile": hostile,
 }
+
+VIEWS: dict[str, Callable[[Case], Document]] = {
+    "case": tell,
+    "notice": lambda case: (aftermath(case),),
+    "report": lambda case: survey(case.evidence),
+    "grown report": grown,
+    "explanation": lambda case: read(explained(case)),
+}
+"""All that is shown of a case."""
+
+
+def blocks(document: Document, kind: type[Kind]) -> list[Kind]:
+    """Return the blocks of a kind, those within others among them."""
+    found = [block for block in document if isinstance(block, kind)]
+    return found + [inner for block in document for inner in blocks(getattr(block, "blocks", ()), kind)]

@@ -11,39 +11,21 @@ import os
 from pathlib import Path
 
 import pytest
-from cases import CASES, explained, grown
+from cases import CASES, VIEWS
 
 from oomdoctor.views import html, text
-from oomdoctor.views.survey import survey
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def _text(name: str, width: int) -> str:
     case = CASES[name]()
-    parts = (
-        text.case(case, width=width),
-        text.notice(case, width=width),
-        text.report(survey(case.evidence), width=width),
-        text.report(grown(case), width=width),
-        text.plan(case.plan, width=width),
-        text.explanation(explained(case), width=width),
-    )
-    return f"{'=' * width}\n".join(parts)
+    return f"{'=' * width}\n".join(text.render(view(case), width=width) for view in VIEWS.values())
 
 
 def _html(name: str) -> str:
     case = CASES[name]()
-    return "<hr>\n".join(
-        (
-            html.case(case),
-            html.notice(case),
-            html.report(survey(case.evidence)),
-            html.report(grown(case)),
-            html.plan(case.plan),
-            html.explanation(explained(case)),
-        )
-    )
+    return "<hr>\n".join(html.render(view(case)) for view in VIEWS.values())
 
 
 def _check(path: Path, shown: str) -> None:

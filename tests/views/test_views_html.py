@@ -14,16 +14,13 @@ from oomdoctor.model.case import Case
 from oomdoctor.model.memory import Role
 from oomdoctor.views import html
 from oomdoctor.views.growth import growth_rows
-from oomdoctor.views.survey import survey
+from oomdoctor.views.story import tell
 
 VIEWS: dict[str, Callable[[Case], str]] = {
-    "case": html.case,
-    "notice": html.notice,
-    "report": lambda case: html.report(survey(case.evidence)),
-    "grown report": lambda case: html.report(cases.grown(case)),
-    "growth": lambda case: html.growth(growth_rows(cases.weights().evidence, case.evidence, cases.HOSTILE)),
-    "explanation": lambda case: html.explanation(cases.explained(case)),
-    "plan": lambda case: html.plan(case.plan),
+    **{name: lambda case, view=view: html.render(view(case)) for name, view in cases.VIEWS.items()},  # type: ignore[misc]
+    "growth": lambda case: html.render(
+        tuple(growth_rows(cases.weights().evidence, case.evidence, cases.HOSTILE).blocks())
+    ),
 }
 EVERY = pytest.mark.parametrize(("view", "name"), [(view, name) for view in VIEWS for name in CASES])
 
@@ -58,6 +55,10 @@ THEMED = re.compile(
     r"|color-mix\(in srgb, var\(--jp-[\w-]+, var\(--vscode-[\w-]+, currentcolor\)\) 70%, currentcolor\)"
 )
 LITERAL_TEXT_COLOUR = {"inherit", "#ffffff"}
+
+
+def _case(case: Case) -> str:
+    return html.render(tell(case))
 
 
 @EVERY
@@ -111,7 +112,7 @@ def test_the_escaping_test_can_fail() -> None:
 
 def test_a_fact_that_a_template_misspells_is_an_error() -> None:
     with pytest.raises(UndefinedError):
-        html._templates().from_string("{{ story.hedline }}").render(story={})
+        html._templates().from_string("{{ blocks.hedline }}").render(blocks={})
 
 
 def _widths(page: str) -> list[float]:
@@ -120,13 +121,13 @@ def _widths(page: str) -> list[float]:
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"unavailable"}))
 def test_the_segments_fill_the_bar_and_never_more(name: str) -> None:
-    widths = _widths(html.case(CASES[name]()))
+    widths = _widths(_case(CASES[name]()))
     assert len(widths) >= 2
     assert 99 < sum(widths) <= 100
 
 
 def test_every_segment_has_a_line_in_the_legend_and_a_tooltip() -> None:
-    page = html.case(cases.offered())
+    page = _case(cases.offered())
     seen = Seen(page)
     tips = [value for tag, name, value in seen.attributes if name == "title" and tag == "div"]
     for tip in tips[: len(_widths(page))]:
@@ -141,30 +142,30 @@ def test_every_kind_of_memory_looks_different() -> None:
 
 
 def test_refusals_are_folded() -> None:
-    page = html.case(cases.offered())
+    page = _case(cases.offered())
     assert re.search(r"<details[^>]*>\s*<summary[^>]*>Considered and refused</summary>", page)
     assert page.index("chunked_forward") > page.index("<details")
 
 
 @pytest.mark.parametrize("title", ["What holds it", "How the memory goes", "Considered and refused"])
 def test_details_are_folded(title: str) -> None:
-    page = html.case(cases.nothing_fits())
+    page = _case(cases.nothing_fits())
     assert re.search(rf"<details[^>]*>\s*<summary[^>]*>{title}</summary>", page)
     assert page.index("What to change") > page.index("What holds it")
 
 
 def test_the_less_likely_causes_are_folded_and_go_on_counting() -> None:
     many = tuple(replace(cases.FINDINGS[0], title=f"cause {number}") for number in range(1, 31))
-    page = html.case(cases.offered(findings=many))
+    page = _case(cases.offered(findings=many))
     told, _, rest = page.partition("25 less likely</summary>")
     assert told.rindex("<details") > told.index("cause 5<")
     assert "cause 6<" not in told
     folded = rest[: rest.index("</details>")]
     assert folded.index('<ol start="6"') < folded.index("cause 6<") < folded.index("cause 30<")
-    assert "less likely" not in html.case(cases.offered(findings=many[:5]))
+    assert "less likely" not in _case(cases.offered(findings=many[:5]))
 
 
 def test_the_timeline_has_a_line_for_the_budget_and_says_it_in_words() -> None:
-    page = html.case(cases.nothing_fits())
+    page = _case(cases.nothing_fits())
     assert re.search(r"height:10px;box-sizing:border-box;border-bottom:2px solid", page), "8 of 9.41 GiB, from above"
     assert "It first passes the budget of 8.00 GiB at line 7." in Seen(page).text

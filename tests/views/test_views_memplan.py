@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 
 import pytest
+from cases import blocks
 from memplans import CELL, COURSE, MEMPLANS, fits, forecast, nowhere, refused, too_large
 from seen import Seen
 from test_views_html import ATTRIBUTES, PROPERTIES, TAGS
-from test_views_same_facts import NUMBER
+from test_views_same_facts import NUMBER, WIDE, _facts, _squeeze
 
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import html, text, words
+from oomdoctor.views.displayed import Planned
+from oomdoctor.views.document import Bar, Items, Line, Source, Timeline
 from oomdoctor.views.memplan import foresight
-from oomdoctor.views.planned import Planned
 
 GOLDEN = Path(__file__).parent / "golden_memplan"
 EVERY = pytest.mark.parametrize("name", MEMPLANS)
-WIDE = 2000
 
 
 def _check(path: Path, shown: str) -> None:
@@ -42,7 +40,7 @@ def _check(path: Path, shown: str) -> None:
 @EVERY
 @pytest.mark.parametrize("width", [50, 100])
 def test_text_looks_as_it_did(name: str, width: int) -> None:
-    shown = text.memplan(MEMPLANS[name](), width=width)
+    shown = text.render(foresight(MEMPLANS[name]()), width=width)
     assert max(map(len, shown.splitlines())) <= width
     _check(GOLDEN / f"{name}.{width}.txt", shown)
 
@@ -51,14 +49,14 @@ def test_no_line_of_the_diff_is_broken() -> None:
     plan = too_large()
     assert plan.plan is not None
     diff = next(one.patch.diff() for one in plan.plan.candidates if one.forecast.fits and isinstance(one.patch, Patch))
-    shown = text.memplan(plan, width=30)
+    shown = text.render(foresight(plan), width=30)
     assert max(map(len, diff.splitlines())) > 30
     assert "".join(f"  {line}".rstrip() + "\n" for line in diff.splitlines()) in shown
 
 
 @EVERY
 def test_html_looks_as_it_did(name: str) -> None:
-    _check(GOLDEN / f"{name}.html", html.memplan(MEMPLANS[name]()))
+    _check(GOLDEN / f"{name}.html", html.render(foresight(MEMPLANS[name]())))
 
 
 def test_no_golden_file_is_left_over() -> None:
@@ -68,7 +66,7 @@ def test_no_golden_file_is_left_over() -> None:
 
 @EVERY
 def test_only_what_an_untrusted_notebook_keeps_is_used(name: str) -> None:
-    seen = Seen(html.memplan(MEMPLANS[name]()))
+    seen = Seen(html.render(foresight(MEMPLANS[name]())))
     assert set(seen.tags) <= TAGS
     assert {attribute for _, attribute, _ in seen.attributes} <= ATTRIBUTES
     assert {prop for _, prop, _ in seen.styles} <= PROPERTIES
@@ -77,7 +75,9 @@ def test_only_what_an_untrusted_notebook_keeps_is_used(name: str) -> None:
 @EVERY
 def test_every_number_and_every_fact_stands_in_both(name: str) -> None:
     plan = MEMPLANS[name]()
-    plain, page = (_squeeze(shown) for shown in (text.memplan(plan, width=WIDE), Seen(html.memplan(plan)).text))
+    plain, page = (
+        _squeeze(shown) for shown in (text.render(foresight(plan), width=WIDE), Seen(html.render(foresight(plan))).text)
+    )
     assert set(NUMBER.findall(plain)) == set(NUMBER.findall(page))
     facts = list(_facts(foresight(plan)))
     assert len(facts) > 5
@@ -85,32 +85,14 @@ def test_every_number_and_every_fact_stands_in_both(name: str) -> None:
     assert [fact for fact in facts if fact not in page] == []
 
 
-def _squeeze(shown: str) -> str:
-    return " ".join(shown.replace("`", "").split())
-
-
-def _facts(value: object, name: str = "") -> Iterator[str]:
-    if isinstance(value, Enum) or name in {"kind", "ratio", "peak_ratio", "budget_ratio", "points"}:
-        return
-    if isinstance(value, str) and value:
-        yield _squeeze(value)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _facts(getattr(value, field.name), field.name)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _facts(item)
-
-
 def test_text_of_the_users_is_escaped() -> None:
-    page = html.memplan(refused())
+    page = html.render(foresight(refused()))
     assert "<img" not in page
     assert "&lt;img" in page
 
 
 def test_the_timeline_keeps_the_peak_however_few_its_columns() -> None:
-    timeline = foresight(too_large()).timeline
-    assert timeline is not None
+    (timeline,) = blocks(foresight(too_large()), Timeline)
     for count in (1, 7, 80, 1000):
         columns = timeline.columns(count)
         assert len(columns) <= count
@@ -122,24 +104,25 @@ def test_the_timeline_keeps_the_peak_however_few_its_columns() -> None:
 
 def test_the_line_at_the_peak_and_what_it_is_made_of() -> None:
     facts = foresight(too_large())
-    assert (facts.place, facts.source_line) == ("line 3", "loss.backward()")
-    assert facts.bar is not None
-    assert [segment.kind for segment in facts.bar.segments][:2] == [Role.ACTIVATION.value, Role.PARAMETER.value]
+    assert blocks(facts, Source) == [Source("line 3", "loss.backward()", "peak at ")]
+    (bar,) = blocks(facts, Bar)
+    assert [segment.kind for segment in bar.segments][:2] == [Role.ACTIVATION.value, Role.PARAMETER.value]
     # More than the budget is alive: the marker stands before the end of the bar, and nothing is free.
-    assert facts.bar.budget_ratio is not None
-    assert facts.bar.budget_ratio < 1
-    assert "free" not in [segment.kind for segment in facts.bar.segments]
-    assert facts.work == "The part that was followed takes 32.5 TFLOPs and moves 420 GiB."
+    assert bar.budget_ratio is not None
+    assert bar.budget_ratio < 1
+    assert "free" not in [segment.kind for segment in bar.segments]
+    assert "The part that was followed takes 32.5 TFLOPs and moves 420 GiB." in text.render(facts)
 
 
 def test_what_is_absent_is_not_shown() -> None:
     facts = foresight(MEMPLANS["no_batch_fits"]())
-    assert (facts.bar, facts.timeline, facts.temporaries, facts.work) == (None, None, (), "")
-    assert "How the memory goes" not in text.memplan(MEMPLANS["no_batch_fits"]())
+    assert blocks(facts, Bar) + blocks(facts, Timeline) + blocks(facts, Items) == []
+    shown = text.render(facts)
+    assert [one for one in ("How the memory goes", "Temporaries", "was followed") if one in shown] == []
 
 
 def test_no_command_is_offered_that_would_apply_to_another_cell() -> None:
-    for shown in (text.memplan(too_large()), html.memplan(too_large())):
+    for shown in (text.render(foresight(too_large())), html.render(foresight(too_large()))):
         assert "%oomdoctor" not in shown
         assert "+++ In[5] fixed" in shown
 
@@ -147,7 +130,7 @@ def test_no_command_is_offered_that_would_apply_to_another_cell() -> None:
 def test_without_a_budget_no_verdict_is_given() -> None:
     plan = nowhere()
     assert plan.fits is None
-    headline = foresight(plan).headline
+    headline = str(blocks(foresight(plan), Line)[1].text)
     assert "fits" not in headline
     assert headline.startswith("It needs ≈ 9.06 GiB (≈ 9.19 GiB reserved) on a device that this machine lacks (")
 
@@ -204,4 +187,4 @@ def _work(flops: float) -> str:
 
     plan = fits()
     found = replace(plan.forecast, course=replace(COURSE, flops=flops))
-    return foresight(replace(plan, here=replace(plan.here, forecast=found))).work
+    return text.render(foresight(replace(plan, here=replace(plan.here, forecast=found))))

@@ -8,8 +8,8 @@ import pytest
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, HostHolding, HostProcess, Measured
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.views.card import Fact
-from oomdoctor.views.survey import survey
+from oomdoctor.views.device_card import Fact
+from oomdoctor.views.survey import cards
 
 FORBIDDEN = Unavailable("this process may not read it")
 
@@ -19,7 +19,7 @@ def _child(label: str, rss: Measured, uss: Measured, pss: Measured, pid: int = 4
 
 
 def _told(*children: HostProcess, top: int = 10) -> list[Fact]:
-    facts = survey(cases.evidence(host=cases.host(children=children)), top=top).cards[-1].facts
+    facts = cards(cases.evidence(host=cases.host(children=children)), top=top)[-1].facts
     own = [fact.name for fact in facts].index("this process")
     return [fact for fact in facts[own + 1 :] if "pid" in fact.name or "process" in fact.name or "worker" in fact.name]
 
@@ -73,7 +73,7 @@ def test_a_process_without_tensors_is_told_as_such() -> None:
         censuses=(Census(device="cpu", found=0, allocated=0),),
         host=cases.host(rss=GIB),
     )
-    (card,) = survey(found).cards
+    (card,) = cards(found)
     assert "1.00 GiB of it by this process (none of that in tensors)." in card.headline
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_tensor_is_told_by_the_names_that_lead_to_it() -> None:
         host=cases.host(rss=GIB),
         beside_tensors=held,
     )
-    (card,) = survey(found).cards
+    (card,) = cards(found)
     assert "(none of that in tensors; 600 MiB is 600 NumPy arrays in `images`)" in card.headline
     facts = {fact.name: (fact.figure, fact.why) for fact in card.facts}
     assert facts["of it in `images`"] == ("600 MiB", "600 NumPy arrays")

@@ -8,46 +8,16 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 
 import pytest
-from cases import CASES, explained, grown
+from cases import CASES, VIEWS
+from rich.text import Text
 from seen import Seen
 
-from oomdoctor.model.case import Case
 from oomdoctor.views import html, text
-from oomdoctor.views.aftermath import aftermath
-from oomdoctor.views.prices import prices
-from oomdoctor.views.reading import read
-from oomdoctor.views.story import tell
-from oomdoctor.views.survey import survey
+from oomdoctor.views.document import Document
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WIDE = 2000
-SHOWN_AS_SHAPE = {"kind", "mark", "ratio", "peak_ratio", "budget_ratio"}
-
-VIEWS = {
-    "case": (lambda c: text.case(c, width=WIDE), html.case, tell),
-    "report": (
-        lambda c: text.report(survey(c.evidence), width=WIDE),
-        lambda c: html.report(survey(c.evidence)),
-        lambda c: survey(c.evidence),
-    ),
-    "grown report": (
-        lambda c: text.report(grown(c), width=WIDE),
-        lambda c: html.report(grown(c)),
-        lambda c: grown(c),
-    ),
-    "growth": (
-        lambda c: text.growth(grown(c).growth, width=WIDE),
-        lambda c: html.growth(grown(c).growth),
-        lambda c: grown(c).growth,
-    ),
-    "explanation": (
-        lambda c: text.explanation(explained(c), width=WIDE),
-        lambda c: html.explanation(explained(c)),
-        lambda c: read(explained(c)),
-    ),
-    "plan": (lambda c: text.plan(c.plan, width=WIDE), lambda c: html.plan(c.plan), lambda c: prices(c.plan)),
-    "notice": (lambda c: text.notice(c, width=WIDE), html.notice, aftermath),
-}
+SHOWN_AS_SHAPE = {"kind", "look", "of", "mark"}
 
 
 def _squeeze(shown: str) -> str:
@@ -58,8 +28,8 @@ def _facts(value: object, name: str = "") -> Iterator[str]:
     """Every string within the facts that stands for itself."""
     if isinstance(value, Enum) or name in SHOWN_AS_SHAPE:
         return
-    if isinstance(value, str) and value:
-        yield _squeeze(value)
+    if isinstance(value, str | Text) and value:
+        yield from map(_squeeze, str(value).split("\n"))
     elif is_dataclass(value):
         for field in fields(value):
             yield from _facts(getattr(value, field.name), field.name)
@@ -68,10 +38,9 @@ def _facts(value: object, name: str = "") -> Iterator[str]:
             yield from _facts(item)
 
 
-def _both(view: str, name: str) -> tuple[Case, str, str]:
-    case = CASES[name]()
-    as_text, as_html, _ = VIEWS[view]
-    return case, _squeeze(as_text(case)), _squeeze(Seen(as_html(case)).text)
+def _both(view: str, name: str) -> tuple[Document, str, str]:
+    document = VIEWS[view](CASES[name]())
+    return document, _squeeze(text.render(document, width=WIDE)), _squeeze(Seen(html.render(document)).text)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -84,8 +53,8 @@ def test_every_number_stands_in_both(view: str, name: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_fact_stands_in_both(view: str, name: str) -> None:
-    case, plain, page = _both(view, name)
-    facts = list(_facts(VIEWS[view][2](case)))
+    document, plain, page = _both(view, name)
+    facts = list(_facts(document))
     assert facts
     assert [fact for fact in facts if fact not in plain] == []
     assert [fact for fact in facts if fact not in page] == []

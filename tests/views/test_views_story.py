@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import cases
 import pytest
-from cases import CASES
+from cases import CASES, blocks
 
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
@@ -17,10 +17,12 @@ from oomdoctor.model.sizes import GIB
 from oomdoctor.views import text
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.bar import device_bar, host_bar
+from oomdoctor.views.document import Bar, Fixes, Line, Table, Timeline
 from oomdoctor.views.grouping import within
+from oomdoctor.views.holders import holders
 from oomdoctor.views.prices import fix_row, fix_rows, prices
-from oomdoctor.views.story import Retry, headline, tell
-from oomdoctor.views.survey import survey
+from oomdoctor.views.story import Retry, headline, missing, next_steps, tell
+from oomdoctor.views.survey import cards
 from oomdoctor.views.words import clean
 
 
@@ -72,9 +74,9 @@ def test_what_holds_the_host_is_told_of_arrays_as_well() -> None:
     beside = (HostHolding(path="frames", bytes=4 * GIB, array_bytes=4 * GIB, arrays=71, objects=1),)
     on_host = replace(found, beside_tensors=beside, devices=(replace(found.device, name="cpu"),))
     case = replace(cases.offered(), incident=cases.incident(device="cpu"), evidence=on_host)
-    first = tell(case).holders.rows[0]
-    assert (first.size, first.role, first.path, first.detail) == ("4.00 GiB", "no tensor", "frames", "71 NumPy arrays")
-    assert "no tensor  frames  71 NumPy arrays" in text.case(case)
+    first = blocks(tell(case), Table)[0].rows[0]
+    assert list(map(str, first)) == ["4.00 GiB", "", "no tensor", "frames  71 NumPy arrays"]
+    assert "no tensor  frames  71 NumPy arrays" in text.render(tell(case))
 
 
 def test_what_is_free_of_host_memory_is_told_as_of_after_the_call() -> None:
@@ -101,15 +103,13 @@ def test_the_share_is_left_out_where_another_device_was_searched() -> None:
 def test_a_simulated_device_is_called_so_everywhere() -> None:
     case = cases.simulated()
     story = tell(case)
-    assert "cuda:0 (simulated)" in story.headline
-    assert story.bar is not None
-    assert story.bar.title == "cuda:0 (simulated)"
-    assert survey(case.evidence).cards[0].title == "cuda:0 (simulated)"
+    assert "cuda:0 (simulated)" in str(blocks(story, Line)[1].text)
+    assert blocks(story, Bar)[0].title == "cuda:0 (simulated)"
+    assert cards(case.evidence)[0].title == "cuda:0 (simulated)"
 
 
 def test_the_bar_splits_the_request_at_the_budget() -> None:
-    bar = tell(cases.offered()).bar
-    assert bar is not None
+    (bar,) = blocks(tell(cases.offered()), Bar)
     by_kind = {segment.kind: segment for segment in bar.segments}
     assert list(by_kind)[:4] == ["activation", "optimizer_state", "parameter", "gradient"]
     assert by_kind["over"].size == "2.10 GiB"
@@ -144,7 +144,7 @@ def test_the_bar_takes_the_total_from_the_message_where_the_device_cannot_say() 
 
 
 def test_there_is_no_bar_without_any_number() -> None:
-    assert tell(cases.unavailable()).bar is None
+    assert blocks(tell(cases.unavailable()), Bar) == []
     assert host_bar(cases.unavailable().evidence.host) is None
 
 
@@ -155,7 +155,7 @@ def test_a_census_that_saw_more_than_the_allocator_leaves_nothing_unexplained() 
 
 
 def test_each_unavailable_value_is_named_once_with_its_reason() -> None:
-    assert tell(cases.unavailable()).missing == (
+    assert missing(cases.unavailable().evidence.device) == (
         "total, free, allocated, reserved not available: the driver does not answer",
     )
 
@@ -316,7 +316,7 @@ def test_a_failure_without_a_size_is_not_said_to_fit(peak: float, seen: str) -> 
     assert priced.unchanged == told
     assert priced.unfixed == "No fix was found that could be offered."
     story = tell(replace(cases.offered(), incident=cases.incident(requested=None), plan=plan))
-    assert story.prices.unchanged == told
+    assert told in [line.text for line in blocks(story, Line)]
     refused = replace(plan.unchanged, peak=0, refused="the cell failed.")
     assert prices(Plan(unchanged=refused), cases.incident(requested=None)).unchanged.endswith(
         "gave no size. No forecast: the cell failed."
@@ -334,7 +334,8 @@ def test_only_what_can_be_applied_or_shown_has_a_command() -> None:
 
 
 def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
-    held = tell(cases.offered()).holders
+    found = cases.offered().evidence
+    held = holders(found.census, found.code.models, top=5)
     assert [row.path for row in held.rows][:2] == ["loss.grad_fn (encoder.layers)", "optimizer.state"]
     assert held.more == "and 2 smaller holders, 246 MiB in all"
     assert held.rows[0].share == "58 %"
@@ -415,7 +416,7 @@ def test_going_on_anyway_is_advised_only_where_it_would_go_on() -> None:
 def test_the_diagnosis_says_why_a_cell_was_not_retried() -> None:
     """What a button puts out is not in the notebook's file."""
     case = cases.refused()
-    assert f"Why: {case.outcome.why}." in tell(case).next
+    assert f"Why: {case.outcome.why}." in next_steps(case, Retry.of(case.plan))
 
 
 def test_a_fix_that_has_no_diff_says_so_where_it_healed() -> None:
@@ -459,7 +460,7 @@ def test_what_was_tried_is_not_offered_again() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_can_be_told(name: str) -> None:
     story = tell(CASES[name]())
-    assert story.headline.endswith(".")
+    assert str(blocks(story, Line)[1].text).endswith(".")
 
 
 def test_clean_spells_out_what_could_drive_a_terminal_and_cuts_in_the_middle() -> None:
@@ -530,26 +531,25 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
     ],
 )
 def test_what_to_type_next_is_what_would_be_done(case: Case, retry: Retry | None, sentence: str) -> None:
-    assert tell(case, retry).next == (sentence,)
+    assert next_steps(case, retry or Retry.of(case.plan)) == (sentence,)
 
 
 def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
-    assert tell(_priced(cases.SMALLER_MODEL)).next == ()
+    assert next_steps(_priced(cases.SMALLER_MODEL), Retry()) == ()
 
 
 def test_fixes_have_numbers_and_commands_once_their_order_is_settled() -> None:
-    (row,) = tell(cases.pending()).prices.fixes
+    (row,) = blocks(tell(cases.pending()), Fixes)[0].rows
     assert (row.number, row.apply, row.diff) == (None, None, None)
-    assert [row.number for row in tell(cases.nothing_fits()).prices.fixes] == [1, 2]
+    assert [row.number for row in blocks(tell(cases.nothing_fits()), Fixes)[0].rows] == [1, 2]
 
 
 def test_the_timeline_is_held_against_the_budget() -> None:
-    timeline = tell(cases.nothing_fits()).timeline
-    assert timeline is not None
+    (timeline,) = blocks(tell(cases.nothing_fits()), Timeline)
     assert timeline.sentence.endswith("It first passes the budget of 8.00 GiB at line 7.")
     columns = timeline.columns(20)
     over = [column for column in columns if column.kind == "over"]
     assert 0 < len(over) < len(columns)
     assert timeline.budget_ratio == pytest.approx(8 / 9.41, abs=1e-3)
     assert all(column.ratio > timeline.budget_ratio for column in over)
-    assert tell(cases.offered()).timeline is None
+    assert blocks(tell(cases.offered()), Timeline) == []

@@ -18,19 +18,21 @@ from oomdoctor.model.growth import Mark, compare
 from oomdoctor.model.memory import Census, Holding, HostMemory, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views import html, text
+from oomdoctor.views.absences import absences
 from oomdoctor.views.bar import host_bar, process_bar
 from oomdoctor.views.displayed import Report
+from oomdoctor.views.document import Document
 from oomdoctor.views.growth import growth_rows, since_cell
 from oomdoctor.views.holders import Holders, holders
-from oomdoctor.views.survey import Survey, focus, survey
+from oomdoctor.views.survey import cards, focus, survey
 
 
 def _of(found: Evidence, **options: object) -> list[str]:
-    return [card.headline for card in survey(found, **options).cards]  # type: ignore[arg-type]
+    return [card.headline for card in cards(found, **options)]  # type: ignore[arg-type]
 
 
 def _facts(found: Evidence, card: int, **options: object) -> dict[str, tuple[str, str]]:
-    rows = survey(found, **options).cards[card].facts  # type: ignore[arg-type]
+    rows = cards(found, **options)[card].facts  # type: ignore[arg-type]
     assert len({fact.name for fact in rows}) == len(rows), "each fact has a name of its own"
     return {fact.name: (fact.figure, fact.why) for fact in rows}
 
@@ -94,9 +96,9 @@ def test_without_a_total_the_headline_says_what_is_held() -> None:
 
 
 def test_the_tensors_of_the_host_stand_below_the_device() -> None:
-    titles = [card.title for card in survey(cases.crowded().evidence).cards]
+    titles = [card.title for card in cards(cases.crowded().evidence)]
     assert titles == ["cuda:0", "host memory"]
-    host = survey(cases.crowded().evidence).cards[1]
+    host = cards(cases.crowded().evidence)[1]
     assert [row.path for row in host.holders.rows] == ["dataset.tensors[0]", "staging"]
     assert "5.20 GiB of it by this process (3.70 GiB of that is no tensor)" in host.headline
     assert "; tensors take 1.50 GiB, 67 % of it your tensors in `dataset.tensors[0]`" in host.headline
@@ -114,7 +116,7 @@ def test_this_process_has_a_bar_of_its_own_with_its_tensors_and_the_rest() -> No
     ]
     assert bar.budget == "5.20 GiB"
     assert process_bar(cases.crowded_host(), None) is None
-    assert [bar.title for bar in survey(cases.crowded().evidence).cards[1].bars] == [
+    assert [bar.title for bar in cards(cases.crowded().evidence)[1].bars] == [
         "host memory (memory cgroup)",
         "this process",
     ]
@@ -264,8 +266,8 @@ def test_graphs_in_one_row_were_saved_in_the_modules_of_each() -> None:
     assert row.detail == "4 tensors float16; most of it saved in model.a (56 %), model.b (44 %)"
 
 
-@pytest.mark.parametrize("view", [html.report, text.report])
-def test_names_of_modules_stay_text(view: Callable[[Survey], str]) -> None:
+@pytest.mark.parametrize("view", [html.render, text.render])
+def test_names_of_modules_stay_text(view: Callable[[Document], str]) -> None:
     module = f"model._modules[{cases.HOSTILE!r}].of[{cases.CONTROL}]"
     graph = Holding(bytes=MIB, device="cuda:0", role=Role.ACTIVATION, path="loss → graph", saved_in=((module, MIB),))
     census = Census(device="cuda:0", found=MIB, allocated=MIB, roles=((Role.ACTIVATION, MIB),), holdings=(graph,))
@@ -273,7 +275,7 @@ def test_names_of_modules_stay_text(view: Callable[[Survey], str]) -> None:
     assert "of it saved in" in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown
-    if view is html.report:
+    if view is html.render:
         assert "img" not in Seen(shown).tags
 
 
@@ -342,7 +344,7 @@ def test_all_that_the_allocator_and_the_driver_tell_has_a_row() -> None:
     assert "pid 4242" not in facts, "this process is not among the others"
     assert facts["retries"][0] == "4"
     assert facts["cap"][0] == "6.00 GiB"
-    aside = survey(cases.crowded().evidence).cards[0].aside
+    aside = cards(cases.crowded().evidence)[0].aside
     assert aside == "NVIDIA H200, driver 570.86; total: cudaMemGetInfo"
 
 
@@ -400,7 +402,7 @@ def test_what_is_missing_is_named_once_in_the_whole_report() -> None:
         ),
         host=_blind_host("/proc is not mounted"),
     )
-    lines = survey(found, absent=(("NVML", Unavailable("there is no NVML")),)).absent
+    lines = absences(found, (("NVML", Unavailable("there is no NVML")),))
     assert lines == (
         "Not on this machine: NVML (there is no NVML).",
         (
@@ -408,7 +410,7 @@ def test_what_is_missing_is_named_once_in_the_whole_report() -> None:
             "swap, memory cgroup, /dev/shm, USS, PSS (/proc is not mounted)."
         ),
     )
-    for shown in (text.report(survey(found)), Seen(html.report(survey(found))).text):
+    for shown in (text.render(survey(found)), Seen(html.render(survey(found))).text):
         assert shown.count("/proc is not mounted") == 1
         assert shown.count("(it hides)") == 1
 
@@ -422,16 +424,16 @@ def test_what_the_machine_lacks_is_one_line_with_each_reason_once() -> None:
         ("MPS", Unavailable("this process has not used MPS (Apple) yet")),
     )
     found = cases.evidence(host=cases.host(cgroup_used=0))
-    assert survey(found, absent=absent).absent == (
+    assert absences(found, absent) == (
         "Not on this machine: CUDA, XPU (torch 2.13.0+cpu is built without them); NVML (no NVIDIA driver).",
         "Not known: MPS (this process has not used MPS (Apple) yet).",
     )
-    (alone,) = survey(found, absent=absent[:1]).absent
+    (alone,) = absences(found, absent[:1])
     assert alone == "Not on this machine: CUDA (torch 2.13.0+cpu is built without it)."
 
 
 def test_that_there_is_no_limit_and_what_nobody_asked_for_is_not_missing() -> None:
-    assert survey(cases.evidence(host=cases.host(cgroup_used=0))).absent == ()
+    assert absences(cases.evidence(host=cases.host(cgroup_used=0))) == ()
 
 
 @pytest.mark.parametrize(("name", "title"), [("cuda", "cuda:10"), ("cuda:1", "cuda:1"), ("cuda:10", "cuda:10")])
@@ -441,8 +443,8 @@ def test_one_device_alone(name: str, title: str) -> None:
         censuses=(replace(cases.census(), device="cuda:1"), cases.host_census()),
     )
     alone = focus(found, name)
-    assert [card.title for card in survey(alone).cards] == [title, "host memory"]
-    assert [card.title for card in survey(focus(found, "cpu")).cards] == ["host memory"]
+    assert [card.title for card in cards(alone)] == [title, "host memory"]
+    assert [card.title for card in cards(focus(found, "cpu"))] == ["host memory"]
     with pytest.raises(UsageError, match=r"no device 'tpu' is in use: there is cuda:10 and cuda:1 and cpu"):
         focus(found, "tpu")
 
@@ -529,7 +531,7 @@ def test_growth_since_the_last_cell_is_by_the_counters() -> None:
     assert since_cell(before, now, (cases.device(),)) == (
         "Since In[4] began: cuda:0 -1.00 GiB allocated, this process +0 B resident in host memory."
     )
-    assert survey(cases.evidence()).since_cell == ""
+    assert "Since In[" not in text.render(survey(cases.evidence()))
 
 
 def test_the_page_stands_alone_and_follows_the_theme() -> None:

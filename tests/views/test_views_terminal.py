@@ -9,6 +9,7 @@ import pytest
 from cases import healed, simulated
 
 from oomdoctor.views import bundle, notice_bundle, text, textbar
+from oomdoctor.views.story import tell
 from oomdoctor.views.terminal import fitted, looks
 
 SHOWN = {"diagnosis": bundle, "notice": notice_bundle}
@@ -81,7 +82,7 @@ def written(text: str, encoding: str) -> str:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_a_terminal_without_utf_8_is_told_the_same(encoding: str) -> None:
-    whole = text.case(simulated())
+    whole = text.render(tell(simulated()))
     plain = written(whole, encoding)
     assert len(plain.splitlines()) == len(whole.splitlines())
     assert re.findall(r"[0-9.]+ [KMG]iB", plain) == re.findall(r"[0-9.]+ [KMG]iB", whole)
@@ -107,9 +108,9 @@ def test_what_stands_in_for_a_stream_gets_the_text_as_it_is(encoding: object) ->
     assert fitted("≈ 3", Stand()) == "≈ 3"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shows", [text.case, text.notice])
-def test_the_name_of_a_script_moves_no_cursor(shows: Callable[..., str]) -> None:
+@pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
+def test_the_name_of_a_script_moves_no_cursor(show: Callable[..., dict[str, str]]) -> None:
     case = healed()
-    shown = shows(case, names={case.incident.cell.number: "train\x1b[31m\n.py"})
+    (shown,) = show(case, {case.incident.cell.number: "train\x1b[31m\n.py"}).values()
     assert "train\\x1b[31m\\n.py" in shown
     assert "\x1b" not in shown

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import cases
 import pytest
-from cases import CASES
+from cases import CASES, VIEWS
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import text, textbar
-from oomdoctor.views.bar import Bar, Segment
-from oomdoctor.views.survey import survey
+from oomdoctor.views.document import Bar, Segment
+from oomdoctor.views.story import tell
+from oomdoctor.views.survey import cards
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -22,11 +23,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 @pytest.mark.parametrize("name", CASES)
 def test_no_line_is_wider_than_asked_for(name: str, width: int) -> None:
     case = CASES[name]()
-    shown = (
-        text.case(case, width=width) + text.notice(case, width=width) + text.report(survey(case.evidence), width=width)
-    )
-    shown += text.report(cases.grown(case), width=width)
-    shown += text.plan(case.plan, width=width) + text.explanation(cases.explained(case), width=width)
+    shown = "".join(text.render(view(case), width=width) for view in VIEWS.values())
     assert max(map(cell_len, shown.splitlines())) <= width
 
 
@@ -34,7 +31,7 @@ def test_of_the_less_likely_causes_the_names_are_told() -> None:
     many = tuple(
         replace(cases.FINDINGS[0], title=f"cause {number}", because=(f"sign {number}",)) for number in range(1, 31)
     )
-    shown = text.case(cases.offered(findings=many))
+    shown = text.render(tell(cases.offered(findings=many)))
     assert [int(number) for number in re.findall(r"cause (\d+)", shown)] == list(range(1, 31))
     assert [int(number) for number in re.findall(r"sign (\d+)", shown)] == [1, 2, 3, 4, 5]
 
@@ -42,18 +39,15 @@ def test_of_the_less_likely_causes_the_names_are_told() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_colour_adds_nothing_but_colour(name: str) -> None:
     case = CASES[name]()
-    for plain, coloured in (
-        (text.case(case), text.case(case, colour=True)),
-        (text.notice(case), text.notice(case, colour=True)),
-        (text.report(cases.grown(case)), text.report(cases.grown(case), colour=True)),
-    ):
+    for view in VIEWS.values():
+        plain, coloured = text.render(view(case)), text.render(view(case), colour=True)
         assert "\x1b" not in plain
         assert "\x1b" in coloured
         assert [line.rstrip() for line in ANSI.sub("", coloured).splitlines()] == plain.splitlines()
 
 
 def test_the_parts_come_in_their_order() -> None:
-    shown = text.case(cases.offered())
+    shown = text.render(tell(cases.offered()))
     parts = [
         "Out of memory, case 3",
         "asked for 2.41 GiB",
@@ -74,19 +68,19 @@ def test_the_parts_come_in_their_order() -> None:
 
 
 def test_hostile_names_are_shown_as_they_are_typed() -> None:
-    shown = text.case(cases.hostile(), width=400)
+    shown = text.render(tell(cases.hostile()), width=400)
     assert cases.HOSTILE in shown
     assert "\\x1b[31mred\\u202edesrever\\nnewline" in shown
 
 
 def test_no_unprintable_character_reaches_the_terminal() -> None:
     case = cases.hostile()
-    shown = text.case(case) + text.notice(case) + text.report(cases.grown(case))
+    shown = "".join(text.render(view(case)) for view in VIEWS.values())
     assert {char for char in shown if not char.isprintable()} == {"\n"}
 
 
 def test_the_marker_stands_over_the_last_cell_within_the_budget() -> None:
-    lines = text.case(cases.offered(), width=100).splitlines()
+    lines = text.render(tell(cases.offered()), width=100).splitlines()
     mark = next(number for number, line in enumerate(lines) if line.endswith("▼"))
     assert lines[mark + 1].index("╳") == len(lines[mark])  # noqa: RUF001
     assert len(lines[mark + 1]) == 100
@@ -141,17 +135,17 @@ def test_a_single_tiny_segment_and_what_is_free_or_asked_for_keep_their_fills() 
 @pytest.mark.parametrize("width", [20, 30, 40, 50, 59, 60, 70, 80, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_a_narrow_terminal_is_kept_to_and_breaks_no_code_that_fits(name: str, width: int) -> None:
-    facts = cases.grown(CASES[name]())
-    shown = text.report(facts, width=width).splitlines()
+    case = CASES[name]()
+    shown = text.render(cases.grown(case), width=width).splitlines()
     assert max(map(cell_len, shown)) <= width
-    for row in (row for card in facts.cards for row in card.holders.rows):
+    for row in (row for card in cards(case.evidence, top=30) for row in card.holders.rows):
         for code in (row.path, row.frees or ""):
             words = [word for word in code.split(" ") if cell_len(word) <= width]
             assert [word for word in words if not any(word in line for line in shown)] == []
 
 
 def test_the_environment_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = text.case(cases.offered())
+    before = text.render(tell(cases.offered()))
     for name, value in (("COLUMNS", "40"), ("FORCE_COLOR", "1"), ("JUPYTER_COLUMNS", "40"), ("TTY_COMPATIBLE", "1")):
         monkeypatch.setenv(name, value)
-    assert text.case(cases.offered()) == before
+    assert text.render(tell(cases.offered())) == before

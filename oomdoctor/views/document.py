@@ -1,0 +1,296 @@
+"""A view as a document: blocks in their order, from which both the text and the HTML are made.
+
+All sentences and figures are made where the facts are, so that text and HTML cannot differ: the renderers add nothing
+to a document and leave nothing out of it. What stands inside a line is rich's ``Text``, whose styles are names that
+each renderer knows; a plain string is a sentence in which code stands between backticks. What comes from the user's
+program has gone through ``words.clean``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple
+
+from rich.text import Text
+
+from oomdoctor.model.plan import Course, Verdict
+from oomdoctor.model.sizes import format_size
+
+Inline = str | Text
+
+
+def prose(sentence: Inline) -> Text:
+    """Return a sentence with the code in it set apart."""
+    if isinstance(sentence, Text):
+        return sentence
+    text = Text(sentence)
+    text.highlight_regex(r"`[^`]+`", "quoted")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Sentences on lines of their own; ``gap`` is an empty line, which only text needs."""
+
+    text: Inline
+    look: Literal["title", "name", "lead", "plain", "inner", "muted", "more", "next", "gap"] = "plain"
+
+
+GAP: Final = Line("", "gap")
+
+
+def given(*blocks: Block | None) -> Document:
+    """Return those of ``blocks`` that there are."""
+    return tuple(block for block in blocks if block is not None)
+
+
+def apart(*blocks: Block | None) -> Document:
+    """Return those of ``blocks`` that there are, with an empty line before them."""
+    found = given(*blocks)
+    return (GAP, *found) if found else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The title of what follows, and what belongs on its line."""
+
+    title: str
+    aside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's code and where it stands; ``before`` says what it is."""
+
+    place: str
+    line: str
+    before: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Short facts, one a line. ``most``: how many of them text shows; a page folds a long list instead."""
+
+    rows: tuple[Inline, ...]
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells; how their columns look goes by what they are of."""
+
+    of: Literal["holders", "growth", "facts", "cards"]
+    rows: tuple[tuple[Inline, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """How something ended: a mark that says good or bad without colour, one sentence, then named facts."""
+
+    mark: str
+    title: str
+    facts: tuple[tuple[str, str], ...]
+
+
+class Cause(NamedTuple):
+    """A likely cause with the sentences that speak for it."""
+
+    title: str
+    confidence: str
+    because: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """Likely causes, the likeliest first. The first ``told`` are told with all that speaks for them."""
+
+    rows: tuple[Cause, ...]
+    told: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """A diff, of which no line is broken, so that ``patch`` can read it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What a page shows only where a reader opens it; text shows it below its title."""
+
+    title: str
+    blocks: Document
+    aside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What belongs together, set apart from what stands above it."""
+
+    blocks: Document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One stretch of a bar.
+
+    Attributes:
+        kind: a role's value, or ``cached``, ``context``, ``elsewhere``, ``outside``, ``process``, ``simulated``,
+            ``children``, ``free``, ``asked`` or ``over``.
+        ratio: its share of the whole bar, 0 to 1.
+    """
+
+    kind: str
+    label: str
+    size: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Segments that fill a bar from left to right.
+
+    Attributes:
+        budget: where the memory ends, in words; ``budget_ratio``: where that is on the bar. A bar is longer than
+            its budget when more was asked for than there is.
+    """
+
+    title: str
+    budget: str | None
+    budget_ratio: float | None
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, title: str, total: int | None, pieces: list[tuple[str, str, int]]) -> Bar | None:
+        """Return the bar of ``(kind, label, bytes)``, None where there are no bytes.
+
+        Args:
+            total: bytes that there are.
+        """
+        pieces = [piece for piece in pieces if piece[2] > 0]
+        scale = max(total or 0, sum(size for *_, size in pieces))
+        if not scale:
+            return None
+        return cls(
+            title=title,
+            budget=None if total is None else format_size(total),
+            budget_ratio=None if total is None else total / scale,
+            segments=tuple(
+                Segment(kind=kind, label=label, size=format_size(size), ratio=size / scale)
+                for kind, label, size in pieces
+            ),
+        )
+
+
+class Column(NamedTuple):
+    """A stretch of a timeline: the highest point in it as a share of the whole height."""
+
+    ratio: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """How the memory of a cell goes.
+
+    Attributes:
+        sentence: the same in words.
+        points: ``(bytes, line)`` in the order of the operations.
+        budget_bytes: where the memory ends, None where no line is drawn for it.
+    """
+
+    sentence: str
+    points: tuple[tuple[int, int | None], ...]
+    budget_bytes: int | None = None
+
+    @classmethod
+    def of(cls, course: Course | None, budget: int | None = None) -> Timeline | None:
+        """Return the timeline of ``course``, None where no shadow run saw one.
+
+        Args:
+            budget: bytes that there are, where the timeline is to be held against them.
+        """
+        if course is None or not course.points:
+            return None
+        first, last, peak = course.points[0], course.points[-1], max(course.points, key=lambda point: point[0])
+        sentence = f"From {_point(*first)} to the peak of {_point(*peak)}; {_point(*last)} where it was last seen."
+        if budget is not None:
+            passed = next((line for size, line in course.points if size > budget), 0)
+            within = f"Its tensors stay within the budget of {format_size(budget)}."
+            sentence += f" {within if passed == 0 else f'It first passes the budget of {_point(budget, passed)}.'}"
+        return cls(sentence=sentence, points=course.points, budget_bytes=budget)
+
+    @property
+    def budget_ratio(self) -> float | None:
+        """Where the memory ends as a share of the whole height."""
+        return None if self.budget_bytes is None else self.budget_bytes / self._top
+
+    @property
+    def _top(self) -> int:
+        return max(self.budget_bytes or 0, *(size for size, _ in self.points)) or 1
+
+    def columns(self, count: int) -> tuple[Column, ...]:
+        """Return the timeline in at most so many columns."""
+        share = max(len(self.points) / count, 1.0)
+        edges = [round(at * share) for at in range(round(len(self.points) / share) + 1)]
+        bins = [self.points[start:end] for start, end in pairwise(edges) if start < end]
+        return tuple(self._column(*max(points, key=lambda point: point[0])) for points in bins)
+
+    def _column(self, size: int, line: int | None) -> Column:
+        over = size == self._top if self.budget_bytes is None else size > self.budget_bytes
+        return Column(size / self._top, "over" if over else "parameter", _point(size, line))
+
+
+def _point(size: int, line: int | None) -> str:
+    return format_size(size) if line is None else f"{format_size(size)} at line {line}"
+
+
+class Gauge(NamedTuple):
+    """What a fix needs as its verdict counts it, and its budget; both as shares of the largest figure of the row."""
+
+    peak_ratio: float
+    budget_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixRow:
+    """One fix.
+
+    Attributes:
+        number: what it is called by; None where the order may still change.
+        peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
+            else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
+            tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
+        apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
+        notes: caveats, and why a part of it cannot be had.
+    """
+
+    number: int | None
+    title: str
+    dose: str
+    effect: str
+    promise: str
+    peak: str
+    quantity: str
+    basis: str
+    verdict: Verdict
+    verdict_text: str
+    slowdown: str
+    gauge: Gauge | None
+    apply: str | None
+    diff: str | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixes:
+    """Fixes with their prices, in the order of the plan."""
+
+    rows: tuple[FixRow, ...]
+
+
+Block = Line | Head | Source | Items | Table | Notice | Causes | Diff | Fold | Section | Bar | Timeline | Fixes
+Document = tuple[Block, ...]
