@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters, sizes
 from oomdoctor.objects.kinds import mro_of, plain_dict
-from oomdoctor.program.calls import Call, calls, calls_at, decorators, imports_of, text_of
-from oomdoctor.program.definitions import Program
+from oomdoctor.program.definitions import Call, Program, calls, calls_at, decorators, imports_of, text_of
 from oomdoctor.program.ground import Ground
 
 _FRAMEWORKS: Final = (

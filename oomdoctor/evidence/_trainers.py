@@ -16,8 +16,7 @@ from oomdoctor.evidence import _models
 from oomdoctor.model.code import ModelFacts, TrainerFacts, TrainingLoop
 from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, traceback_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
-from oomdoctor.program.calls import Call, calls, imports_of
-from oomdoctor.program.definitions import Program
+from oomdoctor.program.definitions import Call, Program, calls, imports_of
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.training_loops import steps_within
 

@@ -28,8 +28,7 @@ from oomdoctor.objects.frames import Frame, in_backward_elsewhere
 from oomdoctor.objects.graph import DEEPEST, Graphs, Saved
 from oomdoctor.objects.held import bounds_of, sort_of
 from oomdoctor.objects.kinds import Kind, is_plain_key, kind_of, parts_of, plain_dict, registered
-from oomdoctor.objects.lines import Holder, Ways, are_all_known
-from oomdoctor.objects.paths import Found, Origin, Path, Root, member
+from oomdoctor.objects.paths import Found, Holder, Origin, Path, Root, Ways, member
 from oomdoctor.objects.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
 from oomdoctor.objects.walk import CACHE_NAMES, Walk, tensors_in
 
@@ -126,11 +125,10 @@ class _Count:
     def run(self) -> tuple[Census, ...]:
         """Walk from all roots, then let the owners claim in their order."""
         found = [one for roots in self._roots() for one in self._walk.run(roots)]
-        is_open = self._walk.has_more and not self._are_all_known(found)
         self._claim_all(found)
         self._claim_hidden()
         nameless = self._nameless(all_tensors())
-        while self._walk.has_more and (is_open or nameless):
+        while self._walk.has_more:
             self._claim_all(self._walk.resume())
             self._claim_hidden()
             nameless = self._nameless(nameless)
@@ -139,10 +137,6 @@ class _Count:
         self._modules.note_frames(frame.values.get("self") for frame in self._program.frames if not frame.ends)
         note_modules(self._graphs, self._ledger, self._modules)
         return self._ledger.censuses(tuple(self._notes()), tuple(self._notes_of_missing()), self._ways())
-
-    def _are_all_known(self, met: list[Found]) -> bool:
-        """Return whether no large container that was left for later can lead to what was met."""
-        return not self._walk.modules and not self._walk.optimizers and are_all_known(self._program.names, met)
 
     def _claim_hidden(self) -> None:
         """Claim what hangs on tensors that were met, and on tracebacks that the program keeps."""

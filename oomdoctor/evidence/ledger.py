@@ -16,8 +16,7 @@ import torch
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
-from oomdoctor.objects.lines import Holder, Ways
-from oomdoctor.objects.paths import Path, Root
+from oomdoctor.objects.paths import Holder, Path, Root, Ways
 from oomdoctor.objects.storages import Bare, is_plain, plain_storages, storages_of
 
 Place: TypeAlias = tuple[DeviceMemory, Callable[[torch.Tensor], bool]]

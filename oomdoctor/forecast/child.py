@@ -48,7 +48,7 @@ from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt
 from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
-from oomdoctor.program.recompiling import importing, put_in_place
+from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.card import CACHED
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread

@@ -28,8 +28,7 @@ from oomdoctor.objects.held import (
     sort_of,
 )
 from oomdoctor.objects.kinds import Kind, mro_of
-from oomdoctor.objects.lines import Holder, Ways
-from oomdoctor.objects.paths import ARROW, Found, Path, Root
+from oomdoctor.objects.paths import ARROW, Found, Holder, Path, Root, Ways
 
 _MOST_OBJECTS: Final = 100_000
 """From one set of roots; from large containers so many times as much, shared among them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -20,13 +21,8 @@ _PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit",
 _PYTHON_LINES: Final = frozenset({"time", "prun", "memit"})
 """Line magics whose argument is one Python statement, run in the user's namespace."""
 
-_ESCAPE: Final = re.compile(r"[%!?,;/]")
 _ASSIGNED: Final = re.compile(r"(?P<target>[^\W\d][\w.,\[\]\"' ]*?)\s*=\s*[%!](?!=)")
-_HELP: Final = re.compile(r"%{0,2}[\w.*\[\]]+\?{1,2}\s*$")
 _LINE_MAGIC: Final = re.compile(r"%(?P<name>\w+)\s+(?P<code>[^-\s].*)$")
-_TOKEN: Final = re.compile(
-    r"[rbfuRBFU]{0,2}(?P<quote>\"\"\"|'''|\"|')|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comment>#)"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,31 +80,34 @@ def mask(source: str) -> MaskedCell:
     if lines[first].startswith("%%"):
         name = re.match(r"%%(\w*)", lines[first])
         until = first + 1 if name and name[1] in _PYTHON_BODIES else len(lines)
-        return _masked(lines, set(range(first, until)))
-    return _masked(lines, set())
+        return _masked(lines, range(first, until))
+    return _masked(lines, ())
 
 
-def _masked(lines: list[str], hide: set[int]) -> MaskedCell:
-    out: list[str] = []
-    hidden: list[tuple[str, str]] = []
-    scan, continued = _Scan(), False
-    for index, line in enumerate(lines):
-        body = line.lstrip(" \t")
-        is_start = not continued and scan.at_start
-        continued = continued or (is_start and body != "" and _is_escaped(body))
-        if index in hide or continued:
-            masked = f"{_stand_in(body)}  {_MARK}{index + 1}" if is_start or index in hide else f"{_MARK}{index + 1}"
-            hidden.append((masked, body))
-            out.append(line[: len(line) - len(body)] + masked)
-            continued = continued and body.endswith("\\")
-        else:
-            scan.feed(line)
-            out.append(line)
-    return MaskedCell(text="\n".join(out), hidden=tuple(hidden))
+def _masked(lines: Sequence[str], whole: Iterable[int]) -> MaskedCell:
+    """Return a cell of which ``whole`` lines are hidden, and those that IPython takes as its own syntax."""
+    from IPython.core import inputtransformer2 as syntax  # for cells alone that are not Python
 
+    out, hidden = [f"{line}\n" for line in lines], list[tuple[str, str]]()
 
-def _is_escaped(body: str) -> bool:
-    return bool(_ESCAPE.match(body) or _HELP.match(body) or _ASSIGNED.match(body))
+    def hide(at: int, stand_in: str) -> None:
+        body = lines[at].lstrip(" \t")
+        hidden.append((f"{stand_in}{_MARK}{at + 1}", body))
+        out[at] = f"{lines[at][: len(lines[at]) - len(body)]}{hidden[-1][0]}\n"
+
+    for at in whole:
+        hide(at, "pass  ")
+    kinds = syntax.HelpEnd, syntax.EscapedCommand, syntax.MagicAssign, syntax.SystemAssign
+    while True:
+        tokens = syntax.make_tokens_by_line(out)
+        found = [one.start_line for kind in kinds if (one := kind.find(tokens)) is not None]
+        if not found:
+            return MaskedCell(text="".join(out)[:-1], hidden=tuple(hidden))
+        first = min(found)
+        end = min(syntax.find_end_of_continued_line(out, first), len(lines) - 1)
+        hide(first, f"{_stand_in(lines[first].lstrip())}  ")
+        for at in range(first + 1, end + 1):
+            hide(at, "")
 
 
 def _stand_in(body: str) -> str:
@@ -131,43 +130,3 @@ def _tree(text: str) -> ast.Module | None:
 
 def _is_python(source: str) -> bool:
     return _tree.__wrapped__(source) is not None
-
-
-class _Scan:
-    """Where strings, brackets and backslashes leave the next line: at the start of a statement or inside one."""
-
-    __slots__ = ("_backslash", "_depth", "_quote")
-
-    def __init__(self) -> None:
-        self._depth, self._quote, self._backslash = 0, "", False
-
-    @property
-    def at_start(self) -> bool:
-        return not (self._depth or self._quote or self._backslash)
-
-    def feed(self, line: str) -> None:
-        at, comment = 0, False
-        while at < len(line) and not comment:
-            if self._quote:
-                at = self._end_of_string(line, at)
-            elif (token := _TOKEN.search(line, at)) is None:
-                at = len(line)
-            else:
-                self._quote = token["quote"] or ""
-                self._depth = max(0, self._depth + bool(token["open"]) - bool(token["close"]))
-                at, comment = token.end(), bool(token["comment"])
-        self._backslash = not comment and line.endswith("\\")
-        if len(self._quote) == 1 and not self._backslash:
-            self._quote = ""
-
-    def _end_of_string(self, line: str, at: int) -> int:
-        while at < len(line):
-            if line[at] == "\\":
-                at += 2
-            elif line.startswith(self._quote, at):
-                at += len(self._quote)
-                self._quote = ""
-                return at
-            else:
-                at += 1
-        return at

@@ -25,7 +25,7 @@ from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program.magics import MaskedCell, mask, tree_of
-from oomdoctor.program.recompiling import MAKING, why_not
+from oomdoctor.program.modules import MAKING, why_not
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Definition: TypeAlias = cst.FunctionDef | cst.ClassDef

@@ -14,7 +14,7 @@ from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
-from oomdoctor.program.recompiling import importing
+from oomdoctor.program.modules import importing
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox.malloc import large_blocks_apart

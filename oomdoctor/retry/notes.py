@@ -14,7 +14,6 @@ from weakref import ReferenceType
 
 from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, is_light
 from oomdoctor.objects.copies import LONG, Contents, Long
-from oomdoctor.objects.foreign import Cached, Foreign, Frame, is_cached, is_frame
 from oomdoctor.objects.kinds import (
     Kind,
     child_path,
@@ -32,9 +31,14 @@ from oomdoctor.objects.mementos import (
     LOCKED,
     WRITTEN,
     Attributes,
+    Cached,
+    Foreign,
+    Frame,
     Parts,
     Reached,
     Variable,
+    is_cached,
+    is_frame,
     is_lock,
 )
 from oomdoctor.objects.named import is_installed, is_ours

@@ -14,8 +14,8 @@ from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Attempt
 from oomdoctor.objects.frames import is_of_signal
+from oomdoctor.program.modules import put_in_place
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
-from oomdoctor.program.recompiling import put_in_place
 from oomdoctor.retry.snapshot import Snapshot
 
 

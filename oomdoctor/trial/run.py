@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from oomdoctor.objects.leaves import Leaf
 from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
-from oomdoctor.program.recompiling import importing, put_in_place
+from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
