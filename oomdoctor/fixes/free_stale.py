@@ -78,7 +78,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 def _read(program: Program, source: str) -> frozenset[str]:
     """Return the names that the failing cell reads, and those that the functions which it calls read."""
-    functions = (scope.function.node for scope in program.running if scope.function is not None)
+    functions = (scope.function for scope in program.running if scope.function is not None)
     inner = set[str]().union(*map(names_in, functions))
     bound_first = {name for name, use in first_uses(source).items() if use is FirstUse.BINDS}
     return frozenset((read_names(source) | inner) - bound_first)

@@ -94,7 +94,7 @@ class _Uses:
     def follow(self, name: str) -> bool:
         """Return whether all that is made of a collection is the same to the bit with it in host memory."""
         self.moved.append(name)
-        own = parameters_of(self._scope.function.node) if self._scope.function is not None else set()
+        own = parameters_of(self._scope.function) if self._scope.function is not None else set()
         if name in own or name not in stored(own_nodes(self._scope.body)):
             raise Unfit(f"`{name}` is made elsewhere than it is filled")
         if any(self._is_written(fill) for fill in self.fills(name)):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
@@ -26,51 +26,36 @@ _LONGEST: Final = 72
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Function:
-    """A function or method of a cell or a module. ``name`` is qualified by the class."""
-
-    name: str
-    cell: int
-    node: FunctionNode
-    in_class: bool = False
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that an argument can be matched to, ``self`` left out."""
-        args = self.node.args
-        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
-        return tuple(names[1:] if self.in_class and names[:1] == ["self"] else names)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scope:
     """Statements that run together: the top level of a cell (``function`` None) or the body of a function.
 
     Attributes:
+        name: of the function, qualified by its class.
         file: what the module is called that it stands in, None in a cell.
     """
 
     cell: int
-    function: Function | None
+    function: FunctionNode | None
     body: tuple[ast.stmt, ...]
+    name: str = ""
     file: str | None = None
 
     @property
     def tail(self) -> str:
         """The last part of the function's name, empty at the top level of a cell."""
-        return self.function.name.rpartition(".")[2] if self.function is not None else ""
+        return self.name.rpartition(".")[2]
 
     @property
     def owner(self) -> str:
         """The class that the function is a method of, empty where it is none."""
-        is_method = self.function is not None and self.function.in_class
-        return self.function.name.rpartition(".")[0] if is_method and self.function is not None else ""
+        owner = self.name.rpartition(".")[0]
+        return "" if owner.endswith("<locals>") else owner
 
     @property
     def disables_grad(self) -> bool:
         """Whether a decorator runs all of it without autograd."""
         return self.function is not None and any(
-            call_name(node).rpartition(".")[2] in words.GRADLESS for node in self.function.node.decorator_list
+            call_name(node).rpartition(".")[2] in words.GRADLESS for node in self.function.decorator_list
         )
 
 
@@ -106,7 +91,7 @@ class Program:
 
     def given(self, scope: Scope) -> dict[str, str]:
         """Return what stands for each parameter of a scope in all its calls, as source text."""
-        return dict(self.arguments.get(scope.function.name, ())) if scope.function is not None else {}
+        return dict(self.arguments.get(scope.name, ()))
 
     def function(self, name: str) -> Scope | None:
         """Return the live function called ``name``, or the one method of that name."""
@@ -132,13 +117,17 @@ def read(cells: Cells) -> Program:
     files = {cell.number: cell.name for cell in cells.modules}
     # What a cell binds hides what an earlier cell has defined, and nothing of a module.
     live = {
-        (number if number in files else None, function.name): function
+        (number if number in files else None, name): (number, name, node)
         for number, tree in trees.items()
-        for function in _bound(number, tree.body)
+        for name, node in _bound(tree.body)
     }
-    kept = [function for function in live.values() if function.node is not _GONE]
-    scopes = [Scope(cell=n, function=None, body=tuple(tree.body), file=files.get(n)) for n, tree in trees.items()]
-    scopes += [Scope(cell=f.cell, function=f, body=tuple(f.node.body), file=files.get(f.cell)) for f in kept]
+    functions = [
+        Scope(cell=number, function=node, body=tuple(node.body), name=name, file=files.get(number))
+        for number, name, node in live.values()
+        if node is not None
+    ]
+    tops = [Scope(cell=n, function=None, body=tuple(tree.body), file=files.get(n)) for n, tree in trees.items()]
+    scopes = [*tops, *functions]
     failing = cells.failing.number
     running = _reached(failing, scopes)
     return Program(
@@ -146,7 +135,7 @@ def read(cells: Cells) -> Program:
         scopes=tuple(scopes),
         running=running,
         masked=masked,
-        arguments={function.name: _arguments(function, scopes) for function in kept},
+        arguments={scope.name: _arguments(scope.function, scopes) for scope in functions if scope.function},
         aliases=frozenset(
             name
             for cell in (cells.history if files else ())
@@ -216,22 +205,19 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-_GONE: Final[Any] = ast.parse("def gone(): pass").body[0]
-
-
-def _bound(cell: int, body: Iterable[ast.stmt], prefix: str = "") -> Iterator[Function]:
-    """Yield what the statements bind at their level; a name bound to something else hides the earlier function."""
+def _bound(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, FunctionNode | None]]:
+    """Yield what the statements bind at their level; None for what hides an earlier function by something else."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Function(name=prefix + node.name, cell=cell, node=node, in_class=bool(prefix))
+            yield prefix + node.name, node
             for inner in (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)):
-                yield Function(name=f"{prefix}{node.name}.<locals>.{inner.name}", cell=cell, node=inner)
+                yield f"{prefix}{node.name}.<locals>.{inner.name}", inner
         elif isinstance(node, ast.ClassDef):
-            yield from _bound(cell, node.body, f"{node.name}.")
+            yield from _bound(node.body, f"{node.name}.")
         elif blocks := blocks_of(node):
-            yield from (found for block in blocks for found in _bound(cell, block, prefix))
+            yield from (found for block in blocks for found in _bound(block, prefix))
         elif isinstance(node, ast.Assign | ast.Import | ast.ImportFrom) and not prefix:
-            yield from (Function(name=name, cell=cell, node=_GONE) for name in bound_by(node))
+            yield from ((name, None) for name in bound_by(node))
 
 
 def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
@@ -248,13 +234,12 @@ def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
     return tuple(done)
 
 
-def _arguments(function: Function, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
-    name = function.name.rpartition(".")[2]
+def _arguments(function: FunctionNode, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
     seen: dict[str, set[str]] = {}
     for scope in scopes:
         for call in own_nodes(scope.body):
-            if isinstance(call, ast.Call) and call_name(call).rpartition(".")[2] == name:
-                for parameter, value in arguments_of(call, function.node).items():
+            if isinstance(call, ast.Call) and call_name(call).rpartition(".")[2] == function.name:
+                for parameter, value in arguments_of(call, function).items():
                     seen.setdefault(parameter, set()).add(ast.unparse(value))
     return tuple((parameter, texts.pop()) for parameter, texts in seen.items() if len(texts) == 1)
 
@@ -342,7 +327,7 @@ def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
     """Yield the decorators of the functions among scopes."""
     for scope in scopes:
         if scope.function is not None:
-            yield from (_call(scope, node) for node in scope.function.node.decorator_list)
+            yield from (_call(scope, node) for node in scope.function.decorator_list)
 
 
 def text_of(scope: Scope) -> str:

@@ -114,7 +114,7 @@ class Graphs:
 
     def __init__(self, program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> None:
         self._program, self.models = program, ModelCalls(program, kinds, by_parts=by_parts)
-        self.forwards = [s for s in program.scopes if s.function and s.function.name.endswith(".forward")]
+        self.forwards = [s for s in program.scopes if s.name.endswith(".forward")]
         self.trains = any(_is_marked(node) for scope in program.scopes for node in own_nodes(scope.body))
         self._groups: dict[Scope, dict[str, set[str]]] = {}
         self._giving = set[str]()
@@ -173,7 +173,7 @@ class Graphs:
         if scope.function is not None:
             yield from _stored_outside(scope, way)
             if _gives(way):
-                yield f"{scope.function.name}(...)"
+                yield f"{scope.name}(...)"
             return
         yield from sorted(way.now)
         is_shown = node is scope.body[-1] and scope.cell == self._program.failing
@@ -208,7 +208,7 @@ class Graphs:
         It may be, later, where another name stays bound to something made of it, and where a caller has it.
         """
         ways = [(scope, self._flow(scope, adds=lambda node: {name} if node is fill else set()).through(scope.body))]
-        if scope.function is not None and name in parameters_of(scope.function.node):
+        if scope.function is not None and name in parameters_of(scope.function):
             return True
         nodes = list(own_nodes(scope.body))
         if scope.function is None or name not in stored(nodes) - _outer(nodes):
@@ -292,7 +292,7 @@ def _wants_gradient(keyword: ast.keyword) -> bool:
 
 def _free(scope: Scope) -> set[str]:
     """Return the names from outside that a function reads."""
-    return read_first(scope.body) - (parameters_of(scope.function.node) if scope.function is not None else set())
+    return read_first(scope.body) - (parameters_of(scope.function) if scope.function is not None else set())
 
 
 def _gives(way: Way) -> bool:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.definitions import Function, Program, Scope, is_gradless
+from oomdoctor.program.definitions import Program, Scope, is_gradless
 from oomdoctor.program.names import (
     blocks_of,
     call_name,
@@ -62,10 +62,10 @@ def ground(program: Program) -> Ground:
             before.insert(0, replace(scope, body=tuple(kept)))
     basis = (*program.running, *before)
     named = _mentioned(basis, definitions, _of_modules(basis, program))
-    functions = [scope for scope in program.scopes if scope.function is not None and _owner(scope.function) in named]
+    functions = [scope for scope in program.scopes if _owner(scope) in named]
     methods = [scope for scope in functions if scope.owner]
     called = _mentioned(methods, definitions)
-    helpers = [scope for scope in functions if scope.function is not None and _owner(scope.function) in called]
+    helpers = [scope for scope in functions if _owner(scope) in called]
     reach = _once((*program.running, *methods, *helpers))
     return Ground(reach=reach, basis=_once((*reach, *before, *functions)))
 
@@ -115,7 +115,7 @@ def _mentioned(
     found = set(more)
     for scope in scopes:
         if scope.function is not None:
-            found |= free_names(scope.function.node)
+            found |= free_names(scope.function)
         else:
             found |= read_first(scope.body) | (loaded(*scope.body) & definitions.keys())
     return found | outside(definitions, found)
@@ -128,9 +128,9 @@ def _of_modules(scopes: Iterable[Scope], program: Program) -> set[str]:
     return {node.attr for node in taken if node.value.id in program.aliases}  # type: ignore[attr-defined]
 
 
-def _owner(function: Function) -> str:
+def _owner(scope: Scope) -> str:
     """Return the name by which a function is reached: that of its class or of the outermost function around it."""
-    return function.name.partition(".")[0]
+    return scope.name.partition(".")[0]
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
@@ -187,7 +187,7 @@ def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]
             node for node in nodes if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
         ]
         if scope.disables_grad and scope.function is not None:
-            gradless.append(scope.function.node)
+            gradless.append(scope.function)
         if any(_covers(node, line) for node in gradless for line in lines):
             return True
     return False
@@ -209,7 +209,7 @@ def _home(program: Program, cell: int, line: int) -> Scope | None:
     found = [
         scope
         for scope in program.scopes
-        if scope.function is not None and scope.cell == cell and _covers(scope.function.node, line)
+        if scope.function is not None and scope.cell == cell and _covers(scope.function, line)
     ]
     return max(found, key=lambda scope: scope.body[0].lineno) if found else None
 

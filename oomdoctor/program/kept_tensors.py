@@ -177,12 +177,11 @@ def _is_keeping(program: Program, hook: ast.expr) -> bool:
     name = call_name(hook).rpartition(".")[2]
     if isinstance(hook, ast.Call) and name == "partial" and hook.args:
         return _is_keeping(program, hook.args[0])
-    functions = [scope.function for scope in program.scopes if scope.function is not None]
     if isinstance(hook, ast.Call):  # a function that makes the hook
-        candidates = [one for one in functions if f"{name}.<locals>." in one.name]
+        candidates = [one.function for one in program.scopes if f"{name}.<locals>." in one.name]
     else:
-        candidates = [one for one in functions if one.name.rpartition(".")[2] == name]
-    return any(_adds(one.node.body, {arg.arg for arg in one.node.args.args}) for one in candidates)
+        candidates = [one.function for one in program.scopes if one.tail == name]
+    return any(_adds(one.body, {arg.arg for arg in one.args.args}) for one in candidates if one is not None)
 
 
 def _adds(body: list[ast.stmt], given: set[str]) -> bool:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 _PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan"})
 """Cell magics whose body is Python, run in the user's namespace."""
@@ -97,7 +97,7 @@ def _masked(lines: Sequence[str], whole: Iterable[int]) -> MaskedCell:
 
     for at in whole:
         hide(at, "pass  ")
-    kinds = syntax.HelpEnd, syntax.EscapedCommand, syntax.MagicAssign, syntax.SystemAssign
+    kinds: tuple[Any, ...] = syntax.HelpEnd, syntax.EscapedCommand, syntax.MagicAssign, syntax.SystemAssign
     while True:
         tokens = syntax.make_tokens_by_line(out)
         found = [one.start_line for kind in kinds if (one := kind.find(tokens)) is not None]

@@ -76,7 +76,7 @@ def regions(program: Program) -> tuple[Region, ...]:
     """Return the regions of what the failing cell runs, those of a block in their order."""
     found: dict[tuple[int, int], Region] = {}
     for scope in program.running:
-        top: ast.AST = scope.function.node if scope.function else ast.Module(body=[*scope.body], type_ignores=[])
+        top: ast.AST = scope.function or ast.Module(body=[*scope.body], type_ignores=[])
         for path, block in _blocks((top,), scope.body):
             for start, end in _stretches(block):
                 key = block[start].lineno, block[end - 1].lineno

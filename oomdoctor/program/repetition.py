@@ -225,7 +225,7 @@ def _parts(node: ast.AST) -> Iterable[ast.AST]:
 def _defaults(scope: Scope) -> list[ast.expr]:
     if scope.function is None:
         return []
-    args = scope.function.node.args
+    args = scope.function.args
     return [value for value in (*args.defaults, *args.kw_defaults) if value is not None]
 
 

@@ -112,7 +112,7 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
         line=loop.lineno,
         file=scope.file,
         end_line=loop.end_lineno,
-        function=scope.function.name if scope.function else None,
+        function=scope.name or None,
         in_failing_run=any(scope is running for running in program.running),
         loader=_loader(scope, loop),
         batch=_batch(scope, loop),
@@ -137,13 +137,13 @@ def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
     """Yield ``self.model`` and what stands for it where every object of the class is made: ``model``."""
     if not (owner := scope.owner):
         return
-    made = next((one for one in program.scopes if one.function and one.function.name == f"{owner}.__init__"), None)
+    made = next((one for one in program.scopes if one.name == f"{owner}.__init__"), None)
     if made is None or made.function is None:
         return
     texts = dict[str, set[str]]()
     for call in (node for one in program.scopes for node in own_nodes(one.body) if isinstance(node, ast.Call)):
         if call_name(call) == owner:
-            for parameter, value in arguments_of(call, made.function.node).items():
+            for parameter, value in arguments_of(call, made.function).items():
                 texts.setdefault(parameter, set()).add(ast.unparse(value))
     for node in own_nodes(made.body):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):

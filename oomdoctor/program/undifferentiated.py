@@ -93,8 +93,8 @@ class _Search:
         """Whether ``node`` was over when the failing line, which stands in the same scope, was run."""
         if self._line is None or scope.cell != self._program.failing:
             return False
-        function = scope.function.node if scope.function is not None else None
-        defined = [s.function.node for s in self._program.scopes if s.function and s.cell == scope.cell]
+        function = scope.function if scope.function is not None else None
+        defined = [s.function for s in self._program.scopes if s.function and s.cell == scope.cell]
         around = [one for one in defined if one.lineno <= self._line <= (one.end_lineno or one.lineno)]
         here = function in around if function is not None else not around
         return here and (node.end_lineno or node.lineno) < self._line

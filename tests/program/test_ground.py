@@ -94,8 +94,8 @@ def test_functions_and_classes_are_reached_by_the_names_that_lead_to_them() -> N
 def test_the_reach_has_methods_and_no_function_that_only_prepared() -> None:
     net = "class Net:\n    def forward(self, x):\n        return x + 1\ndef make():\n    return Net()"
     found = ground(read(cells(net, "model = make()", "model(x)")))
-    assert {scope.function.name for scope in found.reach if scope.function} == {"Net.forward"}
-    assert {scope.function.name for scope in found.basis if scope.function} == {"Net.forward", "make"}
+    assert {scope.name for scope in found.reach if scope.function} == {"Net.forward"}
+    assert {scope.name for scope in found.basis if scope.function} == {"Net.forward", "make"}
 
 
 @pytest.mark.parametrize(
