@@ -27,10 +27,10 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Scope, Statement, site, statements
 from oomdoctor.program.ground import ground
+from oomdoctor.program.kept_tensors import Place, undifferentiated
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, own_nodes, target_names
 from oomdoctor.program.rewriting import within
-from oomdoctor.program.undifferentiated import Place, undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident

@@ -33,7 +33,7 @@ from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.named import is_users
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.undifferentiated import outliving, undifferentiated
+from oomdoctor.program.kept_tensors import outliving, undifferentiated
 
 if TYPE_CHECKING:
     from oomdoctor.model.incident import Incident
