@@ -11,7 +11,8 @@ import libcst as cst
 from oomdoctor.fixes._unfit import Unfit, need
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import rewriting
-from oomdoctor.program.dataflow import Loop, loop_at, own
+from oomdoctor.program.dataflow import Loop, loop_at
+from oomdoctor.program.names import own_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +70,6 @@ def runs(node: ast.AST, runners: Collection[str]) -> bool:
     """Whether ``node`` calls one of these, or hands one over to what it calls."""
     return any(
         ast.unparse(part.func) in runners or any(ast.unparse(arg) in runners for arg in part.args)
-        for part in own(node)
+        for part in own_nodes([node])
         if isinstance(part, ast.Call)
     )

@@ -41,7 +41,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.dataflow import own
+from oomdoctor.program.names import own_nodes
 
 _HOME: Final = "torch.autograd.graph"
 _NAME: Final = "save_on_cpu"
@@ -134,7 +134,7 @@ def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
 
 
 def _goes_back(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) and ast.unparse(part.func).endswith("backward") for part in own(node))
+    return any(isinstance(part, ast.Call) and ast.unparse(part.func).endswith("backward") for part in own_nodes([node]))
 
 
 def _propose_state(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:

@@ -17,9 +17,9 @@ from typing import Final, TypeAlias
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.assignments import assigned
-from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at, own
+from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at
 from oomdoctor.program.magics import tree_of
-from oomdoctor.program.names import arguments_of, bound_by, call_name, parameters_of, root_of, target_names
+from oomdoctor.program.names import arguments_of, bound_by, call_name, own_nodes, parameters_of, root_of, target_names
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -258,7 +258,7 @@ class Book:
             for node in reversed(page.tree.body):
                 if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
                     continue
-                if any(_sets_entry(part, text, key) for part in own(node)):
+                if any(_sets_entry(part, text, key) for part in own_nodes([node])):
                     value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
                     return value or ast.Constant(None), Place(page=page, line=node.lineno)
                 if binds(node, root):
@@ -324,7 +324,7 @@ def literal(node: ast.AST | None) -> int | None:
 def _own_statements(function: Function) -> Iterator[ast.stmt]:
     """Yield the statements of ``function``, those of functions in it left out."""
     for statement in function.body:
-        yield from (node for node in own(statement) if isinstance(node, ast.stmt))
+        yield from (node for node in own_nodes([statement]) if isinstance(node, ast.stmt))
 
 
 def key_of(expr: ast.expr) -> str | None:

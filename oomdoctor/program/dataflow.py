@@ -53,14 +53,6 @@ def ancestors(tree: ast.AST, wanted: ast.AST) -> tuple[ast.AST, ...]:
     return ()
 
 
-def own(node: ast.AST) -> Iterable[ast.AST]:
-    """Yield ``node`` and what is within it, leaving out functions and classes defined there."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from own(child)
-
-
 def _is_sum(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
 

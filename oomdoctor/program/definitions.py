@@ -171,12 +171,9 @@ def is_gradless(item: ast.withitem) -> bool:
 
 def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Yield the nodes of ``body`` that do not stand under ``no_grad``, nested functions left out."""
-    for node in body:
-        if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)):
-            continue
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from with_gradients(ast.iter_child_nodes(node))
+    return own_nodes(
+        body, lambda node: isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
+    )
 
 
 def place(scope: Scope, node: ast.stmt | ast.expr) -> str:

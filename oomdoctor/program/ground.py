@@ -21,7 +21,6 @@ from typing import Final
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, is_gradless
 from oomdoctor.program.names import (
-    blocks_of,
     call_name,
     free_names,
     loaded,
@@ -157,11 +156,12 @@ def unreached(program: Program, line: int | None, running: Collection[tuple[int,
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or _is_hidden(program, line):
         return frozenset()
-    if {at for cell, at in running if cell == top.cell and _home(program, cell, at) is None} - {line}:
+    ran: dict[Scope | None, set[int]] = {top: {line}}
+    for cell, at in running:
+        ran.setdefault(_home(program, cell, at) or (top if cell == top.cell else None), set()).add(at)
+    if len(ran[top]) > 1:
         return frozenset()  # an error that was caught and raised again has two lines
-    lines = {top: line} | {
-        scope: lines[0] for scope in program.running if len(lines := _own(program, scope, running)) == 1
-    }
+    lines = {scope: min(ran[scope]) for scope in program.running if len(ran.get(scope, ())) == 1}
     while True:
         behind = {id(node) for scope, at in lines.items() for one in _behind(scope.body, at) for node in ast.walk(one)}
         callers = _callers(program, top, behind)
@@ -196,13 +196,6 @@ def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]
 def _is_hidden(program: Program, line: int) -> bool:
     """Return whether a line is IPython's own: it may show an error and go on."""
     return any(masked.endswith(f" {line}") for masked, _ in program.masked[program.failing].hidden)
-
-
-def _own(program: Program, scope: Scope, running: Collection[tuple[int, int]]) -> list[int]:
-    """Return the lines that are running in a function, and in none that stands within it."""
-    return sorted(
-        {line for cell, line in running if scope.function is not None and _home(program, cell, line) is scope}
-    )
 
 
 def _home(program: Program, cell: int, line: int) -> Scope | None:
@@ -278,12 +271,7 @@ def _is_called_once(places: list[tuple[Scope, ast.AST]], lines: dict[Scope, int]
 
 def _repeats(body: Iterable[ast.stmt], line: int) -> bool:
     """Return whether the line stands in a loop, or has one in its statement."""
-    for one in body:
-        if _covers(one, line):
-            if isinstance(one, _LOOPS):
-                return True
-            inside = next((block for block in blocks_of(one) if any(_covers(part, line) for part in block)), None)
-            if inside is not None:
-                return _repeats(inside, line)
-            return any(isinstance(node, _REPEATING) for node in ast.walk(one))
-    return True
+    nodes = (node for one in body for node in ast.walk(one) if isinstance(node, ast.stmt))
+    around = [node for node in nodes if _covers(node, line)]
+    inner = ast.walk(around[-1]) if around else ()
+    return any(isinstance(node, _LOOPS) for node in around) or any(isinstance(node, _REPEATING) for node in inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import chain, takewhile
@@ -48,12 +48,17 @@ def root_of(node: ast.AST, *, through_calls: bool = True) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of ``body`` in the order of the text, not going into functions and classes defined there."""
+def own_nodes(body: Iterable[ast.AST], without: Callable[[ast.AST], bool] = lambda _: False) -> Iterator[ast.AST]:
+    """Yield the nodes of ``body`` in the order of the text, not going into functions and classes defined there.
+
+    Args:
+        without: what is left out, with all within it.
+    """
     for node in body:
-        yield node
-        if not isinstance(node, _INNER):
-            yield from own_nodes(ast.iter_child_nodes(node))
+        if not without(node):
+            yield node
+            if not isinstance(node, _INNER):
+                yield from own_nodes(ast.iter_child_nodes(node), without)
 
 
 def blocks_of(node: ast.AST) -> list[list[ast.stmt]]:
@@ -198,31 +203,19 @@ def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
     found: dict[str, ast.Assign | ast.AnnAssign] = {}
     for node in own_nodes(tree_of(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    found.setdefault(part.id, node)
+            found = dict.fromkeys(stored(ast.walk(node)), node) | found
     return found
 
 
 @lru_cache(maxsize=1024)
 def loop_targets(source: str) -> frozenset[str]:
-    """Return the names that the loops at the top level of a cell bind to items of something else."""
-    names: set[str] = set()
-    for loop in (
-        node for node in own_nodes(tree_of(source).body) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
-    ):
-        targets = [] if isinstance(loop, ast.While) else [loop.target]
-        for node in own_nodes(loop.body):
-            if isinstance(node, ast.Assign) and _is_item(node.value):
-                targets += node.targets
-        parts = (node for target in targets for node in ast.walk(target))
-        names |= {node.id for node in parts if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return frozenset(names)
-
-
-def _is_item(value: ast.expr) -> bool:
-    """Return whether an expression stands for an item of something else: ``layers[at]``, ``next(layers)``."""
-    return isinstance(value, ast.Subscript) or call_name(value) == "next"
+    """Return the names that the loops at the top level of a cell bind to items: ``layers[at]``, ``next(layers)``."""
+    loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    targets: list[ast.AST] = [loop.target for loop in loops if not isinstance(loop, ast.While)]
+    for node in (node for loop in loops for node in own_nodes(loop.body)):
+        if isinstance(node, ast.Assign) and (isinstance(node.value, ast.Subscript) or call_name(node.value) == "next"):
+            targets += node.targets
+    return frozenset(stored(node for target in targets for node in ast.walk(target)))
 
 
 @lru_cache(maxsize=64)
@@ -294,15 +287,12 @@ def uses(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[ast.Na
         first = node.generators[0].iter
         yield from uses(first, hidden)
         own = hidden.union(*(target_names(part.target) for part in node.generators))
-        parts = [part for child in ast.iter_child_nodes(node) for part in _parts_of_comprehension(child)]
-        yield from (name for part in parts if part is not first for name in uses(part, own))
+        for child in ast.iter_child_nodes(node):
+            parts = ast.iter_child_nodes(child) if isinstance(child, ast.comprehension) else (child,)
+            yield from (name for part in parts if part is not first for name in uses(part, own))
     else:
         for child in ast.iter_child_nodes(node):
             yield from uses(child, hidden)
-
-
-def _parts_of_comprehension(node: ast.AST) -> Iterable[ast.AST]:
-    return ast.iter_child_nodes(node) if isinstance(node, ast.comprehension) else (node,)
 
 
 def target_names(*targets: ast.AST) -> tuple[str, ...]:

@@ -22,9 +22,9 @@ from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import SETTINGS, Book, Number, Page, binds, calls, key_of
-from oomdoctor.program.dataflow import bound, own, reads
+from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.magics import mask
-from oomdoctor.program.names import call_name, imported, outside, read_first, root_of
+from oomdoctor.program.names import call_name, imported, outside, own_nodes, read_first, root_of
 from oomdoctor.program.rewriting import exchange
 
 _PASSING: Final = (".step", ".zero_grad")
@@ -345,9 +345,9 @@ class _Again:
             is_lasting = not any(ast.unparse(call.func).endswith(_PASSING) for call in calls(node))
             return is_lasting and bool(_receivers(node) & (self._needed | self._stale))
         # A loop or a block of an earlier cell is history, but for what it made of the changed value itself.
-        if any(_is_update(part) and _receivers(part) & self._stale for part in own(node)):
+        if any(_is_update(part) and _receivers(part) & self._stale for part in own_nodes([node])):
             return True
-        assigned = [part for part in own(node) if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+        assigned = [part for part in own_nodes([node]) if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign)]
         return any(self._reads_stale(part) and (bound(part) | _receivers(part)) & self._needed for part in assigned)
 
     def _why(self, page: Page, node: ast.stmt, is_changed: bool) -> str:
