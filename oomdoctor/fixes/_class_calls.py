@@ -23,7 +23,7 @@ from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import arguments, import_lines, rewriting
-from oomdoctor.program.bindings import last_binding
+from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.rewriting import exchange, text_of, within
 
 _MAIN: Final = re.compile(r"if __name__ == ['\"]__main__['\"]:")

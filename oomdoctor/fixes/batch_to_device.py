@@ -29,7 +29,7 @@ from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import arguments, import_lines, rewriting
-from oomdoctor.program.assignments import assigned
+from oomdoctor.program.dataflow import assigned
 from oomdoctor.program.definitions import Program, Scope, site, statements
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import call_name, names_in, own_nodes

@@ -32,7 +32,7 @@ from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.bindings import last_binding
+from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import bound_names, call_name, imported
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.forecast.items import ahead, is_known, length_of
 from oomdoctor.forecast.pace import Asker
 from oomdoctor.objects.named import is_users_file
-from oomdoctor.program.loop_hooks import (
+from oomdoctor.program.compiled import (
     LoopHooks,
     compile_hooked,
     function_key,

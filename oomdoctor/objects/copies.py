@@ -14,10 +14,20 @@ from contextlib import suppress
 from typing import Any, Final
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.containers import LIGHT_TYPES, REFILLED, SetCopy, copied, holds, items_of, length_of, refill
+from oomdoctor.objects.containers import (
+    GONE,
+    LIGHT_TYPES,
+    REFILLED,
+    SetCopy,
+    copied,
+    holds,
+    items_of,
+    length_of,
+    living,
+    refill,
+)
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
-from oomdoctor.objects.recipes import GONE, living
 
 LIGHT_BYTES: Final = 64 << 10
 """Contents of so many bytes are copied before every cell."""

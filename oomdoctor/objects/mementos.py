@@ -1,6 +1,6 @@
 """What a snapshot notes of an object: each note puts a part of it back, and tells what was lost or changed.
 
-Notes hold heavy values weakly; see ``recipes``. To restore may be done again after a further attempt. Of objects of
+Notes hold heavy values weakly; see ``containers``. To restore may be done again after a further attempt. Of objects of
 other libraries the attributes are held weakly and compared by identity. What they keep in C is not seen, but for the
 few kinds that are copied here.
 """
@@ -15,10 +15,23 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
-from oomdoctor.objects.containers import CONTAINERS, LIGHT_TYPES, is_light, items_of, length_of
+from oomdoctor.objects.containers import (
+    CONTAINERS,
+    GONE,
+    LIGHT_TYPES,
+    Recipe,
+    Weak,
+    fill,
+    is_light,
+    items_of,
+    length_of,
+    living,
+    revive,
+    still_holds,
+    weak,
+)
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict
 from oomdoctor.objects.places import Place
-from oomdoctor.objects.recipes import GONE, Recipe, Weak, fill, living, revive, still_holds, weak
 
 
 class Code(Protocol):

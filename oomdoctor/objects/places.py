@@ -13,7 +13,7 @@ from functools import partial
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
 from typing import Any, Final
 
-from oomdoctor.objects.containers import LIGHT_TYPES
+from oomdoctor.objects.containers import LIGHT_TYPES, attribute_path
 from oomdoctor.objects.kinds import (
     PerType,
     closure_of,
@@ -27,7 +27,6 @@ from oomdoctor.objects.kinds import (
     slots_of,
 )
 from oomdoctor.objects.named import is_installed
-from oomdoctor.objects.recipes import attribute_path
 
 _DESCRIPTORS: Final = frozenset({GetSetDescriptorType, MemberDescriptorType})
 _WRAPPED: Final = frozenset({FunctionType, staticmethod, classmethod, property})

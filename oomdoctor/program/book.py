@@ -16,8 +16,7 @@ from typing import Final, TypeAlias
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program.assignments import assigned
-from oomdoctor.program.dataflow import Loop, ancestors, bound, loop_at
+from oomdoctor.program.dataflow import Loop, ancestors, assigned, bound, loop_at
 from oomdoctor.program.magics import tree_of
 from oomdoctor.program.names import arguments_of, bound_by, call_name, own_nodes, parameters_of, root_of, target_names
 

@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
-from oomdoctor.program.assignments import assigned, names_filled, names_set, parts_of, stored_in
-from oomdoctor.program.dataflow import Flow, Way
+from oomdoctor.program.dataflow import Flow, Way, assigned, names_filled, names_set, parts_of, stored_in
 from oomdoctor.program.definitions import Program, Scope, with_gradients
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored, target_names
 from oomdoctor.program.training_loops import called_like_a_model

@@ -14,10 +14,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.containers import copied, refill
+from oomdoctor.objects.containers import GONE, copied, living, refill, weak
 from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_installed, is_ours
-from oomdoctor.objects.recipes import GONE, living, weak
 
 UNTOLD: Final = (RuntimeError, OSError, AttributeError)
 """torch does not tell the matmul precision once it was set by other means for one backend; the folder may be gone."""

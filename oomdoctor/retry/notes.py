@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType,
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
-from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, is_light
+from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, Recipe, attribute_path, is_light
 from oomdoctor.objects.copies import LONG, Contents, Long
 from oomdoctor.objects.kinds import (
     Kind,
@@ -53,7 +53,6 @@ from oomdoctor.objects.places import (
     is_memory,
     places_of,
 )
-from oomdoctor.objects.recipes import Recipe, attribute_path
 from oomdoctor.objects.rng import Stream, is_random
 from oomdoctor.program.code_names import EVERYTHING
 from oomdoctor.retry.reach import shares

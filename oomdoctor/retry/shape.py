@@ -19,16 +19,18 @@ from oomdoctor.objects.containers import (
     PLAIN_CONTAINERS,
     REFILLED,
     Light,
+    Recipe,
+    attribute_path,
     builtin_of,
     is_light,
     items_of,
     length_of,
+    weak,
 )
 from oomdoctor.objects.copies import LIGHT_BYTES, LONG, Allowance, Long
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_users
-from oomdoctor.objects.recipes import Recipe, attribute_path, weak
 from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
 from oomdoctor.retry.notes import (
     BOUND,

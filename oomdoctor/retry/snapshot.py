@@ -21,11 +21,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import StateError
-from oomdoctor.objects.containers import refill
+from oomdoctor.objects.containers import GONE, Recipe, living, refill, revive, still_holds
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
 from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
-from oomdoctor.objects.recipes import GONE, Recipe, living, revive, still_holds
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.collector import uncollected

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.objects.alive import keep_apart
+from oomdoctor.objects.containers import GONE, living, weak
 from oomdoctor.objects.kinds import plain_dict
-from oomdoctor.objects.recipes import GONE, living, weak
 
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from oomdoctor.objects.leaves import Leaf
 from oomdoctor.objects.rows import batch_size
-from oomdoctor.program.loop_hooks import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
+from oomdoctor.program.compiled import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
 from oomdoctor.trial.ends import gradients_of
 from oomdoctor.trial.rows import few_rows
 

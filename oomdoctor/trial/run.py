@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.objects.leaves import Leaf
-from oomdoctor.program.loop_hooks import HOOK_PREFIX, compile_hooked
+from oomdoctor.program.compiled import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
 from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory

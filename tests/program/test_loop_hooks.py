@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oomdoctor.program.loop_hooks import LoopHooks, compile_hooked, function_key, hooked_functions, install_hooks
+from oomdoctor.program.compiled import LoopHooks, compile_hooked, function_key, hooked_functions, install_hooks
 
 PROGRAM = """
 seen = []
