@@ -72,8 +72,15 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    live = NamespaceNames(_from_before(cells, namespace))
-    once, ahead = not_repeatable(program, live, under, unreached(program, line, running), is_kept=is_kept)
+    live = _from_before(cells, namespace)
+    once, ahead = not_repeatable(
+        program,
+        lambda name: _home(live.get(name)),
+        {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
+        under,
+        unreached(program, line, running),
+        is_kept=is_kept,
+    )
     loops = training_loops(program, kinds, line, running)
     objects = Objects(
         namespace=namespace,
@@ -133,22 +140,8 @@ def _from_before(cells: Cells, namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
 
 
-class NamespaceNames:
-    """The live names of a namespace; only types and definitions of its values are looked at."""
-
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self._namespace = namespace
-
-    def homes(self, name: str) -> tuple[str, ...]:
-        """Return the dotted name by which a module, function or class is defined that a name stands for."""
-        return _home(self._namespace.get(name))
-
-    def is_iterator(self, name: str) -> bool:
-        """Return whether a name stands for what can be gone through once."""
-        return kind_of(type(self._namespace.get(name))) is Kind.ITERATOR
-
-
 def _home(value: object) -> tuple[str, ...]:
+    """Return the dotted name by which a module, function or class is defined."""
     if type(value) is partial:
         return _home(value.func)
     if type(value) is ModuleType:

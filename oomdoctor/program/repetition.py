@@ -13,10 +13,11 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from inspect import getattr_static
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final, TypeGuard
 
+from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import call_name, imported
@@ -53,26 +54,24 @@ _MOST_NAMES: Final = 100
 """Of one expression; two names that are assigned from each other's attributes have no end of them."""
 
 
-class LiveNames(Protocol):
-    """What is known of names beside the text of the cells."""
-
-    def homes(self, name: str) -> tuple[str, ...]:
-        """Return the dotted name by which a module, function or class is defined that a name stands for."""
-
-    def is_iterator(self, name: str) -> bool:
-        """Return whether a name stands for what can be gone through once."""
-
-
 def not_repeatable(
-    program: Program, live: LiveNames, under: Ground, ahead: Container[int] = (), *, is_kept: bool = False
+    program: Program,
+    homes: Callable[[str], tuple[str, ...]],
+    iterators: Container[str],
+    under: Ground,
+    ahead: Container[int] = (),
+    *,
+    is_kept: bool = False,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
 
     Args:
+        homes: returns the dotted name by which what a live name stands for is defined: a module, a function, a class.
+        iterators: live names of what can be gone through once.
         ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
         is_kept: whether every tensor was copied when the run began, so that a write past autograd can be taken back.
     """
-    names = _Names(program, live, is_kept=is_kept)
+    names = _Names(program, homes, iterators, is_kept=is_kept)
     reached, followed = _followed(program, names, ahead), _followed(program, names, ())
     behind: list[tuple[int, int, str]] = []
     later: list[tuple[int, int, str]] = []
@@ -92,15 +91,16 @@ def not_repeatable(
 def unseen_write(program: Program) -> str | None:
     """Return what of the failing cell writes into a tensor past autograd, which a snapshot does not notice."""
     nodes = (node for scope in program.running for node in _nodes(scope.body))
-    writes = (n for n in nodes if _assigns_past_autograd(n) or (isinstance(n, ast.Call) and _changes_unseen(n.func)))
-    return next((short(ast.unparse(node)) for node in writes), None)
+    return next((short(ast.unparse(node)) for node in nodes if _writes_past_autograd(node)), None)
 
 
 class _Names:
     """What dotted names stand for, by the imports and assignments of all cells and by the live names."""
 
-    def __init__(self, program: Program, live: LiveNames, *, is_kept: bool) -> None:
-        self.live, self.is_kept = live, is_kept
+    def __init__(
+        self, program: Program, homes: Callable[[str], tuple[str, ...]], iterators: Container[str], *, is_kept: bool
+    ) -> None:
+        self.iterators, self.is_kept, self._live = iterators, is_kept, homes
         self.bound: set[str] = set()
         self._homes: dict[str, list[str]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
@@ -136,7 +136,7 @@ class _Names:
 
     def _next(self, dotted: str) -> Iterator[str]:
         root, dot, rest = dotted.partition(".")
-        homes = [*self._homes.get(root, ()), *self.live.homes(root)]
+        homes = [*self._homes.get(root, ()), *self._live(root)]
         yield from (home + dot + rest for home in homes if not f"{dotted}.".startswith(f"{home}."))
         if dot:
             yield from self._homes.get(f".{rest.rpartition('.')[2]}", ())
@@ -253,8 +253,13 @@ def _is_mention(node: ast.AST, names: _Names) -> TypeGuard[ast.expr]:
 
 def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
     """Return whether it is a call that must not be made a second time."""
-    return isinstance(node, ast.Call) and (
-        _is_listed(node, names) or (not names.is_kept and _changes_unseen(node.func)) or _consumes(node, names)
+    if not isinstance(node, ast.Call):
+        return False
+    consumes = any(_is_iterator(one, names) for one in node.args[:1])
+    return (
+        _is_listed(node, names)
+        or (not names.is_kept and _writes_past_autograd(node))
+        or (consumes and not _CONSUMING.isdisjoint(names.of(call_name(node))))
     )
 
 
@@ -281,37 +286,23 @@ def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, 
             yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
 
 
-def _assigns_past_autograd(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """Whether it writes through ``.data`` or ``.numpy()``, or exchanges ``.data`` itself."""
-    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        return False
-    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
-    written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
-    return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
-
-
 def _is_unseen(node: ast.AST, names: _Names) -> TypeGuard[ast.stmt]:
     """Whether it writes past autograd to a tensor of which no copy is kept, or gives one the memory of another."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    exchanges = any(isinstance(part, ast.Attribute) for one in targets for part in _unpacked(one))
-    return _assigns_past_autograd(node) and (exchanges or not names.is_kept)
+    targets = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    exchanges = not isinstance(node, ast.AugAssign) and any(targets)
+    return isinstance(node, ast.stmt) and _writes_past_autograd(node) and (exchanges or not names.is_kept)
 
 
-def _unpacked(target: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        for one in target.elts:
-            yield from _unpacked(one)
-    else:
-        yield target
-
-
-def _changes_unseen(called: ast.expr) -> bool:
-    """Whether it is a method that changes what it is called on, of something written to past autograd."""
-    return (
-        isinstance(called, ast.Attribute)
-        and (called.attr in _CHANGING or (called.attr.endswith("_") and not called.attr.endswith("__")))
-        and _leads_past_autograd(called.value)
-    )
+def _writes_past_autograd(node: ast.AST) -> bool:
+    """Whether it writes through ``.data`` or ``.numpy()``, exchanges ``.data`` itself, or calls what changes it."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=base, attr=name)):
+            return (name in _CHANGING or words.is_in_place(name)) and _leads_past_autograd(base)
+        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+            parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
+            written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
+            return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
+    return False
 
 
 def _leads_past_autograd(value: ast.expr) -> bool:
@@ -333,14 +324,8 @@ def _writes(call: ast.Call, name: str) -> bool:
     return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes)
 
 
-def _consumes(call: ast.Call, names: _Names) -> bool:
-    return any(_is_iterator(argument, names) for argument in call.args[:1]) and not _CONSUMING.isdisjoint(
-        names.of(call_name(call))
-    )
-
-
 def _is_iterator(node: ast.AST, names: _Names) -> bool:
-    return isinstance(node, ast.Name) and names.live.is_iterator(node.id)
+    return isinstance(node, ast.Name) and node.id in names.iterators
 
 
 def _commands(program: Program, number: int) -> Iterator[tuple[int, str]]:
