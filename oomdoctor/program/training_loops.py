@@ -21,7 +21,7 @@ from oomdoctor.program.regions import Region
 
 _BARS: Final = frozenset({"enumerate", "tqdm", "tqdm_notebook", "notebook_tqdm", "auto_tqdm", "track", "progress_bar"})
 """They take the first batch as soon as they begin; ``zip``, ``iter`` and libraries may draw random numbers before."""
-_WRAPPERS: Final = _BARS | {"trange", "log_every", "iter", "zip"}
+_WRAPPERS: Final = _BARS | {"log_every", "iter", "zip"}
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "unscale_")
 _MOVES: Final = frozenset({"to", "cuda", "train"})
 _SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
@@ -114,7 +114,7 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
         end_line=loop.end_lineno,
         function=scope.name or None,
         in_failing_run=any(scope is running for running in program.running),
-        loader=_loader(scope, loop),
+        loader=ast.unparse(loop.test if isinstance(loop, ast.While) else _taken(scope, loop)[1]),
         batch=_batch(scope, loop),
         models=_unique(text for event, text in events if event == "forward"),
         optimizers=_unique(text for event, text in events if event == "step"),
@@ -172,9 +172,8 @@ def _nodes_run(program: Program, body: list[ast.stmt], batch: tuple[str, ...]) -
 def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -> Iterator[tuple[str, str]]:
     """Yield ``(event, what it is done to)`` in the order in which the calls run, going into functions called."""
     for call in _calls(body):
-        text = ast.unparse(call.func)
-        receiver, _, method = text.rpartition(".")
-        event = _event(call, receiver, method, roles)
+        text, method = ast.unparse(call.func), words.last_name(call)
+        event = _event(call, roles)
         if event is not None and event[0] == "forward" and roles.of(text) is None and program.function(text):
             event = None  # a function of the cells, whatever its name sounds like
         if event is not None:
@@ -190,7 +189,9 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
                 yield kind, arguments.get(of, of)
 
 
-def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[str, str] | None:
+def _event(call: ast.Call, roles: _Roles) -> tuple[str, str] | None:
+    text = ast.unparse(call.func)
+    receiver, _, method = text.rpartition(".")
     if method in {"zero_grad", "backward"}:
         return method, receiver
     if method in _CLIPS:
@@ -199,7 +200,6 @@ def _event(call: ast.Call, receiver: str, method: str, roles: _Roles) -> tuple[s
         of = ast.unparse(call.args[0]) if call.args and "scaler" in receiver.lower() else receiver
         kind = roles.of(of) or ("scheduler" if _SCHEDULER.search(of) else "optimizer")
         return ("schedule" if kind == "scheduler" else "step"), of
-    text = f"{receiver}.{method}" if receiver else method
     if roles.of(text) == "model" or (roles.of(text) is None and called_like_a_model(text)):
         return "forward", text
     return None
@@ -227,28 +227,23 @@ def _iterated(scope: Scope, loop: ast.For | ast.AsyncFor) -> ast.expr:
     return bars[-1] if wraps else loop.iter
 
 
-def _loader(scope: Scope, loop: Loop) -> str:
-    return ast.unparse(loop.test if isinstance(loop, ast.While) else _inner(_iterated(scope, loop), _WRAPPERS))
-
-
-def _inner(node: ast.expr, wrappers: Collection[str]) -> ast.expr:
-    """Return what a loop goes through, without ``enumerate``, ``tqdm`` and the like around it."""
-    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in wrappers and node.args:
+def _taken(scope: Scope, loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr]:
+    """Return the target of a loop and what it takes its items of, without ``enumerate``, ``tqdm`` and the like."""
+    target, node = loop.target, _iterated(scope, loop)
+    while isinstance(node, ast.Call) and words.last_name(node) in _WRAPPERS and node.args:
+        if call_name(node) == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
+            target = target.elts[1]
         node = node.args[0]
-    return node
+    return target, node
 
 
 def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
     """Return the names that hold the batch: those of the loop target, or those bound by indexing in the body."""
-    if isinstance(loop, ast.While) or _counts(_iterated(scope, loop)):
+    if isinstance(loop, ast.While):
         return _drawn(loop.body)
-    target = loop.target
-    node: ast.AST = _iterated(scope, loop)
-    while isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] in _WRAPPERS and node.args:
-        if call_name(node) == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
-            target = target.elts[1]
-        node = node.args[0]
-    return target_names(target)
+    target, node = _taken(scope, loop)
+    counts = isinstance(node, ast.Call) and words.last_name(node) in {"range", "trange", "count"}
+    return _drawn(loop.body) if counts else target_names(target)
 
 
 def batch_of(region: Region) -> tuple[str, ...]:
@@ -257,17 +252,10 @@ def batch_of(region: Region) -> tuple[str, ...]:
     if loop is not None:
         return _batch(region.scope, loop)
     function = region.function
-    return (*_parameters(function), *_drawn([*region.body])) if function is not None else ()
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
-    given = function.args
-    return tuple(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs) if one.arg != "self")
-
-
-def _counts(node: ast.expr) -> bool:
-    inner = _inner(node, _WRAPPERS - {"trange"})
-    return isinstance(inner, ast.Call) and call_name(inner).rpartition(".")[2] in {"range", "trange", "count"}
+    if function is None:
+        return ()
+    given = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return (*(one.arg for one in given if one.arg != "self"), *_drawn([*region.body]))
 
 
 def _drawn(body: list[ast.stmt]) -> tuple[str, ...]:
@@ -327,19 +315,14 @@ def _accumulates(loop: Loop, roles: _Roles) -> bool:
     """Whether a step is under a condition on the count of batches, or backward is in a loop within the step."""
     for node in own_nodes(loop.body):
         if isinstance(node, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(node.test)):
-            steps = (_event(c, *_split(c), roles) for c in _calls(node.body + node.orelse))
+            steps = (_event(call, roles) for call in _calls(node.body + node.orelse))
             if any(event is not None and event[0] in {"step", "zero_grad"} for event in steps):
                 return True
         if isinstance(node, ast.With) and any("accumulate" in ast.unparse(item.context_expr) for item in node.items):
             return True
-        if isinstance(node, ast.For) and any(_split(call)[1] == "backward" for call in _calls(node.body)):
+        if isinstance(node, ast.For) and any(words.last_name(call) == "backward" for call in _calls(node.body)):
             return True
     return False
-
-
-def _split(call: ast.Call) -> tuple[str, str]:
-    receiver, _, method = ast.unparse(call.func).rpartition(".")
-    return receiver, method
 
 
 def _unique(items: Any) -> tuple[str, ...]:
@@ -379,7 +362,9 @@ def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
     loops = False
     for node in nodes:
         if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            iterated = _inner(node.iter, _BARS)
+            iterated = node.iter
+            while isinstance(iterated, ast.Call) and words.last_name(iterated) in _BARS and iterated.args:
+                iterated = iterated.args[0]
             loops = loops or ast.unparse(iterated) in names
             plain.add(id(iterated))
         plain |= {id(one) for one in _harmless(program, node)}
