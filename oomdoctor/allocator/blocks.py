@@ -1,7 +1,12 @@
 """Segments, the blocks that they are cut into, and the pools that keep the free ones.
 
-Source: ``Block``, ``BlockPool`` and ``ExpandableSegment`` in ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.x. A
-pool is of one stream here: there the streams share a set ordered by stream first, which comes to the same.
+An expandable segment is a range of addresses, larger than the device, into which memory is mapped page by page: at the
+lowest addresses where the request fits, beginning with the free block before them. Short of room, every page in which
+nothing lives is unmapped.
+
+Source: ``Block``, ``BlockPool`` and ``ExpandableSegment``, ``find_expandable_block``,
+``try_allocate_expandable_block``, ``map_block`` and ``unmap_block`` in ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch
+2.x. A pool is of one stream here: there the streams share a set ordered by stream first, which comes to the same.
 """
 
 from __future__ import annotations
@@ -11,11 +16,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ACTIVE: Final = "active_allocated"
-PENDING: Final = "active_pending_free"
-"""Freed by the program, while another stream that used it may still be at work."""
 FREE: Final = "inactive"
 UNMAPPED: Final = "unmapped"
 """Addresses of an expandable segment without memory behind them. The other names are those of ``memory_snapshot``."""
@@ -50,13 +53,11 @@ class Block:
 
     Attributes:
         requested: bytes that were asked for, while it is in use.
-        since: searches of its pool up to when it was freed; told only where old blocks are collected.
     """
 
-    __slots__ = ("address", "next", "prev", "requested", "segment", "since", "size", "state")
+    __slots__ = ("address", "next", "prev", "requested", "segment", "size", "state")
 
     requested: int
-    since: int
 
     def __init__(self, segment: Segment, address: int, size: int, state: str) -> None:
         self.segment, self.address, self.size, self.state = segment, address, size, state
@@ -94,15 +95,6 @@ class Block:
                 self.next.prev = self
 
 
-class Searches:
-    """How often the pools that share it were searched: the clock by which the age of a free block is told."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class BlockPool:
     """The blocks of one kind and stream that nobody uses.
 
@@ -111,16 +103,12 @@ class BlockPool:
         keys: (size, address) of the free blocks in order, as in ``BlockComparatorSize``; ``blocks``: those blocks.
         unmapped: the unmapped parts of expandable segments by address.
         least_remainder: what is left of a larger block is cut off where it is this much or more.
-        searches: None where nobody asks for the age of a block.
     """
 
-    __slots__ = ("blocks", "keys", "least_remainder", "owner", "searches", "small", "stream", "unmapped")
+    __slots__ = ("blocks", "keys", "least_remainder", "owner", "small", "stream", "unmapped")
 
-    def __init__(
-        self, *, small: bool, stream: int, least_remainder: int, searches: Searches | None, owner: tuple[int, int]
-    ) -> None:
+    def __init__(self, *, small: bool, stream: int, least_remainder: int, owner: tuple[int, int]) -> None:
         self.small, self.stream, self.least_remainder, self.owner = small, stream, least_remainder, owner
-        self.searches = searches
         self.keys: list[tuple[int, int]] = []
         self.blocks: list[Block] = []
         self.unmapped: list[Block] = []
@@ -130,8 +118,6 @@ class BlockPool:
         if block.state == UNMAPPED:
             insort(self.unmapped, block, key=_ADDRESS)
             return
-        if self.searches is not None:
-            block.since = self.searches.count
         key = (block.size, block.address)
         at = bisect_left(self.keys, key)
         self.keys.insert(at, key)
@@ -152,3 +138,83 @@ class BlockPool:
             return None
         del self.keys[at]
         return self.blocks.pop(at)
+
+
+def expandable_space(capacity_bytes: int, page: int) -> int:
+    """Return the size of a new range: an eighth more than the device has, in whole pages."""
+    return -(-(capacity_bytes + capacity_bytes // 8) // page) * page
+
+
+def find_expandable(pool: BlockPool, size: int) -> Block | None:
+    """Return the first of the neighbouring free and unmapped blocks, lowest first, that hold ``size`` together."""
+    for hole in pool.unmapped:
+        first = hole.prev if hole.prev is not None and hole.prev.state == FREE else hole
+        room, block = 0, first
+        while room < size and block.state in (FREE, UNMAPPED):
+            room += block.size
+            if block.next is None:
+                break
+            block = block.next
+        if room >= size:
+            return first
+    return None
+
+
+def map_in(first: Block, size: int, grant: Callable[[int], bool]) -> Block | None:
+    """Map what ``size`` bytes from ``first`` on lack, and return a free block of at least that size, in no pool.
+
+    Args:
+        first: as ``find`` returned it.
+        size: of the request.
+        grant: asks the driver for so many bytes; False: it has none. What was mapped until then stays, as free blocks.
+    """
+    block = first
+    if block.state == UNMAPPED and not _map(block, min(block.size, size), grant):
+        return None
+    while block.size < size:
+        hole = block.next
+        assert hole is not None, "the blocks that find returned hold the request together"
+        if not _map(hole, min(hole.size, size - block.size), grant):
+            return None
+        block = hole
+    block.segment.pool.remove(block)
+    return block
+
+
+def unmap(block: Block) -> int:
+    """Unmap the whole pages within a free block, and return their bytes; what is left on both sides stays free."""
+    segment, pool = block.segment, block.segment.pool
+    page = segment.page
+    assert page is not None
+    begin = -(-(block.address - segment.address) // page) * page
+    end = (block.address + block.size - segment.address) // page * page
+    if begin >= end:
+        return 0
+    pool.remove(block)
+    before = begin - (block.address - segment.address)
+    if before:
+        rest = block.cut(before)
+        pool.add(block)
+        block = rest
+    if block.size > end - begin:
+        pool.add(block.cut(end - begin))
+    block.state = UNMAPPED
+    block.absorb_neighbours()
+    pool.add(block)
+    return end - begin
+
+
+def _map(block: Block, size: int, grant: Callable[[int], bool]) -> bool:
+    """Map the pages for ``size`` bytes at the start of an unmapped block, which becomes free, and joins its like."""
+    pool, page = block.segment.pool, block.segment.page
+    assert page is not None
+    mapped = min(-(-size // page) * page, block.size)
+    if not grant(mapped):
+        return False
+    pool.remove(block)
+    if mapped < block.size:
+        pool.add(block.cut(mapped))
+    block.state = FREE
+    block.absorb_neighbours()
+    pool.add(block)
+    return True

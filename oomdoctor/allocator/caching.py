@@ -4,8 +4,8 @@ It exists because ``reserved`` and fragmentation decide whether a program fits, 
 accelerator counts through it as the program runs; the forecast replays recorded allocations through it.
 
 Limits: one device, the native backend. The driver is taken to grant every segment and page that still fits into the
-capacity. A block that another stream used is taken to be in use until ``synchronize``, or until room is short: how fast
-a device works nobody can tell here. Private pools of CUDA graphs are kept as ``seed`` found them.
+capacity, and every stream to have come so far that what it used is free once the program has freed it. Free segments
+are not collected by age (``garbage_collection_threshold``). Private pools of graphs are kept as ``seed`` found them.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.x; functions are named for what they are called there.
 """
@@ -17,8 +17,19 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.allocator import expandable, reclaim, snapshot
-from oomdoctor.allocator.blocks import ACTIVE, FREE, PENDING, UNMAPPED, Block, BlockPool, Searches, Segment
+from oomdoctor.allocator import snapshot
+from oomdoctor.allocator.blocks import (
+    ACTIVE,
+    FREE,
+    UNMAPPED,
+    Block,
+    BlockPool,
+    Segment,
+    expandable_space,
+    find_expandable,
+    map_in,
+    unmap,
+)
 from oomdoctor.allocator.settings import MIN_BLOCK_SIZE, SMALL_BUFFER, SMALL_SIZE, AllocatorSettings
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.sizes import format_size
@@ -28,8 +39,6 @@ if TYPE_CHECKING:
 
 _DEFAULTS: Final = AllocatorSettings()
 _SHARED: Final = (0, 0)
-_SOME_STREAM: Final = -1
-"""The stream that a block of a snapshot waits for, which the snapshot does not tell."""
 _ADDRESS_STEP: Final = 1 << 40
 _UNLIMITED_SPACE: Final = 1 << 39
 
@@ -45,11 +54,6 @@ class OutOfSpace(OomDoctorError):
     def __init__(self, *, requested: int, segment: int) -> None:
         self.requested, self.segment = requested, segment
         super().__init__(f"no room for a segment of {format_size(segment)}")
-
-
-def least_asked(segment: int, settings: AllocatorSettings = _DEFAULTS) -> int:
-    """Return the bytes that were asked for at least where a segment of this size could not be had."""
-    return settings.least_asked(segment)
 
 
 class CachingAllocator:
@@ -78,8 +82,6 @@ class CachingAllocator:
         self._large: dict[int, BlockPool] = {}
         self._private: dict[tuple[int, int, bool, int], BlockPool] = {}
         self._segments: dict[int, Segment] = {}
-        self._uses: dict[Block, set[int]] = {}
-        self._pending: dict[Block, set[int]] = {}
         self._addresses = addresses
         self._next_address = _ADDRESS_STEP
         self.settings = settings
@@ -96,12 +98,8 @@ class CachingAllocator:
         self._splits_below = sys.maxsize
         if settings.max_split_size is not None and not settings.expandable_segments:
             self._splits_below = settings.max_split_size
-        collects = settings.garbage_collection_threshold > 0 and settings.per_process_memory_fraction < 1
-        self._searches = Searches() if collects else None
         for pool in self._large.values():
-            pool.searches, pool.least_remainder = self._searches, self._least_remainder(small=False)
-            for block in pool.blocks:
-                block.since = 0
+            pool.least_remainder = self._least_remainder(small=False)
         self._note_kinds()
 
     @property
@@ -144,35 +142,17 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated -= block.size
-        if self._uses and block in self._uses:
-            block.state, self._pending[block] = PENDING, self._uses.pop(block)
-            return
         block.state = FREE
         block.absorb_neighbours()
         block.segment.pool.add(block)
 
-    def record_stream(self, block: Block | None, stream: int) -> None:
-        """Note that ``stream`` uses ``block`` too: its memory serves nobody else before that stream has come so far."""
-        if block is not None and stream != block.segment.pool.stream:
-            self._uses.setdefault(block, set()).add(stream)
-
-    def synchronize(self, stream: int | None = None) -> None:
-        """Take back the blocks that only waited for ``stream``; None: for any. Source: ``process_events``."""
-        for block, streams in list(self._pending.items()):
-            streams.difference_update(tuple(streams) if stream is None else (stream,))
-            if not streams:
-                del self._pending[block]
-                self.allocated += block.size
-                self.free(block)
-
     def empty_cache(self) -> None:
         """Give every segment and page in which nothing lives back to the driver. Source: ``release_cached_blocks``."""
-        self.synchronize()
         for pool in (*self._large.values(), *self._small.values()):
             expands = [block for block in pool.blocks if block.segment.page is not None]
             self._release([block for block in pool.blocks if block.segment.page is None and not block.is_split])
             for block in expands:
-                self.reserved -= expandable.unmap(block)
+                self.reserved -= unmap(block)
                 head = block.segment.head
                 if head.state == UNMAPPED and not head.is_split:
                     pool.remove(head)
@@ -210,21 +190,25 @@ class CachingAllocator:
 
         Args:
             segments: as ``torch.cuda.memory_snapshot()`` returns them, of one device. Blocks of private pools that are
-                freed go back there, and serve nothing. Blocks that wait for another stream do so until ``synchronize``.
+                freed go back there, and serve nothing.
         """
         in_use: dict[int, Block] = {}
+        freed: list[Block] = []
         for segment in snapshot.rebuild(segments, self._pool, self._page):
             self._segments[segment.address] = segment
             self._next_address = max(self._next_address, _beyond(segment.address + segment.size))
             for block in segment.blocks():
                 if block.state in (FREE, UNMAPPED):
                     segment.pool.add(block)
-                elif block.state == PENDING:
-                    self._pending[block] = {_SOME_STREAM}
                 else:
-                    in_use[block.address] = block
                     self.allocated += block.size
+                    if block.state == ACTIVE:
+                        in_use[block.address] = block
+                    else:  # the program has freed it, and another stream was still at work with it
+                        freed.append(block)
                 self.reserved += block.size if block.state != UNMAPPED else 0
+        for block in freed:
+            self.free(block)
         self._note_kinds()
         self.reset_peak()
         return in_use
@@ -233,7 +217,7 @@ class CachingAllocator:
         """Note whether each search is a plain one for the smallest block that fits."""
         settings = self._settings
         expands = settings.expandable_segments or any(one.page is not None for one in self._segments.values())
-        self._plain = not expands and settings.max_split_size is None and self._searches is None
+        self._plain = not expands and settings.max_split_size is None
 
     def _least_remainder(self, *, small: bool) -> int:
         """Source: ``should_split``."""
@@ -246,17 +230,12 @@ class CachingAllocator:
         if owner != _SHARED:
             pools, key = self._private, (*owner, small, stream)
         if key not in pools:
-            searches = None if small else self._searches
             remainder = self._least_remainder(small=small)
-            pools[key] = BlockPool(
-                small=small, stream=stream, least_remainder=remainder, searches=searches, owner=owner
-            )
+            pools[key] = BlockPool(small=small, stream=stream, least_remainder=remainder, owner=owner)
         return pools[key]
 
     def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
         """Take out the block for a request where settings narrow the choice. Source: ``get_free_block``."""
-        if pool.searches is not None:
-            pool.searches.count += 1
         blocks, at = pool.blocks, bisect_left(pool.keys, (size, 0))
         if at < len(blocks) and blocks[at].segment.page is not None:
             if self._settings.expandable_segments:
@@ -283,23 +262,18 @@ class CachingAllocator:
 
     def _obtain(self, pool: BlockPool, size: int, nbytes: int) -> Block:
         """Return new memory for a request that no free block serves, giving back what is cached where need be."""
-        settings, limit = self._settings, self.limit_bytes
-        if self._searches is not None and limit is not None:
-            excess = self.reserved - int(settings.garbage_collection_threshold * limit)
-            free = (block for stream in sorted(self._large) for block in self._large[stream].blocks)
-            self._release(reclaim.oldest(free, self._searches.count, excess))
-        block = self._new_block(pool, size)
-        if block is None and settings.max_split_size is not None:
-            blocks, makes_room = reclaim.oversize(pool, size, settings.max_split_size)
+        block, least = self._new_block(pool, size), self._settings.max_split_size
+        if block is None and least is not None:
+            blocks = _oversize(pool, size, least)
             self._release(blocks)
-            block = self._new_block(pool, size) if makes_room else None
+            block = self._new_block(pool, size) if sum(one.size for one in blocks) >= max(size, least) else None
         if block is None:
             self.retries += 1
             self.empty_cache()
             block = self._new_block(pool, size)
         if block is None:
             self.failures += 1
-            raise OutOfSpace(requested=nbytes, segment=settings.segment_size(size))
+            raise OutOfSpace(requested=nbytes, segment=self._settings.segment_size(size))
         return block
 
     def _new_block(self, pool: BlockPool, size: int) -> Block | None:
@@ -316,7 +290,7 @@ class CachingAllocator:
         return segment.head
 
     def _expand(self, pool: BlockPool, size: int) -> Block | None:
-        first = expandable.find(pool, size)
+        first = find_expandable(pool, size)
         if first is None:
             page, space = self._page(pool.small)
             if space < size:
@@ -324,13 +298,13 @@ class CachingAllocator:
             segment = Segment(pool, self._place(space), space, page=page)
             self._segments[segment.address], first = segment, segment.head
             pool.add(first)
-        return expandable.map_in(first, size, self._grant)
+        return map_in(first, size, self._grant)
 
     def _page(self, small: bool) -> tuple[int, int]:
         """Return the page of an expandable segment, and the size of its address space."""
         page = SMALL_BUFFER if small else self._settings.large_segment_size
         capacity = _UNLIMITED_SPACE if self.capacity_bytes is None else self.capacity_bytes
-        return page, expandable.address_space(capacity, page)
+        return page, expandable_space(capacity, page)
 
     def _grant(self, nbytes: int) -> bool:
         """Reserve ``nbytes`` of the driver's; False where it has not as much."""
@@ -354,6 +328,25 @@ class CachingAllocator:
             block.segment.pool.remove(block)
             del self._segments[block.segment.address]
             self.reserved -= block.size
+
+
+def _oversize(pool: BlockPool, size: int, least: int) -> list[Block]:
+    """Return the free blocks of ``least`` bytes or more that are given back to make room for a request.
+
+    The smallest that is large enough, or else the largest, until they are as much as is wanted. Source:
+    ``release_available_cached_blocks``.
+    """
+    wanted = max(size, least)
+    at = bisect_left(pool.keys, (wanted, 0))
+    if at < len(pool.blocks) and pool.blocks[at].segment.page is None:
+        return [pool.blocks[at]]
+    chosen: list[Block] = []
+    for block in reversed(pool.blocks[:at]):
+        if sum(one.size for one in chosen) >= wanted or block.size < least:
+            break
+        if block.segment.page is None:
+            chosen.append(block)
+    return chosen
 
 
 def _reach(block: Block) -> int:

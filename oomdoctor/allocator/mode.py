@@ -1,26 +1,32 @@
 """Shows the virtual accelerator every operation of a thread, and raises its refusals in CUDA's place.
 
 A dispatch mode stands below autograd and autocast: it sees what is really run, in forward and backward. Modes of the
-user's, above or below it, go on working, and so do tensor subclasses with operations of their own.
+user's, above or below it, go on working, and so do tensor subclasses with operations of their own. What an operation
+is about to allocate is foreseen, so that what cannot fit is refused before the host pays for it: without that a tensor
+of 40 GiB on a simulated device of 512 MiB would first be computed, on a machine that may have 8 GiB.
 
 Limits: what a higher-order operator (``torch.cond``, ``flex_attention``) runs inside is seen by its results alone.
+Foreseen are operations of ATen on plain CPU tensors whose result sizes follow from their argument sizes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
+from functools import cache
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from oomdoctor.allocator import stack
 from oomdoctor.allocator.caching import OutOfSpace
 from oomdoctor.allocator.composites import run_apart, stays_whole
-from oomdoctor.allocator.foresight import foreseen_bytes, most_bytes
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.device import VirtualAccelerator
@@ -28,6 +34,10 @@ if TYPE_CHECKING:
 _HOST_REFUSED: Final = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 _CAN_HIDE_FROM_DYNAMO: Final = hasattr(eval_frame, "set_code_exec_strategy")
 _running_compiled: Final = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
+_WIDEST_ITEM: Final = 16
+_LARGE: Final = 1 << 20
+_UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
+_PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 _UNCOMPILED: Final = (
     "torch.compile: on the virtual accelerator compiled functions run uncompiled, so that every allocation is counted; "
     "call torch._dynamo.reset() after it is switched off to have them compiled again"
@@ -125,3 +135,75 @@ def _hide_from_dynamo(function: Any) -> None:
 
 if _CAN_HIDE_FROM_DYNAMO:
     _hide_from_dynamo(CountingMode.__torch_dispatch__)
+
+
+def most_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return bytes that the results of ``func`` hardly exceed: cheap, and mostly far too high.
+
+    No result of an operation has more elements than its tensor arguments multiplied (an outer product), or than the
+    sizes that it is given multiplied. Zero for operations that only write in place or make views.
+    """
+    if not _returns_new_memory(func):
+        return 0
+    elements = 1
+    for value in args:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            elements *= value.numel() or 1
+        elif kind is list or kind is tuple:
+            elements *= _elements_of(value)
+        elif kind is int and value > 1:
+            elements *= value
+    if elements > _LARGE:
+        elements = _tighter(func, [value for value in args if isinstance(value, torch.Tensor)], elements)
+    return elements * _WIDEST_ITEM
+
+
+def foreseen_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the bytes of the results of ``func`` one by one, as its meta kernel tells them; () where it cannot.
+
+    Call it outside of dispatch modes. No data is read, no random number drawn.
+    """
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        device = kwargs.get("device")
+        if device is not None and device.type != "cpu":
+            return ()
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    try:
+        results = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+    except _UNFORESEEABLE:
+        return ()
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    return tuple(result.numel() * result.element_size() for result in results if type(result) is torch.Tensor)
+
+
+def _tighter(func: Any, tensors: list[torch.Tensor], elements: int) -> int:
+    """Return the elements of the result where its shape is simple to tell, which is so for most operations run."""
+    if func._schema.name in _PRODUCTS:
+        left, right = tensors[-2:]
+        return left.numel() // max(left.shape[-1], 1) * right.shape[-1]
+    if torch.Tag.pointwise in func.tags and tensors:
+        sizes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
+        return math.prod(map(max, sizes))
+    return elements
+
+
+@cache
+def _returns_new_memory(func: Any) -> bool:
+    """Whether some result is a fresh tensor, by the schema, and every argument can be stood in for."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or func.namespace != "aten" or schema.name.startswith("aten::_foreach"):
+        return False
+    return any(returned.alias_info is None and "Tensor" in str(returned.type) for returned in schema.returns)
+
+
+def _elements_of(values: list[Any] | tuple[Any, ...]) -> int:
+    if values and type(values[0]) is int:
+        return math.prod(size for size in values if size > 0)
+    return max(sum(value.numel() for value in values if isinstance(value, torch.Tensor)), 1)
+
+
+def _as_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")

@@ -1,7 +1,8 @@
 """The settings of PyTorch's CUDA caching allocator, read from the text of ``PYTORCH_CUDA_ALLOC_CONF``.
 
 They are those that decide which memory is taken and kept. Options that change only how fast or with what locks that is
-done, or that concern pinned host memory, are accepted and have no effect on the model.
+done, or that concern pinned host memory, are accepted and have no effect on the model; nor has
+``garbage_collection_threshold``, which is idle without a memory fraction below 1.
 
 Where CUDA's own reader is lenient (a number followed by letters, a missing colon, an unknown option on a machine
 without CUDA), this one refuses: a setting that has no effect without anybody saying so helps nobody.
@@ -15,7 +16,7 @@ import os
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.sizes import MIB
@@ -54,8 +55,6 @@ class AllocatorSettings:
         max_split_size: blocks of this size or more are never split; None: all may be.
         max_non_split_rounding_size: such a block may be larger than the request that it serves by less than this.
         large_segment_size: segment for requests of more than 1 and less than 10 MiB, and page of expandable segments.
-        garbage_collection_threshold: share of the limit above which free segments are given back, the oldest first,
-            before a new one is taken; 0: none are. Without a memory fraction below 1 there is no limit, and it is idle.
         roundup_power2_divisions: into how many steps the way from one power of two to the next is divided to round
             requests up, for each of sixteen intervals of sizes; 0 and 1: they are not.
         per_process_memory_fraction: share of the device's memory that may be reserved.
@@ -65,7 +64,6 @@ class AllocatorSettings:
     max_split_size: int | None = None
     max_non_split_rounding_size: int = LARGE_SEGMENT
     large_segment_size: int = LARGE_SEGMENT
-    garbage_collection_threshold: float = 0.0
     roundup_power2_divisions: tuple[int, ...] = field(default=(0,) * _INTERVALS)
     per_process_memory_fraction: float = 1.0
 
@@ -102,9 +100,10 @@ class AllocatorSettings:
             attribute, read, accepted = _OPTIONS[option]
             try:
                 values[attribute] = read(value)
-            except ValueError:
+            except (KeyError, ValueError):
                 raise UsageError(f"{name}: {option}:{_shown(value)} cannot be used: it takes {accepted}") from None
-        values.pop("backend", None)
+        for read_alone in ("backend", "garbage_collection_threshold"):
+            values.pop(read_alone, None)
         large = values.setdefault("large_segment_size", LARGE_SEGMENT)
         values.setdefault("max_non_split_rounding_size", large)
         for option in ("max_split_size_mb", "max_non_split_rounding_mb"):
@@ -163,44 +162,27 @@ def _shown(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _refuse() -> NoReturn:
-    raise ValueError
+def _checked(read: Callable[[str], Any], is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Return what reads a value that only some are allowed of, and raises ``ValueError`` for others."""
+
+    def checked(text: str) -> Any:
+        value = read(text)
+        if not is_allowed(value):
+            raise ValueError
+        return value
+
+    return checked
 
 
-def _flag(value: str) -> bool:
-    return value == "True" if value in ("True", "False") else _refuse()
+def _whole(text: str) -> int:
+    return int(text if text.isascii() and text.isdigit() else "")
 
 
-def _native(value: str) -> str:
-    return value if value == "native" else _refuse()
+def _mebibytes(text: str) -> int:
+    return _whole(text) * MIB
 
 
-def _whole(value: str) -> int:
-    return int(value) if value.isascii() and value.isdigit() else _refuse()
-
-
-def _power_of_two(value: str) -> int:
-    number = _whole(value)
-    return number if number.bit_count() == 1 else _refuse()
-
-
-def _mebibytes(value: str) -> int:
-    return _whole(value) * MIB
-
-
-def _large_segment(value: str) -> int:
-    size = _mebibytes(value)
-    return size if size > MIN_LARGE_ALLOC else _refuse()
-
-
-def _threshold(value: str) -> float:
-    share = float(value)
-    return share if 0 < share < 1 else _refuse()
-
-
-def _fraction(value: str) -> float:
-    share = float(value)
-    return share if 0 <= share <= 1 else _refuse()
+_power_of_two: Final = _checked(_whole, lambda number: number.bit_count() == 1)
 
 
 def _divisions(value: str) -> tuple[int, ...]:
@@ -225,18 +207,34 @@ def _divisions(value: str) -> tuple[int, ...]:
 _PAIR: Final = re.compile(r"(?P<option>[^,:\[\]]+):(?P<value>\[[^\[\]]*\]|[^,:\[\]]+)(?:,|\Z)")
 _SPLIT: Final = "a whole number of MiB, no less than large_segment_size_mb (20 unless set)"
 _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
-    "expandable_segments": ("expandable_segments", _flag, "True or False"),
+    "expandable_segments": ("expandable_segments", {"True": True, "False": False}.__getitem__, "True or False"),
     "max_split_size_mb": ("max_split_size", _mebibytes, _SPLIT),
     "max_non_split_rounding_mb": ("max_non_split_rounding_size", _mebibytes, _SPLIT),
-    "large_segment_size_mb": ("large_segment_size", _large_segment, "a whole number of MiB above 10"),
-    "garbage_collection_threshold": ("garbage_collection_threshold", _threshold, "a number above 0 and below 1"),
+    "large_segment_size_mb": (
+        "large_segment_size",
+        _checked(_mebibytes, lambda size: size > MIN_LARGE_ALLOC),
+        "a whole number of MiB above 10",
+    ),
+    "garbage_collection_threshold": (
+        "garbage_collection_threshold",
+        _checked(float, lambda share: 0 < share < 1),
+        "a number above 0 and below 1",
+    ),
     "roundup_power2_divisions": (
         "roundup_power2_divisions",
         _divisions,
         "a power of two, or a list of them by size in MiB such as [256:1,512:2,1024:4,>:8], 0 there for no rounding",
     ),
-    "per_process_memory_fraction": ("per_process_memory_fraction", _fraction, "a number from 0 to 1"),
-    "backend": ("backend", _native, "native: the model is of PyTorch's own allocator, not of cudaMallocAsync"),
+    "per_process_memory_fraction": (
+        "per_process_memory_fraction",
+        _checked(float, lambda share: 0 <= share <= 1),
+        "a number from 0 to 1",
+    ),
+    "backend": (
+        "backend",
+        {"native": "native"}.__getitem__,
+        "native: the model is of PyTorch's own allocator, not of cudaMallocAsync",
+    ),
 }
 _WITHOUT_EFFECT: Final = (
     "graph_capture_record_stream_reuse",

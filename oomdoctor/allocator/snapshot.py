@@ -10,16 +10,14 @@ Source: ``snapshot`` in ``c10/cuda/CUDACachingAllocator.cpp``, ``THCPModule_memo
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from oomdoctor.allocator.blocks import ACTIVE, FREE, PENDING, UNMAPPED, Block, Segment
+from oomdoctor.allocator.blocks import FREE, UNMAPPED, Block, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from oomdoctor.allocator.blocks import BlockPool
-
-_OLDER_NAMES: Final = {"active_awaiting_free": PENDING}
 
 
 class _PoolOf(Protocol):
@@ -84,7 +82,7 @@ def _record(blocks: Sequence[Block]) -> dict[str, Any]:
         "device": 0,
         "address": blocks[0].address,
         "total_size": sum(block.size for block in blocks),
-        "allocated_size": sum(block.size for block in active if block.state == ACTIVE),
+        "allocated_size": sum(block.size for block in active),
         "active_size": sum(block.size for block in active),
         "requested_size": sum(block.requested for block in active),
         "stream": segment.pool.stream,
@@ -110,7 +108,7 @@ def _lay_out(block: Block, record: Mapping[str, Any]) -> Block:
     last = len(record["blocks"]) - 1
     for index, part in enumerate(record["blocks"]):
         rest = block.cut(part["size"]) if part["size"] < block.size else block
-        block.state = _OLDER_NAMES.get(part["state"], part["state"])
+        block.state = part["state"]
         block.requested = part.get("requested_size", part["size"])
         if index == last:
             break

@@ -71,7 +71,6 @@ class Layout:
             The blocks of the ledger's allocations by their numbers, None for what is not to be freed.
         """
         in_use = allocator.seed(self._segments)
-        allocator.synchronize()
         alive = {event[1] for event in self.ledger.events if event[0] == "alloc"}
         blocks: dict[Any, Block | None] = {}
         for number, address in self._addresses.items():

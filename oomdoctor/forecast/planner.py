@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.allocator.caching import least_asked
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
 from oomdoctor.forecast.layout import allocator_settings
@@ -297,7 +296,7 @@ class Planner:
         allocated, asked = self._evidence.device.allocated, self._incident.requested or 0
         if asked and self._evidence.device.name != "cpu":
             with suppress(ForecastError):
-                asked = least_asked(asked, allocator_settings(self._session.accelerator))
+                asked = allocator_settings(self._session.accelerator).least_asked(asked)
         return Forecast(
             basis="held and asked for when it failed: the least that it needs",
             budget=self._budget,

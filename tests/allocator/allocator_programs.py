@@ -17,7 +17,7 @@ COMBINATIONS = [
         ("", "expandable_segments:True"),
         ("", "max_split_size_mb:24", "max_split_size_mb:36,large_segment_size_mb:12"),
         ("", "roundup_power2_divisions:4", f"roundup_power2_divisions:{LIST}"),
-        ("", "per_process_memory_fraction:0.7", "per_process_memory_fraction:0.9,garbage_collection_threshold:0.3"),
+        ("", "per_process_memory_fraction:0.7"),
     )
 ]
 
@@ -33,8 +33,6 @@ STEPS = st.lists(
         st.tuples(st.just("alloc"), SIZES, st.sampled_from([0, 0, 0, 7])),
         st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
         st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
-        st.tuples(st.just("record_stream"), st.integers(0, 99), st.sampled_from([0, 7, 9])),
-        st.tuples(st.just("synchronize"), st.sampled_from([None, 0, 7, 9]), st.just(0)),
         st.tuples(st.just("empty_cache"), st.just(0), st.just(0)),
     ),
     min_size=8,
@@ -84,15 +82,9 @@ class Program:
                 return "refused"
             self.live.append(block)
             return block.address, block.size
-        if action in ("free", "record_stream"):
+        if action == "free":
             if self.live:
-                at = what % len(self.live)
-                if action == "free":
-                    self.allocator.free(self.live.pop(at))
-                else:
-                    self.allocator.record_stream(self.live[at], stream)
-        elif action == "synchronize":
-            self.allocator.synchronize(what)
+                self.allocator.free(self.live.pop(what % len(self.live)))
         else:
             self.allocator.empty_cache()
         return None

@@ -7,7 +7,7 @@ that are alike are joined by one pass over everything. Nothing is kept sorted, n
 from dataclasses import dataclass, field
 
 KIB, MIB = 1 << 10, 1 << 20
-USED, WAITING, FREE, UNMAPPED = "active_allocated", "active_pending_free", "inactive", "unmapped"
+USED, FREE, UNMAPPED = "active_allocated", "inactive", "unmapped"
 
 
 @dataclass(eq=False)
@@ -15,8 +15,6 @@ class Cell:
     address: int
     size: int
     state: str
-    freed_at: int = 0
-    streams: set = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -39,7 +37,6 @@ class NaiveAllocator:
     conf: dict
     addresses: object
     ranges: list = field(default_factory=list)
-    clock: int = 0
     retries: int = 0
 
     def cells(self, *states):
@@ -51,7 +48,7 @@ class NaiveAllocator:
 
     @property
     def reserved(self):
-        return sum(cell.size for _, cell in self.cells(USED, WAITING, FREE))
+        return sum(cell.size for _, cell in self.cells(USED, FREE))
 
     @property
     def allowed(self):
@@ -86,13 +83,12 @@ class NaiveAllocator:
     def malloc(self, asked, stream):
         size = self.rounded(asked)
         small = size <= MIB
-        self.clock += not small
         found = self.search(small, stream, size) or self.more(small, stream, size)
         place, cell = found
         rest = cell.size - size
         to_the_last = small or self.conf.get("expandable_segments")
         if rest >= 512 if to_the_last else rest > MIB and size < self.oversize:
-            place.cells.insert(place.cells.index(cell) + 1, Cell(cell.address + size, rest, FREE, self.clock))
+            place.cells.insert(place.cells.index(cell) + 1, Cell(cell.address + size, rest, FREE))
             cell.size = size
         cell.state = USED
         return cell
@@ -126,7 +122,6 @@ class NaiveAllocator:
         return cell.size + sum(one.size for one in after if one.state == UNMAPPED)
 
     def more(self, small, stream, size):
-        self.drop_old()
         found = self.fresh(small, stream, size)
         if not found and "max_split_size_mb" in self.conf and self.drop_oversize(small, stream, size):
             found = self.fresh(small, stream, size)
@@ -201,24 +196,10 @@ class NaiveAllocator:
             self.join()
 
     def free(self, cell):
-        cell.state = WAITING if cell.streams else FREE
-        cell.freed_at = self.clock
-        self.join()
-
-    def record_stream(self, cell, stream):
-        place = next(place for place in self.ranges if cell in place.cells)
-        if place.stream != stream:
-            cell.streams.add(stream)
-
-    def synchronize(self, stream=None):
-        for _, cell in self.cells(WAITING):
-            cell.streams = set() if stream is None else cell.streams - {stream}
-            if not cell.streams:
-                cell.state, cell.freed_at = FREE, self.clock
+        cell.state = FREE
         self.join()
 
     def empty_cache(self):
-        self.synchronize()
         for place in list(self.ranges):
             if place.page is None:
                 if [cell.state for cell in place.cells] == [FREE]:
@@ -248,30 +229,9 @@ class NaiveAllocator:
             for cell in place.cells:
                 if joined and cell.state in (FREE, UNMAPPED) and joined[-1].state == cell.state:
                     joined[-1].size += cell.size
-                    joined[-1].freed_at = max(joined[-1].freed_at, cell.freed_at)
                 else:
                     joined.append(cell)
             place.cells = joined
-
-    def drop_old(self):
-        threshold = self.conf.get("garbage_collection_threshold", 0)
-        if not threshold or self.allowed is None:
-            return
-        excess = self.reserved - int(threshold * self.allowed)
-        while excess > 0:
-            whole = [
-                place
-                for place in self.ranges
-                if not place.small and place.page is None and [cell.state for cell in place.cells] == [FREE]
-            ]
-            if not whole:
-                return
-            ages = {id(place): self.clock - place.cells[0].freed_at for place in whole}
-            mean = sum(ages.values()) / len(ages)
-            for place in whole:
-                if ages[id(place)] >= mean:
-                    excess -= place.cells[0].size
-                    self.ranges.remove(place)
 
     def drop_oversize(self, small, stream, size):
         wanted = max(size, self.oversize)

@@ -52,7 +52,6 @@ def test_all_options_at_once():
     assert read == AllocatorSettings(
         expandable_segments=True,
         max_split_size=128 * MIB,
-        garbage_collection_threshold=0.8,
         roundup_power2_divisions=(1,) * 9 + (2, 4) + (8,) * 5,
         large_segment_size=32 * MIB,
         max_non_split_rounding_size=64 * MIB,

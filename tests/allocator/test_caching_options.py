@@ -1,4 +1,4 @@
-"""Each setting of the allocator, and streams, on small samples with the numbers worked out by hand."""
+"""Each setting of the allocator on small samples with the numbers worked out by hand."""
 
 import pytest
 
@@ -177,73 +177,6 @@ def test_a_fraction_limits_what_is_reserved_whatever_the_driver_has():
     assert allocator.limit_bytes is None
     allocator.malloc(50 * MIB)
     assert allocator.reserved == 100 * MIB
-
-
-def test_above_the_threshold_the_oldest_free_segments_go_before_a_new_one_is_taken():
-    allocator = allocator_of("per_process_memory_fraction:0.8,garbage_collection_threshold:0.5", 500 * MIB)
-    old, young = allocator.malloc(60 * MIB), allocator.malloc(70 * MIB)
-    allocator.free(old)
-    for _ in range(5):
-        allocator.free(allocator.malloc(25 * MIB, stream=7))  # searches, by which age is told
-    allocator.free(young)
-    allocator.malloc(90 * MIB)  # 60 + 70 + 26 MiB are reserved, below half of the limit of 400 MiB
-    assert allocator.reserved == 246 * MIB
-    allocator.malloc(100 * MIB)  # 46 MiB above it: what is as old as the average goes, which is enough
-    assert [free.size // MIB for free in allocator.free_blocks()] == [70, 26]
-    assert (allocator.reserved, allocator.retries) == (286 * MIB, 0)
-
-
-def test_without_a_fraction_nothing_is_collected():
-    allocator = allocator_of("garbage_collection_threshold:0.1", 500 * MIB)
-    allocator.free(allocator.malloc(60 * MIB))
-    allocator.malloc(100 * MIB)
-    assert allocator.reserved == 160 * MIB
-
-
-def test_a_block_that_another_stream_used_serves_nobody_before_it_was_waited_for():
-    allocator = CachingAllocator()
-    block = allocator.malloc(30 * MIB)
-    allocator.record_stream(block, 7)
-    allocator.record_stream(block, 9)
-    allocator.record_stream(block, 0)  # its own stream needs no wait
-    allocator.free(block)
-    assert (allocator.allocated, allocator.reserved) == (0, 30 * MIB)
-    assert [part["blocks"][0]["state"] for part in allocator.memory_snapshot()] == ["active_pending_free"]
-    allocator.malloc(30 * MIB)
-    assert allocator.reserved == 60 * MIB
-    allocator.synchronize(7)
-    assert list(allocator.free_blocks()) == []
-    allocator.synchronize(9)
-    assert allocator.malloc(30 * MIB).address == block.address
-    assert (allocator.allocated, allocator.reserved, allocator.peak_allocated) == (60 * MIB, 60 * MIB, 60 * MIB)
-
-
-def test_a_use_by_its_own_stream_delays_nothing():
-    allocator = CachingAllocator()
-    block = allocator.malloc(30 * MIB, stream=7)
-    allocator.record_stream(block, 7)
-    allocator.free(block)
-    assert [free.size for free in allocator.free_blocks()] == [30 * MIB]
-
-
-def test_short_of_room_streams_are_waited_for():
-    allocator = CachingAllocator(40 * MIB)
-    block = allocator.malloc(30 * MIB)
-    allocator.record_stream(block, 7)
-    allocator.free(block)
-    allocator.malloc(36 * MIB)
-    assert (allocator.reserved, allocator.retries) == (36 * MIB, 1)
-
-
-def test_a_block_that_waits_keeps_its_neighbours_apart():
-    allocator = CachingAllocator()
-    first, second, third = (allocator.malloc(4 * KIB) for _ in range(3))
-    allocator.record_stream(second, 7)
-    for block in (first, second, third):
-        allocator.free(block)
-    assert [free.size for free in allocator.free_blocks()] == [4 * KIB, 2 * MIB - 8 * KIB]
-    allocator.synchronize()
-    assert [free.size for free in allocator.free_blocks()] == [2 * MIB]
 
 
 def test_a_replay_runs_under_settings():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from oomdoctor.allocator.foresight import foreseen_bytes, most_bytes
+from oomdoctor.allocator.mode import foreseen_bytes, most_bytes
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.model.sizes import GIB
 
@@ -50,14 +50,6 @@ def test_elementwise_work_is_bounded_by_what_it_broadcasts_to():
     rows, columns = torch.zeros(2000, 1), torch.zeros(3000)
     assert most_bytes(aten.add.Tensor, (rows, columns)) == 2000 * 3000 * 16
     assert most_bytes(aten.threshold_backward.default, (rows, rows, 0)) == 2000 * 16
-
-
-def test_it_remembers_by_shape_type_and_value():
-    column = torch.zeros(9, 1)
-    assert foreseen_bytes(aten.repeat.default, (column, [1, 2]), {}) == (72,)
-    assert foreseen_bytes(aten.repeat.default, (column, [1, 4]), {}) == (144,)
-    assert foreseen_bytes(aten.repeat.default, (column.double(), [1, 2]), {}) == (144,)
-    assert foreseen_bytes(aten.repeat.default, (column.view(3, 3), [1, 2]), {}) == (72,)
 
 
 def test_views_and_work_in_place_make_nothing():

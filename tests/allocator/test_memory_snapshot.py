@@ -69,12 +69,11 @@ def test_what_was_written_is_read_again(conf, steps, capacity):
     assert (taken_over.allocated, taken_over.reserved, taken_over.memory_snapshot()) == (0, 0, [])
 
 
-@pytest.mark.parametrize("conf", [conf for conf in COMBINATIONS if "garbage" not in conf and "expand" not in conf])
+@pytest.mark.parametrize("conf", [conf for conf in COMBINATIONS if "expand" not in conf])
 @few(8)
 @given(steps=STEPS, capacity=CAPACITIES)
 def test_it_goes_on_as_the_one_that_was_written(conf, steps, capacity):
-    """Ages are not written, nor what a block waits for, nor the unused addresses of expandable segments."""
-    steps = [step for step in steps if step[0] != "synchronize"]
+    """The unused addresses of expandable segments are not written."""
     half = len(steps) // 2
     program = Program(fast(conf, capacity))
     for step in steps[:half]:
@@ -82,9 +81,6 @@ def test_it_goes_on_as_the_one_that_was_written(conf, steps, capacity):
     other = Program(CachingAllocator(capacity, settings=program.allocator.settings, addresses=count(1 << 60, 1 << 44)))
     live = other.allocator.seed(program.allocator.memory_snapshot())
     other.live = [live[block.address] for block in program.live]
-    for block in program.live:  # a use by another stream is not written before the block is freed
-        for stream in program.allocator._uses.get(block, ()):
-            other.allocator.record_stream(live[block.address], stream)
     for step in steps[half:]:
         seen, expected = other.step(*step), program.step(*step)
         assert seen == expected or (seen[0] >= 1 << 60 and seen[1] == expected[1])
@@ -166,7 +162,7 @@ def test_private_pools_serve_nobody_and_get_their_blocks_back():
 
 
 @pytest.mark.parametrize("state", ["active_pending_free", "active_awaiting_free"])
-def test_blocks_that_wait_for_a_stream_do_so_until_room_is_short(state):
+def test_blocks_that_waited_for_a_stream_are_free(state):
     allocator = CachingAllocator(40 * MIB)
     assert allocator.seed([record(1 << 46, (30 * MIB, state))]) == {}
     assert (allocator.allocated, allocator.reserved) == (0, 30 * MIB)
