@@ -20,8 +20,7 @@ from oomdoctor.model.code import LoaderFacts
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Program
 from oomdoctor.program.training_loops import looped
-from oomdoctor.sandbox.fork import answered
-from oomdoctor.sandbox.walls import raise_limits
+from oomdoctor.sandbox.copies import answered
 
 _AT_ONCE: Final = frozenset(
     {
@@ -86,10 +85,8 @@ def _varies(own: dict[str, Any], *, tries: bool) -> str | None:
     """Return why a batch may depend on the worker that makes it, None where no two of them differed."""
     if own.get("worker_init_fn") is not None:
         return "its `worker_init_fn` prepares each worker on its own"
-    told = answered(partial(_difference, own), limit_s=_LIMIT_S, prepare=raise_limits) if tries else None
-    if told is None or told.text is None:
-        return "it was not tried whether two workers make the same"
-    return told.text or None
+    told, _ = answered(partial(_difference, own), limit_s=_LIMIT_S) if tries else (None, None)
+    return "it was not tried whether two workers make the same" if told is None else told or None
 
 
 def _difference(own: dict[str, Any]) -> str:

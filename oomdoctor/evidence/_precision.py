@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from oomdoctor.evidence._models import parameters
 from oomdoctor.objects.kinds import name_of, submodules
-from oomdoctor.sandbox.fork import answered
-from oomdoctor.sandbox.walls import raise_limits
+from oomdoctor.sandbox.copies import answered
 
 _RECURRENT: Final = ("LSTM", "GRU", "RNN")
 """Layers that oneDNN has no kernel in bfloat16 for on some processors."""
@@ -47,13 +46,11 @@ def float32_only(models: Iterable[Any]) -> tuple[str, ...]:
     plain = {name: all(type(one) is torch.nn.Parameter for one in given) for name, given in weights.items()}
     on_host = {name for name in weights if plain[name] and all(one.device.type == "cpu" for one in weights[name])}
     if untried := sorted(on_host - _tried.keys()):
-        told = answered(
-            lambda: "".join(str(int(_lacks_bfloat16(torch, name))) for name in untried),
-            limit_s=_TRIAL_S,
-            prepare=raise_limits,
+        told, _ = answered(
+            lambda: "".join(str(int(_lacks_bfloat16(torch, name))) for name in untried), limit_s=_TRIAL_S
         )
-        if told is not None and told.text:
-            _tried.update((name, lacks == "1") for name, lacks in zip(untried, told.text, strict=True))
+        if told:
+            _tried.update((name, lacks == "1") for name, lacks in zip(untried, told, strict=True))
     return tuple(sorted(name for name in on_host if _tried.get(name)))
 
 

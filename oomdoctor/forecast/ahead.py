@@ -21,7 +21,7 @@ from oomdoctor.model.sizes import MIB
 from oomdoctor.objects.alive import alive
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.shadow import Shadows
+    from oomdoctor.forecast.nursery import Shadows
     from oomdoctor.sandbox.card import Card
 
 _ENDLESS: Final = 1 << 60

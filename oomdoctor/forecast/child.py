@@ -40,7 +40,7 @@ from oomdoctor.forecast.module_memory import ModuleCalls
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled, fills_up
-from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, one_sentence
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
@@ -50,6 +50,7 @@ from oomdoctor.program.compiled import does_nothing, statement_lines
 from oomdoctor.program.magics import mask
 from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.card import CACHED
+from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.device_kernels import workspace_bytes
 from oomdoctor.forecast.ledger import Ledger
-from oomdoctor.forecast.reading import one_sentence
+from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker

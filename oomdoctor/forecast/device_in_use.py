@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.layout import Layout
-from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.survey import alive, live_storages
 from oomdoctor.objects.alive import alive as alive_of
 from oomdoctor.objects.alive import is_apart
 from oomdoctor.sandbox.card import Card
+from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker

@@ -24,9 +24,9 @@ from torch.utils._device import _device_constructors
 
 from oomdoctor.forecast.device_scratch import scratch
 from oomdoctor.forecast.ledger import Ledger
-from oomdoctor.forecast.reading import one_sentence
 from oomdoctor.forecast.tracker import NoDevice, Tracker
 from oomdoctor.sandbox.card import TYPES
+from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card

@@ -1,9 +1,8 @@
-"""The forked copy of this process in which shadows are raised, and what the user's process has to do with it.
+"""The forked copy of this process in which dry runs are made: the nursery, and its shadows, one for each attempt.
 
-The user's process does three things alone: it forks, it reads a pipe, and it buries. All else happens in the nursery,
-which brings back the start of the cell (see ``child``), forks a shadow for each attempt, watches the time, decides
-what to try next and says what came of it. The nursery and its shadows are one process group, which is killed whole if
-anything goes wrong here, and when nobody listens any more.
+The user's process forks the nursery and listens (see ``copies``). All else happens there: it brings back the start of
+the cell (see ``child``), forks a shadow for each attempt, watches the time, decides what to try next and tells what
+came of it.
 
 Limits: where there is no ``fork`` (Windows), or none that is safe (macOS where PyTorch has Metal, whose threads and
 connections do not survive one), there are no shadow runs. Tensors lie in host memory, which is also where those of the
@@ -13,26 +12,20 @@ Source: https://docs.python.org/3/library/multiprocessing.html#contexts-and-star
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import pickle
-import select
-import signal
-import struct
 import sys
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from oomdoctor.forecast.reading import one_sentence
-from oomdoctor.forecast.shadow import Shadows, written
-from oomdoctor.sandbox import reserve, walls
-from oomdoctor.sandbox.fork import forked
+from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.reading import Reading
+from oomdoctor.sandbox import reserve
+from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
 
 if TYPE_CHECKING:
-    from oomdoctor.model.session import Session
+    from oomdoctor.model.session import Attempt, Session
     from oomdoctor.sandbox.card import Card
 
 _GRACE_S: Final = 1.0
@@ -40,17 +33,12 @@ _GRACE_S: Final = 1.0
 _LOADING_S: Final = 20.0
 """Time beyond the limit where the nursery has to load modules first."""
 _MOST_WORKERS: Final = 4
-_CHUNK: Final = 1 << 16
-
-_LENGTH: Final = struct.Struct("!I")
+_REPORT_S: Final = 0.3
+_REPORT_SHARE: Final = 0.1
+"""Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
 
 Work: TypeAlias = "Callable[[Shadows], Iterator[Any]]"
 """What is done in the nursery: begins shadows, takes their readings, and yields what is told to the user's process."""
-
-
-def processors() -> int:
-    """Return how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def unsupported() -> str | None:
@@ -76,8 +64,8 @@ def _card_in_use() -> Card | None:
     return in_use()
 
 
-class Nursery:
-    """One forked copy, as the user's process sees it: something that can be read from, waited for and ended.
+class Nursery(Copy):
+    """A copy of the user's process that works with shadows.
 
     Args:
         session: the user's program.
@@ -90,11 +78,6 @@ class Nursery:
             asks for in vain.
         waits: whether the caller waits for the end. Then what shadows need is loaded here once, and not in each
             nursery anew; a caller that goes on is not kept waiting for that.
-
-    Attributes:
-        over: whether there is nothing more to come.
-        finished: whether all of the work was done.
-        failed: why it could not be, None where that is not known.
     """
 
     def __init__(
@@ -109,170 +92,126 @@ class Nursery:
         waits: bool = True,
         card: Card | None = None,
     ) -> None:
-        self.over, self.finished, self._received = False, False, b""
-        self.failed: str | None = None
-        self._stop_listening: Callable[[], None] | None = None
-        self._bury: Callable[[], int | None] = _nobody
         loads = "oomdoctor.forecast.child" not in sys.modules
         if loads and waits and not reserve.is_limited():  # what is loaded here stays
             from oomdoctor.forecast import child
 
             child.warm_up()
             loads = False
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         shadows = Shadows(
             *(session, prepare),
             budget=budget,
-            cached=session.accelerator.read().simulated,
             timeout_s=timeout_s,
-            workers=workers or min(processors(), _MOST_WORKERS),
+            workers=workers or min(processors, _MOST_WORKERS),
             card=card or _card_in_use(),
         )
-        self._end = time.monotonic() + timeout_s + _GRACE_S + (_LOADING_S if loads else 0.0)
-        self._reader, writer = os.pipe()
-        try:
-            pid = forked(keep={writer}, prepare=walls.raise_limits)
-        except OSError as error:  # the system promises no copy of a process of this size
-            os.close(self._reader)
-            os.close(writer)
-            self.over, self.failed = True, f"this process cannot be forked: {error.strerror}"
-            return
-        if pid == 0:
-            _live(work, shadows, writer)
-        os.close(writer)
-        os.set_blocking(self._reader, False)
-        with contextlib.suppress(OSError):  # it has done so itself, or has ended
-            os.setpgid(pid, pid)
-        self._bury = weakref.finalize(self, _bury, self._reader, pid, os.getpid())
+        super().__init__(partial(work, shadows), limit_s=timeout_s + _GRACE_S + (_LOADING_S if loads else 0.0))
 
-    def fileno(self) -> int:
-        """Return the descriptor that can be read from when there is something to ``poll``."""
-        return self._reader
+
+class Shadows:
+    """The shadows of a nursery, so many at once: copies of it, each of which runs one attempt and tells a reading.
+
+    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
+
+    Attributes:
+        card: the device that shadows run on, None for the memory of this machine.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prepare: Callable[[], None],
+        *,
+        budget: int | None,
+        timeout_s: float,
+        workers: int,
+        card: Card | None = None,
+    ) -> None:
+        self.card = card
+        self._session, self._prepare, self._workers, self._budget = session, prepare, workers, budget
+        self._cached = session.accelerator.read().simulated
+        self._timeout_s = timeout_s
+        self._end: float | None = None
+        self._start: Any = None
+        self._running: dict[Copy, tuple[Hashable, Attempt]] = {}
+        self._answered: list[tuple[Hashable, Reading]] = []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another shadow may begin."""
+        return len(self._running) + len(self._answered) < self._workers and self.left_s > _REPORT_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._running or self._answered)
 
     @property
     def left_s(self) -> float:
-        """Time after which this will be over, whatever the nursery does."""
-        return max(self._end - time.monotonic(), 0.0)
+        """Time that is left for all shadows."""
+        return self._timeout_s if self._end is None else self._end - time.monotonic()
 
-    def poll(self) -> list[Any]:
-        """Return what has come since, without waiting."""
-        ended = self.over
-        while not ended:
-            try:
-                chunk = os.read(self._reader, _CHUNK)
-            except BlockingIOError:
-                break
-            ended = not chunk
-            self._received += chunk
-        messages = []
-        for message in self._whole():
-            if isinstance(message, _End):
-                self.finished, self.failed = message.why is None, message.why
-            else:
-                messages.append(message)
-        if ended or not self.left_s:
-            self._close()
-        return messages
+    def begin(self, key: Hashable, attempt: Attempt) -> None:
+        """Begin a shadow that runs ``attempt``; its answer comes under ``key``."""
+        if self._start is None:
+            self._bring_back()
+        if isinstance(self._start, Reading):
+            self._answered.append((key, self._start))
+        else:
+            self._running[Copy(partial(self._read, attempt), limit_s=self.left_s)] = key, attempt
 
-    def _close(self) -> None:
-        """End this nursery, and say so where it has crashed."""
-        status = self.cancel()
-        if status is not None and self.failed is None and _is_crash(status):
-            self.failed = f"the shadow process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    def next(self) -> tuple[Hashable, Reading] | None:
+        """Return the next answer; None when the time is over, and then no shadow is left."""
+        while not self._answered:
+            if self.left_s <= 0 or not self._running:
+                for shadow in self._running:
+                    shadow.end()
+                self._running.clear()
+                return None
+            wait_for((shadow for shadow in self._running if not shadow.over), self.left_s)
+            for shadow in list(self._running):
+                self._take(shadow)
+        return self._answered.pop(0)
 
-    def wait(self) -> Iterator[Any]:
-        """Yield what comes as it comes, until it is over; the nursery is ended when nobody listens any more."""
+    def _bring_back(self) -> None:
+        from oomdoctor.forecast import child
+
+        child.warm_up()
+        self._end = time.monotonic() + self._timeout_s
         try:
-            while not self.over:
-                select.select([self], [], [], self.left_s)
-                yield from self.poll()
-        finally:
-            self.cancel()
+            self._start = child.bring_back(
+                *(self._prepare, self._session.namespace, self.card), accelerator=self._session.accelerator
+            )
+        except ForecastError as error:
+            self._start = Reading(why=str(error))
 
-    async def listen(self) -> AsyncIterator[Any]:
-        """Yield what comes as it comes, while other things run on the loop."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    def _read(self, attempt: Attempt) -> Iterator[Reading]:
+        """Run an attempt, in a shadow."""
+        from oomdoctor.forecast import child
 
-        def stop() -> None:
-            loop.remove_reader(self._reader)
-            arrived.set()
+        yield child.run(
+            *(self._session, attempt, self._start),
+            budget=self._budget,
+            cached=self._cached,
+            card=self.card,
+            time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
+        )
 
-        try:
-            while not self.over:
-                if self._stop_listening is None:
-                    loop.add_reader(self._reader, arrived.set)
-                    self._stop_listening = stop
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(arrived.wait(), self.left_s)
-                arrived.clear()
-                for message in self.poll():
-                    yield message
-        finally:
-            self.cancel()
+    def _take(self, shadow: Copy) -> None:
+        """Take the answer of a shadow, if it is there."""
+        readings = shadow.poll()
+        if not readings and (not shadow.over or shadow.is_late):
+            return
+        shadow.end()
+        key, attempt = self._running.pop(shadow)
+        reading = readings[0] if readings else Reading(why=shadow.failed)
+        if reading.lacks is None:
+            self._answered.append((key, reading))
+            return
+        # It asks for a device that this machine has not: what it would need there can be seen all the same.
+        if self.card is None:
+            from oomdoctor.sandbox.card import not_in_use
 
-    def cancel(self) -> int | None:
-        """End the nursery with its shadows; what has not been taken by ``poll`` is lost.
-
-        Returns:
-            The status that it ended with, where it was this call that took it.
-        """
-        self.over = True
-        if self._stop_listening is not None:
-            self._stop_listening()
-            self._stop_listening = None
-        return self._bury()
-
-    def _whole(self) -> Iterator[Any]:
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            if len(self._received) < _LENGTH.size + length:
-                return
-            body = self._received[_LENGTH.size : _LENGTH.size + length]
-            self._received = self._received[_LENGTH.size + length :]
-            yield pickle.loads(body)
-
-
-class _End:
-    """Said last: that the work is done, or why it is not."""
-
-    def __init__(self, why: str | None) -> None:
-        self.why = why
-
-
-def _nobody() -> None:
-    """Bury nobody."""
-
-
-def _is_crash(status: int) -> bool:
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL
-
-
-def _bury(reader: int, pid: int, owner: int) -> int | None:
-    """End the nursery with its shadows and take its status, so that no zombie is left."""
-    if os.getpid() != owner:
-        return None  # a copy of the process that forked it
-    os.close(reader)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # someone ignores SIGCHLD: the system has buried it
-        return os.waitpid(pid, 0)[1]
-    return None
-
-
-def _live(work: Work, shadows: Shadows, writer: int) -> None:
-    """Do the work and say what comes of it; never returns."""
-    try:
-        os.setpgid(0, 0)
-        walls.wall_off()
-        for message in work(shadows):
-            _say(writer, message)
-        _say(writer, _End(None))
-    except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
-        _say(writer, _End(f"the shadow process failed with {one_sentence(error)}"))
-    finally:
-        os._exit(0)
-
-
-def _say(writer: int, message: Any) -> None:
-    """Send a message to whoever polls."""
-    body = pickle.dumps(message)
-    written(writer, _LENGTH.pack(len(body)) + body)
+            self.card = not_in_use(reading.lacks)
+        self.begin(key, attempt)

@@ -27,7 +27,7 @@ from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.session import Attempt, Session
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.shadow import Shadows
+    from oomdoctor.forecast.nursery import Shadows
 
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)

@@ -74,14 +74,6 @@ class Planning:
         """Whether the plan is as good as it gets."""
         return self._nursery is None
 
-    def fileno(self) -> int:
-        """Return the descriptor that can be read from when ``poll`` has something new; -1 when it is over."""
-        return -1 if self._nursery is None else self._nursery.fileno()
-
-    def poll(self) -> bool:
-        """Take what has come since, without waiting; return whether the plan is another one."""
-        return self._nursery is not None and self._take(self._nursery.poll())
-
     def wait(self) -> Iterator[Plan]:
         """Yield the plan whenever it is another one, until it is as good as it gets."""
         if self._nursery is not None:
@@ -103,16 +95,8 @@ class Planning:
     def cancel(self, why: str = "the forecasts were broken off") -> None:
         """Forecast nothing more; what has no forecast yet keeps its estimate."""
         if self._nursery is not None:
-            self._nursery.cancel()
+            self._nursery.end()
             self._finish(why)
-
-    def _take(self, plans: Sequence[Plan]) -> bool:
-        before = self.plan
-        if plans:
-            self.plan = plans[-1]
-        if self._nursery is not None and self._nursery.over:
-            self._finish()
-        return self.plan is not before
 
     def _finish(self, why: str | None = None) -> None:
         nursery, self._nursery = self._nursery, None

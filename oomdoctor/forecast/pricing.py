@@ -11,7 +11,7 @@ from oomdoctor.model.plan import Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.shadow import Shadows
+    from oomdoctor.forecast.nursery import Shadows
     from oomdoctor.model.session import Attempt, Session
     from oomdoctor.sandbox.card import Card
 

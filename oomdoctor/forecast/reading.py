@@ -15,8 +15,6 @@ from oomdoctor.model.plan import Course
 OUT_OF_TIME: Final = "out of time"
 """Why there is no figure of a shadow that was cut before it saw enough."""
 
-_LONGEST_REASON = 300
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -71,13 +69,3 @@ class Reading:
     is_unfit: bool = False
     lacks: str | None = None
     card: str | None = None
-
-
-def one_sentence(error: BaseException) -> str:
-    """Return the type of ``error`` and the first line of its message, without running more of the user's code."""
-    try:
-        message = str(error).strip()
-    except Exception:  # noqa: BLE001  an exception of the user's whose __str__ fails still has a type
-        message = ""
-    text = type(error).__name__ + (f": {message.splitlines()[0]}" if message else "")
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

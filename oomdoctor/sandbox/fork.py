@@ -16,37 +16,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import faulthandler
-import gc
-import logging
 import os
 import random
-import select
 import signal
 import stat
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from oomdoctor.sandbox.openmp import keep_one_thread
-from oomdoctor.sandbox.walls import wall_off
 
 CANNOT_BE_READ: Final = "a pipe, socket or terminal cannot be read in a copy of the process"
 
 _MOST_COPIED: Final = 64 << 20
 """Bytes of shared memory that are copied where no file gives them again; writes to what is larger end the copy."""
-
-_LONGEST: Final = 1 << 12
-"""Bytes of an answer that are kept: a pipe takes so many at once."""
-_HEED_S: Final = 0.5
-"""Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
-_END: Final = b"\0"
-"""Ends an answer, as the end of the pipe need not come while another process has inherited it."""
 
 _PROT_READ: Final = 1
 _PROT_WRITE: Final = 2
@@ -85,83 +71,11 @@ def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = N
         for number in came:
             signal.raise_signal(number)
     except BaseException:
-        _ended(pid)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # with SIGCHLD ignored, the system reaps it
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         raise
     return pid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a copy told.
-
-    Attributes:
-        text: None where it told nothing: it was ended by a signal, or had no more time.
-        status: that it ended with.
-        is_late: whether it was ended because its time was up.
-    """
-
-    text: str | None
-    status: int
-    is_late: bool
-
-
-def answered(do: Callable[[], str], *, limit_s: float, prepare: Callable[[], None] | None = None) -> Answer | None:
-    """Return what ``do`` returns in a copy that changes nothing, None where the system gives no further process."""
-    reader, writer = os.pipe()
-    ends, pid = [reader, writer], 0
-    try:
-        try:
-            pid = forked(keep={writer}, prepare=prepare)
-        except OSError:
-            return None
-        if pid == 0:
-            _answer(do, writer, limit_s)
-        os.close(ends.pop())  # held here, it would not tell that a copy ended which told nothing
-        text, is_late = _told(reader, limit_s)
-        status, pid = _ended(pid), 0
-        return Answer(text=text, status=status, is_late=is_late)
-    finally:
-        for end in ends:
-            os.close(end)
-        if pid:
-            _ended(pid)
-
-
-def _answer(do: Callable[[], str], writer: int, limit_s: float) -> NoReturn:
-    try:
-        gc.disable()  # garbage of the origin is not finalised twice
-        faulthandler.disable()
-        logging.disable()  # handlers hold the streams of before, which in a notebook reach the front end from here
-        wall_off()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s) + 1)  # also where the origin is gone
-        os.write(writer, do().replace("\0", "").encode(errors="replace")[:_LONGEST] + _END)
-    finally:
-        os._exit(0)
-
-
-def _told(reader: int, limit_s: float) -> tuple[str | None, bool]:
-    deadline, text, waiting = time.monotonic() + limit_s, b"", select.poll()
-    waiting.register(reader, select.POLLIN)
-    while not text.endswith(_END):
-        left_s = max(0.0, deadline - time.monotonic())
-        if not waiting.poll(min(left_s, _HEED_S) * 1000):
-            if left_s > _HEED_S:
-                continue
-            return None, True
-        if not (more := os.read(reader, 1 << 16)):
-            return None, False
-        text += more
-    return text.removesuffix(_END).decode(errors="replace"), False
-
-
-def _ended(pid: int) -> int:
-    """End a copy and return its status; it keeps the one that it had ended with."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, the system reaps it
-        return os.waitpid(pid, 0)[1]
-    return 0
 
 
 @contextlib.contextmanager

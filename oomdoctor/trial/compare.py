@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import re
-import select
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -26,10 +23,10 @@ from oomdoctor.model.fix import Effect
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import RANDOM, Leaf
 from oomdoctor.program.names import bound_in_other_loops, bound_names, read_names
-from oomdoctor.sandbox.fork import answered, forked
+from oomdoctor.sandbox.copies import Copy, answered
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
-from oomdoctor.sandbox.walls import bound_memory, raise_limits
+from oomdoctor.sandbox.walls import bound_memory
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
 from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import Stage
@@ -111,13 +108,10 @@ def compare(
         terms = _Terms(session=session, stage=stage, before=before, effect=effect, leaves=leaves)
         return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
 
-    answer = answered(tried, limit_s=limit_s, prepare=raise_limits)
+    answer, why = answered(tried, limit_s=limit_s)
     if answer is None:
-        return Trial(same=None, why="the system gives no further process")
-    if answer.text is None:
-        late = f"it did not end within {limit_s:.0f} s"
-        return Trial(same=None, why=late if answer.is_late else f"the copy of the process ended ({answer.status})")
-    told = json.loads(answer.text)
+        return Trial(same=None, why=why)
+    told = json.loads(answer)
     return Trial(**{**told, "beside": tuple(told["beside"])})
 
 
@@ -307,34 +301,11 @@ def _is_setting(path: str, leaf: Leaf, before: Mapping[str, Leaf], after: Mappin
 
 def _end_of(make: Callable[[], End]) -> End:
     """Return the end that ``make`` returns in a copy of this process."""
-    reader, writer = os.pipe()
-    pid = forked(keep={writer})
-    if pid == 0:
-        try:
-            try:
-                made = make()
-            except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
-                made = End(error=_sentence(error), is_ours=True)
-            data = pickle.dumps(made)
-            while data:
-                data = data[os.write(writer, data) :]
-        finally:
-            os._exit(0)
-    os.close(writer)
-    deadline, received = time.monotonic() + _RUN_S, bytearray()
-    while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        if not (chunk := os.read(reader, 1 << 20)):
-            break
-        received += chunk
-    else:
-        os.kill(pid, signal.SIGKILL)
-    os.close(reader)
-    status = os.waitpid(pid, 0)[1]
-    if received and status == 0:
-        end: End = pickle.loads(received)
-        return end
+    copy = Copy(lambda: [make()], limit_s=_RUN_S)
+    for end in copy.wait():
+        return cast("End", end)
     late = f"it did not end within {_RUN_S:.0f} s"
-    return End(error=late if status == signal.SIGKILL else f"its process ended with status {status}", is_ours=True)
+    return End(error=late if copy.is_late else copy.failed, is_ours=True)
 
 
 def _is_of(path: str, names: set[str]) -> bool:
