@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from oomdoctor.model.memory import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 CELL: Final = "<oomdoctor: shadow of the cell>"
@@ -122,6 +124,13 @@ class Ledger:
         twin = self._twins.get(key)
         entry = self._entries.get(key if twin is None else twin[1])
         return None if entry is None else entry.number
+
+    def alive(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Yield the storages that are counted and alive, each with its number in ``events``."""
+        for entry in list(self._entries.values()):
+            storage = entry.watch()
+            if storage is not None:
+                yield entry.number, storage
 
     def mark(self, storage: torch.UntypedStorage, role: Role) -> None:
         """Tell what ``storage`` is there for, unless it is known to be there for something that counts for more."""

@@ -5,7 +5,7 @@ is the one with the longest: it is padded to those, or they are put one after th
 many as there is time for, and the sampler is asked for batches. What comes from a stream is taken from it.
 
 Limits: where the samples are fakes, a few that are alike stand for all. A sampler that shuffles makes other batches in
-each epoch; what is random in a sample is seen once.
+each epoch; what is random in a sample is seen once; what libraries beside torch allocate for a fetch is not seen.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from oomdoctor.forecast.fetches import Fetch, Fetching
-from oomdoctor.forecast.items import size_of
+from oomdoctor.allocator.composites import run_apart, stays_whole
+from oomdoctor.allocator.ledger import storages_of
+from oomdoctor.forecast.items import length_of, size_of
+from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.operators import Together
 from oomdoctor.model.memory import Role
 
@@ -43,6 +45,96 @@ _PROBED: Final = 32
 """Samples, spread over a data set, that tell whether lengths are unlike."""
 _MEASURING_S: Final = 1.0
 _MOST_BATCHES: Final = 100_000
+_MOST_EVENTS: Final = 4096
+"""Events of one fetch; of one that has more, only what is alive together with the batch is gone through."""
+
+
+class Fetch:
+    """What one fetch of a batch allocates and frees: its samples, and what is made on the way to them.
+
+    In the run that is forecast each batch is fetched anew, and all of its samples are alive until it is put together.
+    So the trace of a real fetch is gone through for every batch that is handed out.
+
+    Args:
+        events: of a ledger, see there.
+        made: which tensor of the batch it is that an allocation is for.
+    """
+
+    def __init__(self, events: Sequence[Any] = (), made: dict[int, int] | None = None) -> None:
+        self._made = made or {}
+        begun = {event[1] for event in events if event[0] == "alloc"}
+        if len(events) > _MOST_EVENTS:  # what is gone before the first tensor of the batch is made is left out
+            first = next((at for at, event in enumerate(events) if event[1] in self._made), len(events))
+            begun -= {event[1] for event in events[:first] if event[0] == "free"}
+        whole = begun & ({event[1] for event in events if event[0] == "free"} | self._made.keys())
+        self._events = [event for event in events if event[1] in whole]
+
+    def happens(self, tracker: Tracker, batch: Any = ()) -> None:
+        """Go through it in the ledger of the host, and count ``batch`` as what it makes."""
+        ledger, tensors, taken = tracker.host, _tensors(batch), dict[int, Any]()
+        for event in self._events:
+            if event[1] in self._made:
+                tracker.hold_real(tensors[self._made[event[1]]], Role.BATCH)
+            elif event[0] == "alloc":
+                taken[event[1]] = ledger.take(event[2], Role.BATCH)
+            else:
+                ledger.give_back(taken.pop(event[1]))
+        for tensor in tensors:
+            tracker.hold_real(tensor, Role.BATCH)
+
+
+class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes down what is allocated and freed while it is on. To be used where no other mode is on.
+
+    Args:
+        tracker: its ledger of the host knows what was there before.
+        is_here: whether what is fetched counts here; else nothing is taken down.
+    """
+
+    def __init__(self, tracker: Tracker, *, is_here: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._host, self._is_here, self._ledger, self._begun = tracker.host, is_here, Ledger(), 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a shadow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_here and stays_whole(func):
+            return run_apart(func, self, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for storage in storages_of(result) if self._is_here else ():
+            if self._host.number_of(storage) is None:
+                self._ledger.hold(storage)
+        return result
+
+    def begin(self) -> None:
+        """Note that what comes is the fetch itself: before it, a sampler may have drawn the order of all samples."""
+        self._begun = len(self._ledger.events)
+
+    def done(self, batch: Any) -> tuple[Fetch, Fetch]:
+        """Return what came before the fetch, and the fetch, whose outcome is ``batch``; count what else is kept.
+
+        What a data set makes once and keeps is counted from the first fetch on.
+        """
+        numbers = [
+            self._ledger.number_of(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+            for tensor in _tensors(batch)
+        ]
+        made = {number: at for at, number in enumerate(numbers) if number is not None}
+        for number, storage in self._ledger.alive():
+            if number not in made:
+                self._host.hold(storage)
+        events = list(self._ledger.events)
+        return Fetch(events[: self._begun]), Fetch(events[self._begun :], made)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(batch))
 
 
 def replace_loaders(tracker: Tracker, pace: Pace) -> None:
@@ -75,9 +167,7 @@ def _replace_workers(tracker: Tracker) -> None:
                     *(iterator._collate_fn, iterator._drop_last),
                 )
             batch = fetchers[iterator].fetch(next(iterator._sampler_iter))
-        for leaf in tree_iter(batch):
-            if isinstance(leaf, torch.Tensor):
-                tracker.hold_real(leaf, Role.BATCH)
+        Fetch().happens(tracker, batch)
         return batch
 
     cls: Any = _MultiProcessingDataLoaderIter
@@ -155,10 +245,6 @@ def _batches(loader: Any, tracker: Tracker, *, is_here: bool) -> _Batches:
     return found
 
 
-def _bytes(batch: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor))
-
-
 class _FewSamples:
     """A data set whose samples, where they are fakes, are taken to be like the first few of the batch."""
 
@@ -188,7 +274,7 @@ def _are_fakes_alike(samples: Sequence[Any]) -> bool:
 
 
 def _repeat(batches: _Batches, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
-    total = _length(loader)
+    total = length_of(loader)
     loop = pace.begins(total, id(loader))
     batches.begins.happens(tracker)
     try:
@@ -236,13 +322,6 @@ def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return (tensor[:rest] if rest and tensor.dim() and len(tensor) == sampler.batch_size else tensor).clone()
 
     return cut
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _longest_batches(loader: Any) -> list[list[Any]]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from oomdoctor.forecast.files import keep_files
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.tracker import raw_data
+from oomdoctor.model.memory import Role
 from oomdoctor.sandbox.silence import keep_to_itself
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
     _move_modules()
     _copy_deeply()
     _make_subclasses(tracker)
-    keep_files(tracker)
+    _keep_files(tracker)
     _follow_threads(tracker)
     _hide_fakes()
     _compile_nothing(tracker)
@@ -164,6 +167,63 @@ def _move_modules() -> None:
 
     cls: Any = torch.nn.Module
     cls._apply = apply
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A tensor of a file, without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Saved:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _keep_files(tracker: Tracker) -> None:
+    """Let what the cell saves and loads again come back with tensors of the same shapes, though nothing is written.
+
+    What it loads from a file that is there is read, and counts from then on. Objects that are not made of dicts, lists
+    and tensors are loaded as what they are at that time, if they are still alive.
+    """
+    by_path: dict[str, Any] = {}
+    by_buffer: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    load = torch.load
+
+    def place(file: Any) -> tuple[Any, Any]:
+        path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+        return (by_path, os.path.realpath(path)) if isinstance(path, (str, os.PathLike)) else (by_buffer, file)
+
+    def save(obj: Any, f: Any, *_args: Any, **_kwargs: Any) -> None:
+        places, key = place(f)
+        is_one = isinstance(obj, (torch.Tensor, dict, list, tuple))
+        places[key] = tree_map_only(torch.Tensor, _Saved.of, obj) if is_one else weakref.ref(obj)
+
+    def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        places, key = place(f)
+        if key not in places:
+            found = load(f, map_location, *args, **kwargs)
+            for leaf in tree_iter(found):
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                    tracker.hold_real(leaf, Role.USER_TENSOR)
+            return found
+        kept = places[key]
+        if isinstance(kept, weakref.ref):
+            if kept() is None:
+                raise FileNotFoundError("what was saved here is not kept in a forecast")
+            return copy.deepcopy(kept())
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, _Saved):
+                return leaf
+            where = map_location if isinstance(map_location, (str, torch.device)) else leaf.device
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
+
+        return tree_map(made, kept)
+
+    _torch.save, _torch.load = save, loaded
 
 
 def _follow_threads(tracker: Tracker) -> None:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from oomdoctor.allocator import virtual
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.forecast import price
-from oomdoctor.forecast.fetches import Fetching
 from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.loaders import Fetching
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.sizes import KIB, MIB
