@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from oomdoctor.forecast.pricing import Pricer, price
+from oomdoctor.forecast.pricing import price
 
-__all__ = ["Pricer", "price"]
+__all__ = ["price"]

@@ -78,8 +78,8 @@ def _followed(session: Session, collect: Collect, level: int, card: Card | None,
     attempt = Attempt(source=session.cells.failing.source)
     reading = child.run(session, attempt, start, budget=None, cached=cached, card=card, time_s=timeout_s)
     exc = failure if failure.__traceback__ is not None else None
-    if reading.why is not None and exc is None:
-        raise ForecastError(reading.why)
+    if reading.forecast.refused is not None and exc is None:
+        raise ForecastError(reading.forecast.refused)
     with _disable_current_modes():
         made = _made_real()
         if cached or card is not None:

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
-from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
@@ -40,7 +39,7 @@ from oomdoctor.forecast.module_memory import ModuleCalls
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled, fills_up
-from oomdoctor.forecast.reading import OUT_OF_TIME, Reading
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, no_reading
 from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.survey import Alive, alive, live_storages
@@ -176,7 +175,7 @@ def run(
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
     tracker.scalars.until = pace.until if card is None else -math.inf
     calls = ModuleCalls(tracker) if attempt == Attempt(source=session.cells.failing.source) else None
-    settings, is_left, missed, left_early = AllocatorSettings(), True, None, False
+    settings, is_left, failure, left_early = AllocatorSettings(), True, None, False
     try:
         if cached or card is not None:
             settings = allocator_settings(session.accelerator)
@@ -191,38 +190,34 @@ def run(
     except OutOfTime:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
         if not _is_steady(tracker.ledger, pace):
-            return Reading(why=OUT_OF_TIME)
+            return no_reading(OUT_OF_TIME)
     except StopForecast:
         left_early = True
     except SystemExit:
         pass  # the cell ends itself
     except ForecastError as error:
-        return Reading(why=str(error))
+        return no_reading(str(error))
     except OomDoctorError as error:
-        return Reading(why=str(error), is_unfit=True)
+        return no_reading(str(error), is_unfit=True)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
         if not _comes_of_cutting(error, pace):
-            return Reading(why=_failure(error), lacks=lacking(error) if card is None else None)
-        missed = _failure(error)
+            return no_reading(_failure(error), lacks=lacking(error) if card is None else None)
+        failure = _failure(error)
     note_roles(tracker, start.modules)
-    course = course_of(tracker.ledger, tracker.meter, statement_lines(attempt.source))
     reading = reading_of(
         tracker,
         pace,
         settings,
         is_left=is_left,
+        left_early=left_early,
+        failure=failure,
         budget=budget,
         cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
+        card=card if card is not None and card.held is None else None,
         layout=start.layout,
+        statements=statement_lines(attempt.source),
     )
-    return replace(
-        reading,
-        missed=missed or reading.missed,
-        left_early=left_early,
-        course=course,
-        modules=() if calls is None else calls.told(),
-        card=card.type if card is not None and card.held is None else None,
-    )
+    return reading if calls is None else replace(reading, modules=calls.told())
 
 
 def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) -> None:

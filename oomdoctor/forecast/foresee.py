@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
@@ -18,7 +18,8 @@ from oomdoctor.forecast.ahead import evidence_ahead
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.forecast.batches import largest
 from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.pricing import BASIS, Pricer, is_of_card, lacked_card, late
+from oomdoctor.forecast.pricing import is_of_card, lacked_card, price
+from oomdoctor.forecast.reading import BASIS, late
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
 from oomdoctor.model.code import OptimizerFacts
@@ -152,8 +153,7 @@ def _state_bytes(facts: OptimizerFacts) -> int:
 
 
 def _price(session: Session, source: str, *, budget: int | None, timeout_s: float) -> Forecast:
-    pricer = Pricer(session, budget=budget, prepare=_nothing)
-    return pricer.price([Attempt(source=source)], timeout_s=timeout_s)[0]
+    return price(session, [Attempt(source=source)], budget=budget, prepare=_nothing, timeout_s=timeout_s)[0]
 
 
 def _nothing() -> None:
@@ -263,17 +263,14 @@ def _largest(
     if isinstance(changed, Refused):
         return changed
     end = time.monotonic() + time_s
-    pricer = Pricer(session, budget=forecast.budget, prepare=_nothing)
-    price = partial(_price_batches, pricer, session, evidence, batches, end)
-    return largest(now, forecast, price, has_time=lambda: end - time.monotonic() > _LEAST_S)
 
+    def price_batches(sizes: Sequence[int]) -> Sequence[Forecast]:
+        patches = [batches.at(session.cells, evidence, size) for size in sizes]
+        reasons = [patch.reason for patch in patches if isinstance(patch, Refused)]
+        if reasons:
+            return [Forecast(basis=BASIS, refused=reasons[0]) for _ in sizes]
+        attempts = [patched(session.cells.failing, patch) for patch in patches if isinstance(patch, Patch)]
+        left_s = round(end - time.monotonic(), 1)
+        return price(session, attempts, budget=forecast.budget, prepare=_nothing, timeout_s=left_s)
 
-def _price_batches(
-    pricer: Pricer, session: Session, evidence: Evidence, batches: Batches, end: float, sizes: Sequence[int]
-) -> list[Forecast]:
-    patches = [batches.at(session.cells, evidence, size) for size in sizes]
-    reasons = [patch.reason for patch in patches if isinstance(patch, Refused)]
-    if reasons:
-        return [Forecast(basis=BASIS, refused=reasons[0]) for _ in sizes]
-    attempts = [patched(session.cells.failing, patch) for patch in patches if isinstance(patch, Patch)]
-    return list(pricer.price(attempts, timeout_s=round(end - time.monotonic(), 1)))
+    return largest(now, forecast, price_batches, has_time=lambda: end - time.monotonic() > _LEAST_S)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.reading import Reading, no_reading
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
 
@@ -184,7 +184,7 @@ class Shadows:
                 *(self._prepare, self._session.namespace, self.card), accelerator=self._session.accelerator
             )
         except ForecastError as error:
-            self._start = Reading(why=str(error))
+            self._start = no_reading(str(error))
 
     def _read(self, attempt: Attempt) -> Iterator[Reading]:
         """Run an attempt, in a shadow."""
@@ -205,7 +205,7 @@ class Shadows:
             return
         shadow.end()
         key, attempt = self._running.pop(shadow)
-        reading = readings[0] if readings else Reading(why=shadow.failed)
+        reading = readings[0] if readings else no_reading(shadow.failed)
         if reading.lacks is None:
             self._answered.append((key, reading))
             return

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.course import course_of
+from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
 from oomdoctor.forecast.values import uncertain_bytes
+from oomdoctor.model.plan import Forecast
+from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oomdoctor.allocator.settings import AllocatorSettings
     from oomdoctor.forecast.layout import Layout
     from oomdoctor.forecast.ledger import Ledger
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
+    from oomdoctor.sandbox.card import Card
 
 _MANY: Final = 10_000
 """Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
@@ -33,18 +39,25 @@ def reading_of(
     settings: AllocatorSettings,
     *,
     is_left: bool,
+    left_early: bool,
+    failure: str | None,
     budget: int | None,
     cached: bool,
+    card: Card | None,
     layout: Layout | None,
+    statements: Sequence[int],
 ) -> Reading:
     """Return the figures of a run.
 
     Args:
         settings: those of the caching allocator.
-        is_left: whether the cell was left before its end.
+        is_left: whether the cell was left before its end; ``left_early``: by a library, in its training.
+        failure: what it failed with because a loop was cut, None where it did not.
         budget: bytes that there are, None where it is not known.
         cached: whether a caching allocator stands between the tensors and the device.
+        card: the device that was emulated and that this machine lacks, None where there is none.
         layout: where what is alive at the start lies in it; None packs it into an empty one.
+        statements: lines at which the statements of the cell begin, in order.
     """
     ledger, meter = tracker.ledger, tracker.meter
     if layout is not None and layout.ledger is not ledger:
@@ -68,24 +81,36 @@ def reading_of(
         for event in events:
             tally.take(event)
         peak = tally.peak_reserved + events.growth
-    return Reading(
+    error = round(slack / max(peak, reserved), 4) if reserved else 0.0
+    endless = events.endless if events.endless * _MANY > margin * peak else 0
+    missed = failure or _missed(tracker, pace)
+    is_bound = uncertain_bytes(ledger) > margin * ledger.peak
+    notes = {
+        f"{ON_CARD}{card.type if card is not None else None}": card is not None,
+        f"extrapolated over {events.over} steps": events.over,
+        f"grows by {format_size(endless)} per step": endless,
+        f"{missed}": missed,
+        "what kernels need inside is an estimate": meter.is_estimate,
+        **{f"{what} is not known": True for what in sorted(meter.unknown)},
+        "what is compiled counts as if it were not": tracker.is_uncompiled,
+        "on the likelier way where values decide": tracker.scalars.has_guessed,
+        "at the most that values may decide": is_bound,
+        "at the most, as if no deque and no cycle were ever full": pace.is_counted_on,
+        "may be larger in steps that were not seen": pace.is_partial,
+        "what comes after the training of a library is not seen": left_early,
+    }
+    forecast = Forecast(
+        basis=", ".join([BASIS, *(note for note, holds in notes.items() if holds)]),
+        budget=budget,
         peak=peak,
         reserved=reserved,
+        error_ratio=max(margin, error),
         peak_line=ledger.peak_line,
-        cost=meter.cost * pace.share,
-        error_ratio=margin,
-        reserved_slack=slack,
-        over=events.over,
-        endless=events.endless if events.endless * _MANY > margin * peak else 0,
-        is_estimate=meter.is_estimate,
-        unknown=tuple(sorted(meter.unknown)),
-        is_guessed=tracker.scalars.has_guessed,
-        is_bound=uncertain_bytes(ledger) > margin * ledger.peak,
-        missed=_missed(tracker, pace),
-        is_partial=pace.is_partial,
-        is_counted_on=pace.is_counted_on,
-        is_uncompiled=tracker.is_uncompiled,
+        course=course_of(ledger, meter, statements),
+        at_least=bool(endless) or missed is not None or left_early,
+        at_most=is_bound or pace.is_counted_on,
     )
+    return Reading(forecast=forecast, cost=meter.cost * pace.share, left_early=left_early)
 
 
 def _slack(settings: AllocatorSettings, layout: Layout | None, *, is_whole: bool) -> int:

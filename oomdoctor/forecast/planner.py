@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
 from oomdoctor.forecast.layout import allocator_settings
-from oomdoctor.forecast.pricing import forecast_of, is_late, late
-from oomdoctor.forecast.reading import Reading
+from oomdoctor.forecast.reading import Reading, late
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix
@@ -244,13 +243,13 @@ class Planner:
     def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
         unchanged = self._unchanged
         assert unchanged is not None
-        if reading.is_unfit and reading.why is not None:
-            ladder.find_unfit(index, reading.why)
+        forecast = reading.priced(self._budget, self._cost)
+        if reading.is_unfit:
+            ladder.find_unfit(index, forecast.refused or "")
             return
-        forecast = forecast_of(reading, self._budget, self._cost)
         if forecast.refused is not None:
-            ladder.why = late(self.time_budget_s) if is_late(reading) else forecast.refused
-            ladder.breaks = unchanged.refused is None and not is_late(reading)
+            ladder.why = late(self.time_budget_s) if reading.is_late else forecast.refused
+            ladder.breaks = unchanged.refused is None and not reading.is_late
             ladder.search.end()
             return
         if unchanged.refused is not None:
@@ -268,9 +267,9 @@ class Planner:
 
     def _judged(self, reading: Reading) -> Forecast:
         """Return the forecast of the unchanged cell; where it saw too little, what it held and asked for."""
-        forecast = forecast_of(reading, self._budget, reading.cost)
+        forecast = reading.priced(self._budget, reading.cost)
         if forecast.refused is not None:
-            return self.least(late(self.time_budget_s) if is_late(reading) else forecast.refused)
+            return self.least(late(self.time_budget_s) if reading.is_late else forecast.refused)
         self._cost = reading.cost
         least = self.least("").peak
         if least is None or (forecast.peak or 0) >= _SEEN * least:

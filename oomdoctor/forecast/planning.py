@@ -15,7 +15,7 @@ from typing import Final
 
 from oomdoctor.forecast.nursery import Nursery, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
-from oomdoctor.forecast.pricing import late
+from oomdoctor.forecast.reading import late
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Incident

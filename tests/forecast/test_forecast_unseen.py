@@ -5,8 +5,6 @@ import torch
 from forecast_lab import forecast, mlp, namespace
 from torch import nn
 
-from oomdoctor.forecast.pricing import forecast_of
-from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.plan import Verdict
 
 PLENTY = 1 << 40
@@ -26,6 +24,15 @@ for step in range(3):
     optimizer.zero_grad()
     table(torch.randint(0, 5000, (256, 20))).sum().backward()
     optimizer.step()
+"""
+FIT = """
+def fit(steps):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+torch, keep["fit"] = keep["torch"], fit
 """
 
 
@@ -58,9 +65,10 @@ def test_with_sparse_gradients_nothing_is_said_to_fit():
 
 
 def test_a_library_that_was_left_in_its_training_is_not_said_to_fit():
-    reading = Reading(peak=1000, left_early=True)
-    found = forecast_of(reading, PLENTY, None)
+    ns = {"torch": torch}
+    exec(FIT, {"__name__": "library", "keep": ns})
+    found = forecast(ns, "fit(10)", budget=PLENTY)
     assert "is not seen" in found.basis
     assert found.verdict is Verdict.UNKNOWN
-    assert forecast_of(reading, 10, None).verdict is Verdict.TOO_LARGE
-    assert forecast_of(Reading(peak=1000), PLENTY, None).verdict is Verdict.FITS
+    assert forecast(ns, "fit(10)", budget=10).verdict is Verdict.TOO_LARGE
+    assert forecast(ns, "fit(1)", budget=PLENTY).verdict is Verdict.FITS
