@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from oomdoctor.allocator import stack
 from oomdoctor.allocator.caching import OutOfSpace
 from oomdoctor.allocator.composites import run_apart, stays_whole
 
@@ -97,9 +96,11 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _foresee(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise before the host works for a result that cannot fit."""
-        if types or most_bytes(func, args) <= self.device.headroom() or stack.makes_fakes():
+        if types or most_bytes(func, args) <= self.device.headroom():
             return
-        with stack.set_aside():  # not shown to the user's own modes
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return
+        with _disable_current_modes():  # not shown to the user's own modes
             sizes = foreseen_bytes(func, args, kwargs)
         if sum(sizes) > self.device.headroom():
             self.device.check_room(sizes)

@@ -22,7 +22,13 @@ import warnings
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from oomdoctor.allocator import stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
+
 from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.allocator.mode import CountingMode
 from oomdoctor.errors import UsageError
@@ -31,6 +37,8 @@ from oomdoctor.model.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_BASE: Final[Any] = TorchDispatchMode
+"""Its ``__enter__`` and ``__exit__`` do the bookkeeping of the stack, and nothing of what a mode does of its own."""
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _mode: CountingMode | None = None
@@ -148,7 +156,8 @@ def uncounted() -> AbstractContextManager[None]:
     For oomdoctor's own work: tensors made there are not counted before the program uses them, those that die there
     are given back.
     """
-    return stack.set_aside()
+    context: AbstractContextManager[None] = _disable_current_modes()
+    return context
 
 
 def _check_not_held() -> None:
@@ -172,7 +181,7 @@ def _put_on(capacity_bytes: int) -> VirtualAccelerator:
 
 def _resume(mode: CountingMode) -> None:
     global _mode
-    stack.put_on(mode)
+    _BASE.__enter__(mode)
     _mode = mode
 
 
@@ -181,9 +190,16 @@ def _take_off(*, keep: bool = False) -> None:
     global _mode
     if _mode is None:
         return
-    if not stack.holds(_mode):
+    if not any(_mode is other for other in _get_current_dispatch_mode_stack()):
         raise UsageError("the virtual accelerator was switched on in another thread: switch it off there")
-    stack.take_out(_mode)
+    aside: list[TorchDispatchMode] = []
+    while (top := _get_current_dispatch_mode()) is not None:
+        _BASE.__exit__(top, None, None, None)
+        if top is _mode:
+            break
+        aside.append(top)
+    for other in reversed(aside):
+        _BASE.__enter__(other)
     if not keep:
         _mode.device.close()
     _mode = None

@@ -40,9 +40,8 @@ from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast
 from oomdoctor.forecast.piled import Piled, fills_up
 from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, no_reading
-from oomdoctor.forecast.roles import follow_roles, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
-from oomdoctor.forecast.survey import Alive, alive, live_storages
+from oomdoctor.forecast.survey import Alive, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt
 from oomdoctor.program.compiled import does_nothing, statement_lines
@@ -125,7 +124,7 @@ def bring_back(
     keep_one_thread()  # the start of the cell may have brought others back
     gc.unfreeze()
     gc.collect()
-    ledger, found = Ledger(), alive()
+    ledger, found = Ledger(), Alive()
     for storage, role in live_storages(found):
         if storage.device.type == "cpu":
             ledger.hold(storage)

@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.layout import Layout
-from oomdoctor.forecast.survey import alive, live_storages
-from oomdoctor.objects.alive import alive as alive_of
-from oomdoctor.objects.alive import is_apart
+from oomdoctor.forecast.survey import Alive, live_storages
+from oomdoctor.objects.alive import alive, is_apart
 from oomdoctor.sandbox.card import Card
 from oomdoctor.sandbox.copies import one_sentence
 
@@ -47,7 +46,7 @@ class Held:
 
     def __init__(self, card: Card) -> None:
         self.storages: list[tuple[Any, Role | None]] = [
-            (storage, role) for storage, role in live_storages(alive()) if lies_there(storage, card)
+            (storage, role) for storage, role in live_storages(Alive()) if lies_there(storage, card)
         ]
         self.tensors = list({id(tensor): tensor for tensor in _tensors() if lies_there(tensor, card)}.values())
         _kept.extend(storage for storage, _ in self.storages)
@@ -69,7 +68,7 @@ def lies_there(found: Any, card: Card) -> bool:
 
 
 def _tensors() -> Iterator[torch.Tensor]:
-    for found in alive_of(torch.Tensor):
+    for found in alive(torch.Tensor):
         if not isinstance(found, FakeTensor) and not is_apart(found):
             yield found
             if found.is_leaf and found.grad is not None:

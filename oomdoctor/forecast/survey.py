@@ -1,78 +1,62 @@
-"""What is alive at the start of the cell: every tensor that Python knows, their gradients, and what graphs keep.
+"""What storages are there for: those that are alive at the start of the cell, and those that it makes.
 
-Only in a forked process: it looks at all objects of the interpreter.
+At the start that is every tensor that Python knows, their gradients, and what graphs keep. Of what the cell makes it is
+told at the moments at which torch shows it: a gradient is what a backward leaves in ``.grad``, optimizer state what a
+step leaves in ``state``, parameters and buffers what a module registers; what a step makes and lets go of again was a
+buffer of its own. The notes of the ledger take that down, also of what the peak has seen already.
+
+Only in a forked process, to be thrown away: it looks at all objects of the interpreter.
 """
 
 from __future__ import annotations
 
-import gc
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import FunctionType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomdoctor.model.memory import Role
-from oomdoctor.objects.alive import is_apart
+from oomdoctor.objects.alive import alive, is_apart
 from oomdoctor.objects.graph import Graphs
 from oomdoctor.objects.kinds import registered
 
+if TYPE_CHECKING:
+    from oomdoctor.forecast.tracker import Tracker
+
+_torch: Any = torch
+_modules: Any = torch_module
 _WITHOUT_SHAPE: Final = (UninitializedParameter, UninitializedBuffer)
 """What a lazy module has before its first forward: no memory, and an error for whoever asks for it."""
-_NONE: Final[list[Any]] = []
+_APART: Final = (FakeTensor, *_WITHOUT_SHAPE)
 
 
 class Alive:
-    """The objects of some kinds, sorted out in one pass: an interpreter holds half a million of them.
+    """The objects of some kinds, found in one pass of the half a million of an interpreter. Nothing of theirs runs.
 
     Attributes:
         storages, tensors, modules, optimizers, functions, deques: those of the kind; of tensors, no fakes.
     """
 
-    __slots__ = ("deques", "functions", "modules", "optimizers", "storages", "tensors")
+    def __init__(self, more: Iterable[Any] = ()) -> None:
+        """Look for them; ``more`` are objects that the garbage collector does not tell of."""
+        kinds = (torch.UntypedStorage, torch.Tensor, torch.nn.Module, Optimizer, FunctionType, deque)
+        by_type: dict[type, list[Any]] = defaultdict(list)
+        for found in chain(alive(*kinds), more):
+            by_type[type(found)].append(found)
 
-    def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-        self.tensors: list[torch.Tensor] = []
-        self.modules: list[torch.nn.Module] = []
-        self.optimizers: list[Optimizer] = []
-        self.functions: list[FunctionType] = []
-        self.deques: list[deque[Any]] = []
+        def of(root: type) -> list[Any]:
+            own = (found for kind, found in by_type.items() if issubclass(kind, root) and not issubclass(kind, _APART))
+            return list(chain.from_iterable(own))
 
-    def _of(self, kind: type) -> list[Any] | None:
-        """Return where an object of this type belongs, None for nowhere. Its own methods are not asked."""
-        if kind is torch.UntypedStorage:
-            return self.storages
-        if kind is FunctionType:
-            return self.functions
-        if kind is deque:
-            return self.deques
-        if issubclass(kind, torch.Tensor):
-            return None if issubclass(kind, (FakeTensor, *_WITHOUT_SHAPE)) else self.tensors
-        if issubclass(kind, torch.nn.Module):
-            return self.modules
-        return self.optimizers if issubclass(kind, Optimizer) else None
-
-    def add(self, objects: Iterable[Any]) -> Alive:
-        """Sort ``objects`` in."""
-        places: dict[type, list[Any] | None] = {}
-        for found in objects:
-            kind = type(found)
-            place = places.get(kind, _NONE)
-            if place is _NONE:
-                place = places[kind] = self._of(kind)
-            if place is not None:
-                place.append(found)
-        return self
-
-
-def alive() -> Alive:
-    """Return what the garbage collector knows of."""
-    return Alive().add(gc.get_objects())
+        self.storages, self.tensors, self.modules, self.optimizers, self.functions, self.deques = map(of, kinds)
 
 
 def live_storages(found: Alive) -> Iterator[tuple[torch.UntypedStorage, Role | None]]:
@@ -146,3 +130,108 @@ def _as(role: Role, value: Any) -> Iterator[tuple[torch.UntypedStorage, Role]]:
             yield value.untyped_storage(), role
         except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
             return
+
+
+# Roles of what is made ------------------------------------------------------------------------------------------------
+
+
+def follow_roles(tracker: Tracker) -> None:
+    """Have modules, backward passes and optimizers tell what they keep. To be called before their other stand-ins."""
+    _follow_modules(tracker)
+    _follow_detach(tracker)
+    _follow_backward(tracker)
+    _follow_steps(tracker)
+
+
+def note_roles(tracker: Tracker, modules: list[weakref.ref[torch.nn.Module]]) -> None:
+    """Tell what modules and optimizers keep at the end, where they have it by other ways.
+
+    Args:
+        modules: those that were there before the cell, which the garbage collector does not tell of any more.
+    """
+    before = [module for reference in modules if (module := reference()) is not None]
+    for tensor, role in told_roles(Alive(before)):
+        tracker.mark(tensor, role)
+
+
+def _follow_modules(tracker: Tracker) -> None:
+    def keeper(role: Role) -> Any:
+        def registered(_module: Any, _name: str, tensor: Any) -> None:
+            if isinstance(tensor, torch.Tensor):
+                tracker.mark(tensor, role)
+
+        return registered
+
+    _modules.register_module_parameter_registration_hook(keeper(Role.PARAMETER))
+    _modules.register_module_buffer_registration_hook(keeper(Role.BUFFER))
+
+
+def _follow_detach(tracker: Tracker) -> None:
+    """Note what the program detaches; autograd itself detaches what it saves, below this method."""
+    detach = torch.Tensor.detach
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        note = tracker.note_of(tensor) if tensor.requires_grad else None
+        if note is not None:
+            note.detached = True
+        return detach(tensor)
+
+    cls: Any = torch.Tensor
+    cls.detach = noted
+
+
+def _follow_backward(tracker: Tracker) -> None:
+    backward = torch.autograd.backward
+
+    def followed(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        leaves = list(_leaves(tensors))
+        aside, tracker.ledger.making = tracker.ledger.making, None  # of a step that calls its closure
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            tracker.ledger.making = aside
+            _mark_gradients(tracker, leaves)
+
+    _torch.autograd.backward = followed
+
+
+def _follow_steps(tracker: Tracker) -> None:
+    ledger = tracker.ledger
+
+    def begins(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            _mark_gradients(tracker, group["params"])
+        ledger.making = f"buffers of {type(optimizer).__name__}.step()"
+
+    def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        ledger.making = None
+        for tensor in state_of(optimizer):
+            tracker.mark(tensor, Role.OPTIMIZER_STATE)
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ended)
+
+
+def _mark_gradients(tracker: Tracker, parameters: list[Any]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, torch.nn.Parameter):
+            tracker.mark(parameter, Role.PARAMETER)
+        if parameter.grad is not None:
+            tracker.mark(parameter.grad, Role.GRADIENT)
+
+
+def _leaves(tensors: Any) -> Iterator[Any]:
+    """Yield the tensors in which a backward from ``tensors`` leaves gradients."""
+    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    todo = [tensor.grad_fn for tensor in given if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    yield from (tensor for tensor in given if isinstance(tensor, torch.Tensor) and tensor.grad_fn is None)
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None) if not node.next_functions else None
+        if leaf is not None:
+            yield leaf
+        todo += [following for following, _ in node.next_functions if following is not None]

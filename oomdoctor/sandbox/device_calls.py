@@ -92,8 +92,8 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     found |= dict.fromkeys(("current_device", "current_device_index"), _always(card.index)) | {
         "initial_seed": _always(0)
     }
-    found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream"), _Stream)
-    found |= dict.fromkeys(("device", "device_of", "device_index"), _Stream)
+    found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream"), _Idle)
+    found |= dict.fromkeys(("device", "device_of", "device_index"), _Idle)
     found |= dict.fromkeys(("range_push", "range_pop", "mark"), _always(0))
     capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {
@@ -102,8 +102,8 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
         "_is_in_bad_fork": _always(False),
         "device_count": _always(1),
         "current_accelerator": _always(torch.device(card.type)),
-        "Event": _Event,
-        "range": _Stream,
+        "Event": _Idle,
+        "range": _Idle,
         "get_device_name": _always(card.name),
         "get_device_capability": capability,
         "get_device_properties": _always(_properties(card)),
@@ -150,8 +150,8 @@ def _properties(card: Card) -> Any:
     return SimpleNamespace(name=card.name, total_memory=card.total, major=major, minor=minor, gcnArchName="")
 
 
-class _Stream(contextlib.AbstractContextManager[Any]):
-    """A stream, and every other thing of a device that one can enter: the work is done at once."""
+class _Idle(contextlib.AbstractContextManager[Any]):
+    """A stream, an event, and every other thing of a device that one can enter: all work is done at once."""
 
     stream_id = cuda_stream = device_index = idx = 0
 
@@ -163,7 +163,7 @@ class _Stream(contextlib.AbstractContextManager[Any]):
         return function
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, _Idle)
 
     def __hash__(self) -> int:
         return 0
@@ -179,24 +179,13 @@ class _Stream(contextlib.AbstractContextManager[Any]):
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    wait_event = wait_stream = synchronize = _nothing
-
-
-class _Event:
-    """An event: it has happened."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, _end: Any) -> float:
         return 1.0
 
-    record = wait = synchronize = _nothing
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Idle()
+
+    wait_event = wait_stream = synchronize = record = wait = _nothing
 
 
 def _generator(card: Card) -> Any:

@@ -125,11 +125,11 @@ def test_one_that_hangs_does_not_take_the_others_with_it():
 def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatch):
     # An optimizer that another test left could step yet, for all that a shadow run knows.
     def alive_but_optimizers():
-        found = survey.alive()
+        found = survey.Alive()
         found.optimizers.clear()
         return found
 
-    monkeypatch.setattr(child, "alive", alive_but_optimizers)
+    monkeypatch.setattr(child, "Alive", alive_but_optimizers)
     found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=15.0)
     assert found.refused is None
     assert found.peak >= 8 << 20
