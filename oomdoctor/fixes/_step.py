@@ -35,8 +35,8 @@ from oomdoctor.fixes._step_statements import (
 )
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
-from oomdoctor.program.names import blocks_of
-from oomdoctor.program.regions import Region, backwards_in, read_before
+from oomdoctor.program.names import blocks_of, read_first
+from oomdoctor.program.regions import Region, backwards_in
 
 _WEIGHED: Final = {"rows": Value(shape=Shape.MEAN), "sum": Value(shape=Shape.SUM)}
 _SCALARS: Final = {Shape.MEAN, Shape.SUM}
@@ -114,7 +114,7 @@ def plan(
     needed = set[str]()
     for one in following:
         other = _Planner(one, split, late=late)
-        needed |= read_before([unit for unit in other.units if id(unit) in other.leading])
+        needed |= read_first([unit for unit in other.units if id(unit) in other.leading], loops_run=False)
     return _Planner(region, split, late=late, shared=needed).step(weigh)
 
 
@@ -152,7 +152,7 @@ class _Planner:
                 hoisted, both = hoisted | more, (both | counting) - more
                 continue
             written = {name for unit in inner for name in binds_of(unit)}
-            loose = read_before(inner, certain=False) & written - {*names}
+            loose = read_first(inner, all_run=True) & written - {*names}
             if not loose:
                 break
             for name in sorted(loose):
@@ -330,7 +330,7 @@ class _Planner:
     def _used(self, places: Mapping[int, str]) -> set[str]:
         """Return the names that are read outside of the statements for each part, and not bound anew before."""
         behind = [unit for unit in self.units if places[id(unit)] in ("after", "both")]
-        return read_before(behind) | self._region.read_behind
+        return read_first(behind, loops_run=False) | self._region.read_behind
 
     def _to_hoist(
         self, inner: Sequence[ast.stmt], places: Mapping[int, str], names: Sequence[str], used: set[str]

@@ -12,6 +12,7 @@ from typing import Final
 from oomdoctor.program.magics import mask, tree_of
 
 _WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
+_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -116,23 +117,30 @@ class FirstUse(Enum):
 def first_uses(source: str) -> dict[str, FirstUse]:
     """Return what the cell does first with each name that it uses.
 
-    A binding inside ``if``, ``try`` or ``match`` may not happen and does not count. Functions and classes that the
+    A binding inside ``try``, ``match`` or one branch may not happen and does not count. Functions and classes that the
     cell defines are taken to read all that they mention, from where they are defined.
     """
-    return _first_uses(tree_of(source).body)
-
-
-def read_first(body: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that statements read, or go on from, before they bind them."""
-    return {name for name, use in _first_uses(body).items() if use is not FirstUse.BINDS}
-
-
-def _first_uses(body: Iterable[ast.stmt]) -> dict[str, FirstUse]:
     uses: dict[str, FirstUse] = {}
-    for name, use in _events(body, certain=True):
+    for name, use in _events(tree_of(source).body, loops_run=True):
         if use is not None:
             uses.setdefault(name, use)
     return uses
+
+
+def read_first(body: Iterable[ast.AST], *, loops_run: bool = True, all_run: bool = False) -> set[str]:
+    """Return the names that statements read, or go on from, before they bind them.
+
+    Args:
+        loops_run: what a loop binds is bound behind it; else it may run no time.
+        all_run: what a branch binds is bound behind it as well.
+    """
+    found, made = set[str](), set[str]()
+    for name, use in _events(body, loops_run):
+        if use is FirstUse.BINDS or (use is None and all_run):
+            made.add(name)
+        elif use is not None and name not in made:
+            found.add(name)
+    return found
 
 
 def loaded(*nodes: ast.AST) -> set[str]:
@@ -246,30 +254,35 @@ def bound_by(node: ast.AST) -> Iterator[str]:
         yield from bound_by(child)
 
 
-def _events(body: Iterable[ast.stmt], *, certain: bool) -> Iterator[tuple[str, FirstUse | None]]:
+def _events(body: Iterable[ast.AST], loops_run: bool) -> Iterator[tuple[str, FirstUse | None]]:
     """Yield uses in the order of execution; a binding that may not happen is None."""
-    for statement in body:
-        yield from _statement(statement, certain)
-
-
-def _statement(node: ast.stmt, certain: bool) -> Iterator[tuple[str, FirstUse | None]]:
-    binds, blocks = FirstUse.BINDS if certain else None, blocks_of(node)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield from _reads(node)
-        yield node.name, binds
-        return
-    heads: list[ast.AST] = [node]
-    if isinstance(node, ast.For | ast.AsyncFor):
-        heads = [node.iter, node.target]
-    elif blocks:
-        heads = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _WITH_BLOCKS)]
-    for head in heads:
-        yield from _reads(head)
-        if isinstance(head, ast.AugAssign):
-            yield from ((child.id, FirstUse.READS) for child in ast.walk(head.target) if isinstance(child, ast.Name))
-        yield from ((name, binds) for name in bound_by(head))
-    certain = certain and not isinstance(node, ast.If | ast.Try | ast.TryStar | ast.Match)
-    yield from _events(chain.from_iterable(blocks), certain=certain)
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _reads(node)
+            yield node.name, FirstUse.BINDS
+            continue
+        heads, blocks = [node], blocks_of(node)
+        if isinstance(node, ast.For | ast.AsyncFor):
+            heads = [node.iter, node.target]
+        elif blocks:
+            heads = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _WITH_BLOCKS)]
+        for head in heads:
+            yield from _reads(head)
+            if isinstance(head, ast.AugAssign):
+                yield from ((one.id, FirstUse.READS) for one in ast.walk(head.target) if isinstance(one, ast.Name))
+            yield from ((name, FirstUse.BINDS) for name in bound_by(head))
+        is_sure = isinstance(node, ast.With | ast.AsyncWith) or (loops_run and isinstance(node, _LOOPS))
+        bound = list[set[str]]()
+        for block in blocks:
+            bound.append(set())
+            for name, use in _events(block, loops_run):
+                bound[-1] |= {name} if use is FirstUse.BINDS else set()
+                if name not in bound[-1] or is_sure:
+                    yield name, use
+                elif use is FirstUse.BINDS:
+                    yield name, None
+        if isinstance(node, ast.If) and node.orelse:
+            yield from ((name, FirstUse.BINDS) for name in bound[0] & bound[1])
 
 
 def _reads(node: ast.AST) -> Iterator[tuple[str, FirstUse | None]]:

@@ -10,9 +10,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import Program, Scope
-from oomdoctor.program.names import blocks_of, free_names, target_names
+from oomdoctor.program.names import blocks_of, read_first, target_names
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.With, ast.AsyncWith)
@@ -56,18 +55,18 @@ class Region:
     @property
     def read_behind(self) -> set[str]:
         """The names that are read behind the region before they are bound anew."""
-        used = read_before(self.block[self.end :])
+        used = _read(self.block[self.end :])
         inner: Sequence[ast.stmt] = self.block
         for node in reversed(self.path):
             if isinstance(node, _LOOPS):
-                again = read_before([ast.Expr(node.test), *inner] if isinstance(node, ast.While) else inner)
+                again = _read([ast.Expr(node.test), *inner] if isinstance(node, ast.While) else inner)
                 used |= again if isinstance(node, ast.While) else again - {*target_names(node.target)}
             if isinstance(node, (*_FUNCTIONS, ast.Module)):
                 break
             outer = self.path[self.path.index(node) - 1]
             for block in blocks_of(outer):
                 if node in block:
-                    used |= read_before(block[block.index(node) + 1 :])
+                    used |= _read(block[block.index(node) + 1 :])
                     inner = block
         return used
 
@@ -93,36 +92,8 @@ def backwards_in(node: ast.stmt) -> tuple[ast.Expr, ...]:
     return ()
 
 
-def read_before(body: Iterable[ast.AST], *, certain: bool = True) -> set[str]:
-    """Return the names that statements read before they bind them.
-
-    Args:
-        certain: what a branch or a loop binds is bound only where it surely runs; else also where it may.
-    """
-    return _exposed(body, certain)[0]
-
-
-def _exposed(body: Iterable[ast.AST], certain: bool) -> tuple[set[str], set[str]]:
-    """Return the names that are read before they are bound, and those that are bound."""
-    found, made = set[str](), set[str]()
-    for node in body:
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            found |= free_names(node) - made
-            made.add(node.name)
-            continue
-        blocks = blocks_of(node)
-        inner = {id(one) for block in blocks for one in block}
-        heads = [part for part in ast.iter_child_nodes(node) if id(part) not in inner] if blocks else [node]
-        found |= {name for part in heads for name in reads(part)} - made
-        heads_bind = {name for part in heads for name in bound(part)}
-        each = [_exposed(block, certain) for block in blocks]
-        found |= {name for used, _ in each for name in used} - made - heads_bind
-        made |= heads_bind
-        if isinstance(node, ast.With | ast.AsyncWith) or not certain:
-            made |= {name for _, binds in each for name in binds}
-        elif isinstance(node, ast.If) and len(each) == 2:
-            made |= each[0][1] & each[1][1]
-    return found, made
+def _read(body: Iterable[ast.AST]) -> set[str]:
+    return read_first(body, loops_run=False)
 
 
 def _is_backward(call: ast.Call) -> bool:
