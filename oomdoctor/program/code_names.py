@@ -1,8 +1,8 @@
 """Which names a cell's text or a function's code mentions, and which attributes and items of others it writes.
 
-``torch.foo = 1``, ``F.gelu += 1``, ``del torch.foo`` and ``setattr(torch, "foo", 1)`` are assignments to attributes. A
-function is read from its code, which is at hand where its text is not, once for each code, as it is asked about before
-each cell. What is assigned by way of an attribute of an object, an item or an argument is not seen.
+``torch.foo = 1``, ``F.gelu += 1``, ``del torch.foo`` and ``setattr(torch, "foo", 1)`` are assignments to attributes.
+The names of a function are read from its code, once for each, as it is asked about before each cell; what it writes is
+read from its text. What is assigned by way of an attribute of an object, an item or an argument is not seen.
 
 Items are written by ``x[0] = 1``, ``x[0].y = 1``, ``x.sort()``, ``shuffle(x)`` and through views of them: told from the
 text alone, so that of a path the last name is known, ``rows`` of ``data.rows[3]``. What a function writes into its own
@@ -45,9 +45,8 @@ _MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*m
 _WORDS: Final = re.compile(r"\w+")
 _ALONE: Final = re.compile(r"(?<![.\w])\w+")
 _GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
-_STORES: Final = ("STORE_ATTR", "DELETE_ATTR")
-_STORE_CODES: Final = frozenset(opmap[name] for name in _STORES)
-_BY_NAME: Final = ("setattr", "delattr")
+_STORES: Final = frozenset({opmap["STORE_ATTR"], opmap["DELETE_ATTR"]})
+_BY_NAME: Final = frozenset({"setattr", "delattr"})
 _REMEMBERED: Final = 4096
 
 
@@ -150,8 +149,9 @@ class CodeNames:
 
     @cached_property
     def written(self) -> tuple[AttributeWrite, ...]:
-        """The assignments to attributes."""
-        return tuple(write for code in self.codes for write in _written(code))
+        """The assignments to attributes, none where the text is not known."""
+        may = (not _STORES.isdisjoint(code.co_code[::2]) or _BY_NAME & {*code.co_names} for code in self.codes)
+        return attributes_written(_text_of(self.codes[0])) if any(may) else ()
 
 
 _known: Final[dict[int, tuple[CodeType, CodeNames]]] = {}
@@ -165,40 +165,6 @@ def names_of(code: CodeType) -> CodeNames:
             _known.clear()
         known = _known[id(code)] = code, CodeNames(code)
     return known[1]
-
-
-def _written(code: CodeType) -> Iterator[AttributeWrite]:
-    if _STORE_CODES.isdisjoint(code.co_code[::2]) and not set(_BY_NAME).intersection(code.co_names):
-        return
-    imports: dict[str, str] = {}
-    owner, copied, module, member, given = "", "", "", "", None
-    is_by_name = is_from = False
-    for step in get_instructions(code):
-        kind, value = step.opname, step.argval
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") or (kind.startswith(("LOAD_FAST", "LOAD_DEREF")) and value in imports):
-            is_by_name = is_by_name or value in _BY_NAME
-            owner = "" if value in _BY_NAME else value
-        elif kind in ("LOAD_ATTR", "LOAD_METHOD") and owner:
-            owner += f".{value}"
-        elif kind in _STORES:
-            if owner or copied:
-                yield AttributeWrite(owner or copied, value, imports)
-            owner = copied = ""
-        elif kind in ("COPY", "DUP_TOP"):  # ``torch.foo += 1``
-            copied = owner
-        elif kind == "LOAD_CONST":
-            if is_by_name and owner and type(value) is str:
-                yield AttributeWrite(owner, value, imports)
-            owner, is_by_name, given = "", False, value
-        elif kind == "IMPORT_NAME":
-            module, is_from, member = value, given is not None, ""
-        elif kind == "IMPORT_FROM":
-            member = value
-        elif kind.startswith("STORE_") and module and type(value) is str:
-            of_package = module if value != module.partition(".")[0] else value
-            imports[value] = f"{module}.{member}" if is_from else of_package
-        elif not kind.startswith(("SWAP", "ROT_TWO", "POP_TOP", "CACHE")):
-            owner = module = ""
 
 
 def last_name(path: str) -> str:
@@ -234,11 +200,16 @@ def given_names(source: str) -> frozenset[str]:
 
 def names_written_by(code: CodeType) -> frozenset[str]:
     """Return the names that a function writes items into, none where its text is not known."""
+    return written_names(_text_of(code))
+
+
+def _text_of(code: CodeType) -> str:
+    """Return the text of a function, nothing where it is not known."""
     try:
         lines = inspect.getblock(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :])
     except (SyntaxError, IndexError, ValueError):
-        return frozenset()
-    return written_names(dedent("".join(lines)))
+        return ""
+    return dedent("".join(lines))
 
 
 def _written_by(node: ast.AST) -> Iterator[str]:
@@ -283,6 +254,8 @@ def _aliases(node: ast.AST) -> Iterator[tuple[set[str], set[str], bool]]:
         return
     for target, value in pairs:
         is_item = not isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) or _lies_in_another(value)
+        if isinstance(target, ast.Subscript) and is_item:
+            continue  # an item of one becomes an item of another, whose own items are written far more often
         yield set(_items_of(target)), set(_items_of(value)), is_item
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import decimal
 import gc
+import linecache
 import locale
 import logging
 import os
@@ -359,7 +360,9 @@ def begun(setup: str) -> Iterator[dict[str, Any]]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
     context, spoken = decimal.getcontext().copy(), locale.setlocale(locale.LC_ALL)
     namespace: dict[str, Any] = {"__name__": "__main__", "Scripted": Scripted}
-    exec(IMPORTS + setup, namespace)
+    text = IMPORTS + setup
+    linecache.cache["<setup>"] = len(text), None, text.splitlines(keepends=True), "<setup>"
+    exec(compile(text, "<setup>", "exec"), namespace)
     try:
         yield namespace
     finally:
