@@ -66,8 +66,6 @@ def pairs_of(container: Any, kind: Kind, most: int | None = None) -> list[tuple[
 class SetCopy:
     """What a set held, in its order, and how large its table was: both tell in which order it goes on."""
 
-    __slots__ = ("items", "size")
-
     def __init__(self, original: set[Any]) -> None:
         self.items, self.size = tuple(set.__iter__(original)), set.__sizeof__(original)
 

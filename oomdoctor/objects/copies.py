@@ -48,8 +48,6 @@ class Allowance:
         may_write: tells of a path whether the cell's text writes into what it leads to.
     """
 
-    __slots__ = ("_left", "_may_write")
-
     def __init__(self, may_write: Callable[[str], bool]) -> None:
         self._may_write, self._left = may_write, _MOST_COPIED
 
@@ -67,8 +65,6 @@ class Allowance:
 
 class Long(Memento):
     """A container, or an array of objects, of more than ``LONG`` items."""
-
-    __slots__ = ("_container", "_copy", "_kind", "_length", "_trace")
 
     def __init__(self, container: Any, path: str, allowance: Allowance) -> None:
         self._container, self.path = container, path
@@ -173,8 +169,6 @@ class Contents(Memento):
     Args:
         value: it. held: how it is held.
     """
-
-    __slots__ = ("_copy", "_form", "_held", "_is_summed", "_sample")
 
     def __init__(self, value: Any, held: Any, path: str, allowance: Allowance) -> None:
         self._held, self.path = held, path

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import operator
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType, GeneratorType
@@ -23,7 +22,7 @@ from oomdoctor.objects.containers import items_of, pairs_of
 from oomdoctor.objects.kinds import Kind, held_by, kind_of, module_of, plain_dict
 from oomdoctor.objects.named import is_installed, is_ours, is_users
 from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
-from oomdoctor.objects.rng import generator_state
+from oomdoctor.objects.rng import RandomState, generator_state
 
 RANDOM: Final = "random numbers"
 """Frame of a leaf that is the state of a generator."""
@@ -293,15 +292,11 @@ def _stretches(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def generators() -> Iterator[tuple[str, Leaf]]:
     """Yield the states of the global generators."""
-    import random
-
-    numpy = sys.modules.get("numpy.random")
-    yield "the generator of torch", _random(torch.get_rng_state())
-    yield "the generator of random", _random(random.getstate())
-    if numpy is not None:
-        yield "the generator of numpy", _random(numpy.get_state())
-    for at, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()):  # type: ignore[no-untyped-call]
-        yield f"the generator of device {at}", _random(state)
+    state = RandomState.take()
+    devices = {f"device {at}": one for at, one in enumerate(state.cuda)}
+    for name, one in {"torch": state.torch_cpu, "random": state.python, "numpy": state.numpy, **devices}.items():
+        if one is not None:
+            yield f"the generator of {name}", _random(one)
 
 
 def _random(state: Any) -> Leaf:

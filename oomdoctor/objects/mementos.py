@@ -114,8 +114,6 @@ class Attributes(Memento):
 class Numbers(Memento):
     """The numbers and texts among the globals of a module that no name leads to."""
 
-    __slots__ = ("_names", "_values")
-
     def __init__(self, names: dict[str, Any], path: str) -> None:
         self._names, self.path = names, path
         self._values = {name: one for name, one in names.items() if name[:2] != "__" and type(one) in LIGHT_TYPES}
@@ -184,8 +182,6 @@ class Reached(Memento):
 
 class Variable(Memento):
     """The value of a context variable."""
-
-    __slots__ = ("_before", "variable")
 
     def __init__(self, variable: ContextVar[Any], path: str) -> None:
         self.variable, self.path, self._before = variable, path, variable.get(GONE)
@@ -298,8 +294,6 @@ def _held(value: Any) -> Any:
 class Frame(Memento):
     """A pandas frame or series: one that shares its columns until either is written to (copy on write)."""
 
-    __slots__ = ("_attrs", "_copy", "_held")
-
     def __init__(self, value: Any, path: str) -> None:
         self._held, self.path = Weak(value), path
         self._copy = value.copy(deep=False)
@@ -323,8 +317,6 @@ class Frame(Memento):
 
 class Cached(Memento):
     """A function of the user's that remembers results by ``lru_cache``: what it remembers is not seen."""
-
-    __slots__ = ("_function", "_info")
 
     def __init__(self, function: Any, path: str) -> None:
         self._function, self.path = function, path

@@ -194,10 +194,7 @@ def _places(cls: type) -> tuple[Place, ...]:
         (not is_installed(module_of(cls)) and has_slots(cls), _SLOTS),
         (issubclass(cls, BaseException), Place(_of_exception)),
         (issubclass(cls, threading.local), _THIS_THREADS),
-        (
-            ("torch.jit._script", "RecursiveScriptModule") in names,
-            _SCRIPT,
-        ),
+        (("torch.jit._script", "RecursiveScriptModule") in names, _SCRIPT),
         (issubclass(cls, partial), _KEYWORDS),
     )
     return tuple(place for applies, place in table if applies)

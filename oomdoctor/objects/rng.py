@@ -114,8 +114,6 @@ def _set_state(generator: Any, state: Any) -> None:
 class Stream(Memento):
     """The state of one generator object, and how many seeds were taken from its own."""
 
-    __slots__ = ("_generator", "_spawned", "_state")
-
     def __init__(self, generator: Any, path: str) -> None:
         self._generator, self._state, self.path = generator, generator_state(generator), path
         self._spawned = _spawned(generator)

@@ -111,15 +111,13 @@ def _without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParent
 def kept_value(line: cst.CSTNode) -> cst.BaseExpression | None:
     """Return what a statement puts into a container or adds to a sum, None where that is not one value."""
     match line:
-        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=[cst.Arg(value=value)]))]):
-            return value
-        case cst.SimpleStatementLine(body=[cst.AugAssign(value=cst.List(elements=[cst.Element(value=value)]))]):
-            return value
-        case cst.SimpleStatementLine(body=[cst.AugAssign(operator=cst.AddAssign(), value=value)]):
-            return value
-        case cst.SimpleStatementLine(body=[cst.Assign(value=cst.ListComp(elt=value))]):
-            return value
-        case cst.SimpleStatementLine(body=[cst.Assign(value=cst.BinaryOperation(operator=cst.Add(), right=value))]):
+        case (
+            cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=[cst.Arg(value=value)]))])
+            | cst.SimpleStatementLine(body=[cst.AugAssign(value=cst.List(elements=[cst.Element(value=value)]))])
+            | cst.SimpleStatementLine(body=[cst.AugAssign(operator=cst.AddAssign(), value=value)])
+            | cst.SimpleStatementLine(body=[cst.Assign(value=cst.ListComp(elt=value))])
+            | cst.SimpleStatementLine(body=[cst.Assign(value=cst.BinaryOperation(operator=cst.Add(), right=value))])
+        ):
             return value
     return None
 

@@ -157,12 +157,12 @@ class Book:
         return [
             (node.value, Place(page=at.page, function=method))
             for method in methods
-            for node in _own_statements(method)
+            for node in own_nodes(method.body)
             if isinstance(node, ast.Assign) and any(ast.unparse(one) == f"self.{name}" for one in node.targets)
         ]
 
     def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
-        made = [node for node in _own_statements(function) if binds(node, name)]
+        made = [node for node in own_nodes(function.body) if isinstance(node, ast.stmt) and binds(node, name)]
         if made:
             value = _assigned(made[-1], name) if len(made) == 1 else None
             return [(value, at)] if value is not None else []
@@ -318,12 +318,6 @@ def calls(tree: ast.AST) -> Iterator[ast.Call]:
 def literal(node: ast.AST | None) -> int | None:
     """Return the whole number that ``node`` is, None if it is none."""
     return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
-
-
-def _own_statements(function: Function) -> Iterator[ast.stmt]:
-    """Yield the statements of ``function``, those of functions in it left out."""
-    for statement in function.body:
-        yield from (node for node in own_nodes([statement]) if isinstance(node, ast.stmt))
 
 
 def key_of(expr: ast.expr) -> str | None:

@@ -54,14 +54,6 @@ def _is_sum(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
 
 
-def _never(_: ast.Call) -> bool:
-    return False
-
-
-def _no_more(_: ast.AST, names: set[str]) -> set[str]:
-    return names
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """How values with a graph go from what makes them into names.
@@ -76,12 +68,12 @@ class Flow:
         spreads: returns names, with further ones that carry it where a node runs while these do.
     """
 
-    makes: Callable[[ast.Call], bool] = _never
+    makes: Callable[[ast.Call], bool] = lambda _: False
     stops: Callable[[ast.Call], bool] = words.cuts_graph
     drops: Collection[str] = words.PLAIN_ATTRIBUTES
     of_graphs: bool = True
     errs_to_yes: bool = False
-    spreads: Callable[[ast.AST, set[str]], set[str]] = _no_more
+    spreads: Callable[[ast.AST, set[str]], set[str]] = lambda _, names: names
 
     def carries(self, value: ast.expr, names: set[str], *, gradless: bool = False) -> bool:
         """Whether ``value`` has a graph if ``names`` have one; ``gradless``: no new graph is made there."""
@@ -309,9 +301,8 @@ def bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
                 yield set(names_set(target)), value
         case ast.AugAssign(target=target, value=value):
             yield set(names_set(target)), value
-        case ast.For(target=target, iter=value) | ast.AsyncFor(target=target, iter=value):
-            yield from ((set(target_names(part)), given) for part, given in _iterated(target, value))
-        case ast.comprehension(target=target, iter=value):
+        case ast.For() | ast.AsyncFor() | ast.comprehension():
+            target, value = node.target, node.iter
             yield from ((set(target_names(part)), given) for part, given in _iterated(target, value))
         case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
             yield set(target_names(target)), value

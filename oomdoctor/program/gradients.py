@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import Final
 
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Flow, Way, assigned, names_filled, names_set, parts_of, stored_in
@@ -86,20 +86,11 @@ def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
     return any(path is not None for path in met)
 
 
-def _never(_: ast.Call) -> bool:
-    return False
-
-
-def _nothing(_: ast.AST) -> set[str]:
-    return set()
-
-
 def _stops(call: ast.Call) -> bool:
     return words.cuts_graph(call) or words.last_name(call) in _CLOCKS
 
 
 _PLAIN: Final = Flow(stops=_stops, errs_to_yes=True)
-_Adds: TypeAlias = Callable[[ast.AST], set[str]]
 
 
 class Graphs:
@@ -135,7 +126,12 @@ class Graphs:
 
         return makes
 
-    def _flow(self, scope: Scope, makes: Callable[[ast.Call], bool] = _never, adds: _Adds = _nothing) -> Flow:
+    def _flow(
+        self,
+        scope: Scope,
+        makes: Callable[[ast.Call], bool] = lambda _: False,
+        adds: Callable[[ast.AST], set[str]] = lambda _: set(),
+    ) -> Flow:
         """Return a flow that errs to yes; what ``adds`` names carries a graph from a statement on."""
         alike = self._alike(scope)
 

@@ -38,7 +38,7 @@ def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
 
 def knows_torch(cells: Cells) -> bool:
     """Whether a cell imports torch under its own name."""
-    return knows(cells, "torch", "torch")
+    return any(("torch", "torch") in imports_in(cell.source) for cell in cells.history)
 
 
 def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
@@ -49,11 +49,6 @@ def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
     if "torch" in names or not names:
         return "torch", () if names else ("import torch",)
     return names[-1], ()
-
-
-def knows(cells: Cells, name: str, home: str) -> bool:
-    """Whether a cell imports ``home``, a module or what is in one, as ``name``."""
-    return any((name, home) in imports_in(cell.source) for cell in cells.history)
 
 
 def qualified_name(cells: Cells, text: str) -> str:

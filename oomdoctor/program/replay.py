@@ -156,8 +156,9 @@ class _Again:
         entries: Mapping[Number, int] = MappingProxyType({}),
     ) -> None:
         self._book, self._makes, self._used_up, self._values = book, makes, used_up, entries
-        nodes = [node for page in book.pages for node in page.tree.body]
-        self._definitions = {node.name: node for node in nodes if isinstance(node, _DEFINITIONS)}
+        self._defining = [node for page in book.pages for node in page.tree.body if isinstance(node, _DEFINITIONS)]
+        self._classes = [node for node in self._defining if isinstance(node, ast.ClassDef)]
+        self._definitions = {node.name: node for node in self._defining}
         self._needed = _needed(book, self._definitions)
         self._stale: set[str] = set()
         self._entries: dict[str, set[str]] = {}
@@ -186,7 +187,10 @@ class _Again:
                 found.append(instead)
                 self._stale |= bound(node)
             elif is_changed or self._touches(node):
-                return self._why(new, node, is_changed)
+                where = f"line {node.lineno} of {new.cell}"
+                if is_changed:
+                    return f"{where} does more than to make an object, so it cannot run again for a retry"
+                return f"{where} made something of it that the failing cell needs, and cannot run again for a retry"
         if found:
             self.texts[new.cell.number] = "\n".join(found)
         return None
@@ -235,8 +239,7 @@ class _Again:
             self._stale |= names
 
     def _is_settings(self, name: str) -> bool:
-        classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
-        return any(node.name == name and _holds_settings(node) for node in classes)
+        return any(node.name == name and _holds_settings(node) for node in self._classes)
 
     def _reads_stale(self, node: ast.stmt) -> bool:
         names = self._reads_now(node)
@@ -246,12 +249,7 @@ class _Again:
         if any(isinstance(part, ast.Call) for part in ast.walk(node)):
             called = {call_name(call) for call in calls(node)}
             reached = called | outside(self._definitions, called)
-            trees += [
-                one
-                for page in self._book.pages
-                for one in page.tree.body
-                if isinstance(one, _DEFINITIONS) and one.name in reached
-            ]
+            trees += [one for one in self._defining if one.name in reached]
         return any(
             _reads_entry(tree, root, keys) for root, keys in self._entries.items() if root in names for tree in trees
         )
@@ -268,7 +266,8 @@ class _Again:
             return None
         data, *rest = call.args
         others = [*rest, *(keyword.value for keyword in call.keywords)]
-        iterates = any("Iterable" in ast.unparse(base) for one in self._classes_of(data) for base in one.bases)
+        classes = [one for one in self._classes if one.name == call_name(data)]
+        iterates = any("Iterable" in ast.unparse(base) for one in classes for base in one.bases)
         if iterates or not isinstance(data, ast.Call) or self._reads_stale(ast.copy_location(ast.Expr(data), node)):
             return None
         if not all(self._is_plain(one) for one in others):
@@ -278,10 +277,6 @@ class _Again:
             func=call.func, args=[ast.parse(f"{name}.dataset", mode="eval").body, *rest], keywords=call.keywords
         )
         return f"{name} = {ast.unparse(same)}"
-
-    def _classes_of(self, data: ast.expr) -> list[ast.ClassDef]:
-        nodes = (node for page in self._book.pages for node in page.tree.body)
-        return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == call_name(data)]
 
     def _reads_now(self, node: ast.stmt) -> set[str]:
         """Return the names that ``node`` reads when it runs: of a function its defaults and decorators alone."""
@@ -317,9 +312,8 @@ class _Again:
 
     def _may_run(self, call: ast.Call, depth: int) -> bool:
         name = call_name(call)
-        classes = [n for page in self._book.pages for n in page.tree.body if isinstance(n, ast.ClassDef)]
-        if any(node.name == name for node in classes):
-            return all(_holds_settings(node) for node in classes if node.name == name)
+        if classes := [one for one in self._classes if one.name == name]:
+            return all(map(_holds_settings, classes))
         if name.endswith(".get") and name.partition(".")[0] in self._entries:
             return True
         found = self._book.function(name)
@@ -349,12 +343,6 @@ class _Again:
             return True
         assigned = [part for part in own_nodes([node]) if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign)]
         return any(self._reads_stale(part) and (bound(part) | _receivers(part)) & self._needed for part in assigned)
-
-    def _why(self, page: Page, node: ast.stmt, is_changed: bool) -> str:
-        where = f"line {node.lineno} of {page.cell}"
-        if is_changed:
-            return f"{where} does more than to make an object, so it cannot run again for a retry"
-        return f"{where} made something of it that the failing cell needs, and cannot run again for a retry"
 
 
 def _needed(book: Book, definitions: Mapping[str, ast.stmt]) -> set[str]:
