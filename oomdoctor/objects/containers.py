@@ -306,9 +306,8 @@ def fill(target: Any, recipe: Recipe, memo: dict[int, Any]) -> None:
         refill(target, dict(pairs) if is_mapping else items)
 
 
-def attribute_path(path: str, name: object) -> str:
-    """Return the path of an attribute."""
-    return f"{path}.{name}"
+attribute_path: Final[Callable[[str, Any], str]] = "{}.{}".format
+"""Return the path of an attribute."""
 
 
 def _item_path(path: str, key: Any) -> str:

@@ -105,18 +105,15 @@ def _sort(cls: type) -> Sort:
         kind = Kind.SET
     elif cls is BuiltinFunctionType:
         kind = Kind.CALLABLE
-    elif issubclass(cls, (partial, property)) or (kind is Kind.ATOM and _may_have_attributes(cls)):
+    elif issubclass(cls, (partial, property)) or (
+        kind is Kind.ATOM and issubclass(cls, (int, float, complex, str, bytes)) and not is_made_in_c(cls)
+    ):  # what a ``class`` statement derives from a number or a text may have attributes
         kind = Kind.OBJECT
     elif kind is Kind.OBJECT and leads_nowhere(cls):
         kind = Kind.ATOM
     apart = _apart(cls) if kind is Kind.OBJECT else None
     is_users = kind is not Kind.ATOM and any(map(is_users_class, mro_of(cls)))
     return Sort(kind, apart, _role(cls, apart), is_users, id(cls) in _BARE)
-
-
-def _may_have_attributes(cls: type) -> bool:
-    """Return whether a class is derived from a number or a text by a ``class`` statement."""
-    return issubclass(cls, (int, float, complex, str, bytes)) and not is_made_in_c(cls)
 
 
 def _role(cls: type, apart: Apart | None) -> Role | None:

@@ -78,9 +78,10 @@ class Book:
     pages: tuple[Page, ...]
 
     @classmethod
+    @lru_cache(maxsize=16)
     def read(cls, cells: Cells) -> Book:
         """Read the cells."""
-        return _read(cells)
+        return cls(pages=tuple(Page(cell=cell, tree=tree_of(cell.source)) for cell in cells.history))
 
     @property
     def failing(self) -> Page:
@@ -293,11 +294,6 @@ class Book:
         if made is None or not isinstance(made[0], ast.ClassDef):
             return []
         return [(one, made[1]) for one in _of_class(made[0], key)]
-
-
-@lru_cache(maxsize=16)
-def _read(cells: Cells) -> Book:
-    return Book(pages=tuple(Page(cell=cell, tree=tree_of(cell.source)) for cell in cells.history))
 
 
 def _unguarded(page: Page) -> Iterator[ast.stmt]:

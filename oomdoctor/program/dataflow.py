@@ -29,7 +29,11 @@ def loop_at(tree: ast.AST, line: int) -> Loop | None:
 
 def reads(node: ast.AST) -> set[str]:
     """Return the names that ``node`` reads anywhere within; ``x += 1`` and ``x[0] = 1`` read ``x``."""
-    sums = {part.target.id for part in ast.walk(node) if _is_sum(part)}  # type: ignore[attr-defined]
+    sums = {
+        part.target.id
+        for part in ast.walk(node)
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name)
+    }
     return sums | {name.id for name in uses(node) if isinstance(name.ctx, ast.Load)}
 
 
@@ -48,10 +52,6 @@ def ancestors(tree: ast.AST, wanted: ast.AST) -> tuple[ast.AST, ...]:
         if path := ancestors(child, wanted):
             return (tree, *path)
     return ()
-
-
-def _is_sum(node: ast.AST) -> bool:
-    return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,8 @@ def insert_at_top(parsed: rewriting.ParsedCell, module: cst.Module, imports: Seq
     if at == 0 and body:
         header, above = _parted(header)
         body[0] = body[0].with_changes(leading_lines=[*above, *body[0].leading_lines])
-    if at < len(body) and not rewriting.is_import(body[at]) and not _begins_with_blank(body[at]):
+    leading = list(getattr(body[at], "leading_lines", ())) if at < len(body) else []
+    if at < len(body) and not rewriting.is_import(body[at]) and (not leading or leading[0].comment is not None):
         beside = any(isinstance(one, cst.FunctionDef | cst.ClassDef) for one in (new[-1], body[at]))
         blank = [cst.EmptyLine(indent=False)] * (2 if beside else 1)
         body[at] = body[at].with_changes(leading_lines=[*blank, *body[at].leading_lines])
@@ -130,8 +131,3 @@ def _after_imports(parsed: rewriting.ParsedCell) -> int:
         else:
             break
     return at
-
-
-def _begins_with_blank(node: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
-    lines = list(getattr(node, "leading_lines", ()))
-    return bool(lines) and lines[0].comment is None

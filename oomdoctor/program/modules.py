@@ -19,7 +19,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -74,12 +74,9 @@ def with_modules(cells: Cells, own: Iterable[ModuleType]) -> Cells:
             continue
         room -= len(text)
         found[file] = Cell(number=_numbers.setdefault(file, -1 - len(_numbers)), source=text, file=file)
-        waiting += _imported(parsed(text), _package_of(module))
+        is_package = hasattr(module, "__path__")
+        waiting += _imported(parsed(text), name if is_package else name.rpartition(".")[0])
     return Cells(history=(*reversed(found.values()), *cells.history))
-
-
-def _package_of(module: ModuleType) -> str:
-    return module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
 
 
 def _imported(tree: ast.Module | None, package: str) -> Iterator[str]:
@@ -153,7 +150,8 @@ def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], No
         StateError: a function cannot take the other code.
     """
     file, make = str(edit.file), compiled or compile_python
-    modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _file_of(one) == file]
+    loaded = (one for one in list(sys.modules.values()) if type(one) is ModuleType)
+    modules = [one for one in loaded if vars(one).get("__file__") == file]
     if (why := why_not(edit.before, edit.after)) is not None:
         raise StateError(f"{shown_path(file)}: {why}")
     swaps = [swap for module in modules for swap in _swaps(module, edit, make)]
@@ -222,10 +220,6 @@ class _Loader(SourceFileLoader):
             module.__spec__.loader = plain
 
 
-def _file_of(module: ModuleType) -> Any:
-    return vars(module).get("__file__")
-
-
 def _swaps(module: ModuleType, edit: Edit, make: Compile) -> Iterator[tuple[FunctionType, CodeType]]:
     """Yield each loaded function of a module with its other code."""
     file = str(edit.file)
@@ -250,7 +244,9 @@ def _functions_of(module: ModuleType) -> list[FunctionType]:
             continue
         if type(value) is FunctionType:
             seen[id(value)] = value
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)
             waiting += vars(value).values()
         elif isinstance(value, type) and value.__module__ == module.__name__:
             seen[id(value)] = value
@@ -263,14 +259,6 @@ def _functions_of(module: ModuleType) -> list[FunctionType]:
             waiting.append(value.func)
     seen |= {id(one): one for one in gc.get_objects() if type(one) is FunctionType}
     return [one for one in seen.values() if type(one) is FunctionType and one.__globals__ is vars(module)]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _by_name(code: CodeType) -> dict[tuple[str, int], CodeType]:

@@ -85,8 +85,9 @@ def regions(program: Program) -> tuple[Region, ...]:
 
 def backwards_in(node: ast.stmt) -> tuple[ast.Expr, ...]:
     """Return the statements that call ``backward``: ``node`` itself, or those within an ``if`` or a ``with``."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _is_backward(node.value):
-        return (node,)
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward"))):
+            return (node,)
     if isinstance(node, _BRANCHES):
         return tuple(found for block in blocks_of(node) for one in block for found in backwards_in(one))
     return ()
@@ -94,11 +95,6 @@ def backwards_in(node: ast.stmt) -> tuple[ast.Expr, ...]:
 
 def _read(body: Iterable[ast.AST]) -> set[str]:
     return read_first(body, loops_run=False)
-
-
-def _is_backward(call: ast.Call) -> bool:
-    """Tell whether a call is one of ``backward``."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
 
 
 def _stretches(block: Sequence[ast.stmt]) -> Iterator[tuple[int, int]]:

@@ -230,7 +230,7 @@ class _Again:
         names = {node.name} if isinstance(node, _DEFINITIONS) else bound(node)
         keys = {_entry_of(number)[1] for number in self._changed_entries(old, place)}
         value = node.value if isinstance(node, ast.Assign) else None
-        if isinstance(value, ast.Call) and not keys and self._is_settings(call_name(value)):
+        if isinstance(value, ast.Call) and not keys and any(map(_holds_settings, self._named(call_name(value)))):
             keys = self._entries.get(call_name(value), set())
         if keys and (isinstance(node, ast.ClassDef) or isinstance(value, ast.Call)):
             for name in names:
@@ -238,8 +238,8 @@ class _Again:
         else:
             self._stale |= names
 
-    def _is_settings(self, name: str) -> bool:
-        return any(node.name == name and _holds_settings(node) for node in self._classes)
+    def _named(self, name: str) -> list[ast.ClassDef]:
+        return [node for node in self._classes if node.name == name]
 
     def _reads_stale(self, node: ast.stmt) -> bool:
         names = self._reads_now(node)
@@ -266,8 +266,8 @@ class _Again:
             return None
         data, *rest = call.args
         others = [*rest, *(keyword.value for keyword in call.keywords)]
-        classes = [one for one in self._classes if one.name == call_name(data)]
-        iterates = any("Iterable" in ast.unparse(base) for one in classes for base in one.bases)
+        bases = (ast.unparse(base) for one in self._named(call_name(data)) for base in one.bases)
+        iterates = any("Iterable" in base for base in bases)
         if iterates or not isinstance(data, ast.Call) or self._reads_stale(ast.copy_location(ast.Expr(data), node)):
             return None
         if not all(self._is_plain(one) for one in others):
@@ -312,7 +312,7 @@ class _Again:
 
     def _may_run(self, call: ast.Call, depth: int) -> bool:
         name = call_name(call)
-        if classes := [one for one in self._classes if one.name == name]:
+        if classes := self._named(name):
             return all(map(_holds_settings, classes))
         if name.endswith(".get") and name.partition(".")[0] in self._entries:
             return True

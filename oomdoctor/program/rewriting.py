@@ -89,9 +89,11 @@ def write(parsed: ParsedCell, module: cst.Module) -> str | Refused:
 
 def path_to(parsed: ParsedCell, line: int) -> tuple[Statement, ...]:
     """Return the statements that ``line`` stands in, outermost first; empty between statements."""
-    found = [node for node, where in parsed.positions.items() if _is_statement(node) and _covers(where, line)]
+    kinds = cst.SimpleStatementLine, cst.BaseCompoundStatement
+    nodes = (node for node in parsed.positions if isinstance(node, kinds))
+    found = [node for node in nodes if line in parsed.lines_of(node)]
     found.sort(key=lambda node: (parsed.positions[node].start.line, -parsed.positions[node].end.line))
-    return tuple(found)  # type: ignore[arg-type]
+    return tuple(found)
 
 
 def statement_at(parsed: ParsedCell, line: int) -> Statement | None:
@@ -240,7 +242,10 @@ def edit(
         lines = "\n".join(live or ())
         return Edit(cell=cell.number, before=cell.source, after=after, replay=lines, file=cell.file)
     changed = _changed(parsed.module, module)
-    imports, functions = ([node for node in changed if holds(node)] for holds in (is_import, _is_function))
+    imports, functions = (
+        [node for node in changed if is_import(node)],
+        [node for node in changed if isinstance(node, cst.FunctionDef)],
+    )
     classes = [node for node in changed if isinstance(node, cst.ClassDef)]
     given = [given_to_class(parsed.module, module, node, fresh_name("Changed", cells)) for node in classes]
     if None in given:
@@ -304,18 +309,6 @@ def _text(module: cst.Module, node: cst.CSTNode) -> str:
 def is_import(node: cst.CSTNode) -> bool:
     """Whether ``node`` is a line that imports."""
     return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom)
-
-
-def _is_function(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.FunctionDef)
-
-
-def _is_statement(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
-
-
-def _covers(where: CodeRange, line: int) -> bool:
-    return where.start.line <= line <= where.end.line
 
 
 def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef, holder: str) -> str | None:

@@ -68,11 +68,7 @@ def names_of(*results: Result) -> frozenset[str]:
 
 NO_GRAPH: Final = names_of(Result.NUMBER, Result.DETACHED, Result.DISCRETE, Result.TRUNCATED, Result.NEW)
 """Names whose result has no graph, whatever they are given."""
-MOVES: Final = names_of(Result.MOVED)
-CASTS: Final = names_of(Result.CAST)
-SHAPES: Final = names_of(Result.SHAPED)
 JOINS: Final = names_of(Result.JOINED)
-REDUCTIONS: Final = names_of(Result.REDUCED)
 HOST: Final = frozenset({"cpu", "numpy", "tolist", "item"})
 """Names whose result is in host memory."""
 SMALL: Final = HOST | names_of(Result.NUMBER, Result.DISCRETE, Result.REDUCED)
