@@ -69,24 +69,11 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
 
     None for fake and meta tensors, which have no memory.
     """
-    if len(tensors) == 1 and (alone := _plain_storage(tensors[0])) is not None:
-        return (alone,)
     columns = plain_storages(tensors)
     if columns is not None:
         return zip(*columns, map(_device, tensors), tensors, strict=True)
     seen: set[int] = set()
     return (storage for tensor in tensors for storage in _storages_in(tensor, seen))
-
-
-def _plain_storage(tensor: torch.Tensor) -> Storage | None:
-    """Return the storage of a plain tensor; most come by themselves, and lists for one cost more than it."""
-    if not is_plain(tensor):
-        return None
-    try:
-        storage = _untyped_storage(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None
-    return _address(storage), _nbytes(storage), tensor.device, tensor
 
 
 def plain_storages(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:

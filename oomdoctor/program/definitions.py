@@ -7,7 +7,7 @@ a variable, a dictionary or a framework is not seen.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePath
@@ -162,6 +162,15 @@ def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless:
             yield from statements(block, within, off)
         if not blocks:
             yield Statement(node=node, loops=loops, is_gradless=off)
+
+
+def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
+    """Return the names that a cell binds in loops alone whose first lines are not among those that are ``known``."""
+    lines, inside, outside = mask(source).text.splitlines(), set[str](), set[str]()
+    for statement in statements(tree_of(source).body):
+        is_other = any(lines[loop.lineno - 1].strip() not in known for loop in statement.loops)
+        (inside if is_other else outside).update(bound_by(statement.node))
+    return frozenset(inside - outside)
 
 
 def is_gradless(item: ast.withitem) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain, takewhile
 from typing import Final
 
-from oomdoctor.program.magics import mask, tree_of
+from oomdoctor.program.magics import tree_of
 
 _WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
@@ -181,29 +181,7 @@ def outside(definitions: Mapping[str, ast.stmt], names: Iterable[str]) -> set[st
 @lru_cache(maxsize=64)
 def bound_names(source: str) -> frozenset[str]:
     """Return the names that the cell binds at its top level, wherever."""
-    names: set[str] = set()
-    for statement in tree_of(source).body:
-        names.update(bound_by(statement))
-    return frozenset(names)
-
-
-def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
-    """Return the names that a cell binds in loops alone whose first lines are not among those that are ``known``."""
-    lines, inside, outside = mask(source).text.splitlines(), set[str](), set[str]()
-
-    def follow(node: ast.stmt, *, is_other: bool) -> None:
-        if isinstance(node, ast.For | ast.AsyncFor | ast.While):
-            is_other = is_other or lines[node.lineno - 1].strip() not in known
-        blocks = blocks_of(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not blocks:
-            (inside if is_other else outside).update(bound_by(node))
-            return
-        for statement in chain.from_iterable(blocks):
-            follow(statement, is_other=is_other)
-
-    for statement in tree_of(source).body:
-        follow(statement, is_other=False)
-    return frozenset(inside - outside)
+    return frozenset(chain.from_iterable(map(bound_by, tree_of(source).body)))
 
 
 def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:

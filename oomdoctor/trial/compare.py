@@ -22,7 +22,8 @@ import torch
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import RANDOM, Leaf
-from oomdoctor.program.names import bound_in_other_loops, bound_names, read_names
+from oomdoctor.program.definitions import bound_in_other_loops
+from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.sandbox.copies import Copy, answered
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
