@@ -25,6 +25,10 @@ _ASSIGNED: Final = re.compile(r"(?P<target>[^\W\d][\w.,\[\]\"' ]*?)\s*=\s*[%!](?
 _LINE_MAGIC: Final = re.compile(r"%(?P<name>\w+)\s+(?P<code>[^-\s].*)$")
 
 
+_OPENS: Final = re.compile(r"[\"'(\[{]")
+"""What goes on behind the line, were it Python."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedCell:
     """A cell as plain Python.
@@ -98,16 +102,24 @@ def _masked(lines: Sequence[str], whole: Iterable[int]) -> MaskedCell:
     for at in whole:
         hide(at, "pass  ")
     kinds: tuple[Any, ...] = syntax.HelpEnd, syntax.EscapedCommand, syntax.MagicAssign, syntax.SystemAssign
-    while True:
-        tokens = syntax.make_tokens_by_line(out)
-        found = [one.start_line for kind in kinds if (one := kind.find(tokens)) is not None]
-        if not found:
-            return MaskedCell(text="".join(out)[:-1], hidden=tuple(hidden))
-        first = min(found)
-        end = min(syntax.find_end_of_continued_line(out, first), len(lines) - 1)
-        hide(first, f"{_stand_in(lines[first].lstrip())}  ")
-        for at in range(first + 1, end + 1):
-            hide(at, "")
+    again = True
+    while again:
+        again = False
+        try:
+            statements = syntax.make_tokens_by_line(out)
+        except IndentationError:  # which no line of IPython's would mend
+            break
+        for tokens in statements:
+            if (found := next(filter(None, (kind.find([tokens]) for kind in kinds)), None)) is not None:
+                first = found.start_line
+                end = min(syntax.find_end_of_continued_line(out, first), len(lines) - 1)
+                hide(first, f"{_stand_in(lines[first].lstrip())}  ")
+                for at in range(first + 1, end + 1):
+                    hide(at, "")
+                again = True
+                if end > first or _OPENS.search(lines[first]):
+                    break  # the lines that follow are told only when this one is hidden
+    return MaskedCell(text="".join(out)[:-1], hidden=tuple(hidden))
 
 
 def _stand_in(body: str) -> str:

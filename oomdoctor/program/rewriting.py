@@ -325,12 +325,10 @@ def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef,
         holder: a name that nothing has, for as long as the statements run.
     """
     found = [node for node in before.body if isinstance(node, cst.ClassDef) and node.name.value == changed.name.value]
-    if len(found) != 1 or _header(before, found[0]) != _header(after, changed):
+    if len(found) != 1 or why_not(before.code_for_node(found[0]), after.code_for_node(changed)) is not None:
         return None
-    pairs = list(zip(found[0].body.body, changed.body.body, strict=False))
-    if len(found[0].body.body) != len(changed.body.body):
-        return None
-    methods = [new for old, new in pairs if before.code_for_node(old) != after.code_for_node(new)]
+    known = {before.code_for_node(node) for node in found[0].body.body}
+    methods = [node for node in changed.body.body if after.code_for_node(node) not in known]
     made = "".join(before.code_for_node(node) for node in found[0].body.body if _is_making(node))
     name, given = changed.name.value, list[str]()
     for method in methods:
@@ -342,10 +340,6 @@ def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef,
         given += [f"{name}.{called} = {holder}.{called}", f'{name}.{called}.__qualname__ = "{name}.{called}"']
     held = cst.ClassDef(name=cst.Name(holder), body=changed.body.with_changes(body=methods))
     return "\n".join([after.code_for_node(held), *given, f"del {holder}", ""])
-
-
-def _header(module: cst.Module, node: cst.ClassDef) -> str:
-    return module.code_for_node(node.with_changes(body=cst.SimpleStatementSuite([cst.Pass()]), leading_lines=()))
 
 
 def _is_making(node: cst.CSTNode) -> bool:
