@@ -47,7 +47,6 @@ _ALONE: Final = re.compile(r"(?<![.\w])\w+")
 _GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
 _STORES: Final = frozenset({opmap["STORE_ATTR"], opmap["DELETE_ATTR"]})
 _BY_NAME: Final = frozenset({"setattr", "delattr"})
-_REMEMBERED: Final = 4096
 
 
 _METHODS: Final = frozenset(
@@ -154,17 +153,10 @@ class CodeNames:
         return attributes_written(_text_of(self.codes[0])) if any(may) else ()
 
 
-_known: Final[dict[int, tuple[CodeType, CodeNames]]] = {}
-
-
+@lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> CodeNames:
     """Return the names of ``code``; they are read once for each."""
-    known = _known.get(id(code))
-    if known is None:
-        if len(_known) >= _REMEMBERED:
-            _known.clear()
-        known = _known[id(code)] = code, CodeNames(code)
-    return known[1]
+    return CodeNames(code)
 
 
 def last_name(path: str) -> str:

@@ -342,16 +342,14 @@ def steps_within(scopes: Iterable[Scope], loop: TrainingLoop, context: str, flag
         context: how the name of what the loop enters ends.
         flag: what is asked before gradients are clipped: those of parts must not be before they are all there.
     """
-    for scope in scopes:
-        for node in own_nodes(scope.body) if scope.cell == loop.cell else ():
-            if isinstance(node, ast.For) and node.lineno == loop.line:
-                inner = list(own_nodes(node.body))
-                items = [item.context_expr for one in inner if isinstance(one, ast.With) for item in one.items]
-                tests = [one.test for one in inner if isinstance(one, ast.If)]
-                counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
-                waits = "clip" not in loop.order or any(flag in ast.unparse(test) for test in tests)
-                return waits and not counts and any(call_name(one).endswith(context) for one in items)
-    return False
+    nodes = (node for scope in scopes if scope.cell == loop.cell for node in own_nodes(scope.body))
+    found = next((node for node in nodes if isinstance(node, ast.For) and node.lineno == loop.line), None)
+    inner = list(own_nodes(found.body)) if found is not None else []
+    tests = [one.test for one in inner if isinstance(one, ast.If)]
+    counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+    waits = "clip" not in loop.order or any(flag in ast.unparse(test) for test in tests)
+    enters = any(call_name(one.context_expr).endswith(context) for one in inner if isinstance(one, ast.withitem))
+    return waits and not counts and enters
 
 
 def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
