@@ -179,7 +179,6 @@ class Ways:
     def __init__(self) -> None:
         self._again: dict[tuple[int, bool], list[Holder]] = {}
         self._known: dict[tuple[tuple[int, bool], ...], tuple[Root, ...] | None] = {}
-        self._lines: dict[tuple[tuple[Root, ...], str | None], str | None] = {}
         self._steps = 0
 
     def add(self, first: Holder, again: Holder) -> None:
@@ -189,12 +188,7 @@ class Ways:
     def line(self, holders: Iterable[Holder], first: str | None) -> str | None:
         """Return the line that cuts every way to ``holders``, after the statement ``first``; None if there is none."""
         roots = self.roots(holders)
-        if roots is None:
-            return None
-        key = roots, first
-        if key not in self._lines:
-            self._lines[key] = line(roots, first)
-        return self._lines[key]
+        return line(roots, first) if roots is not None else None
 
     def roots(self, holders: Iterable[Holder]) -> tuple[Root, ...] | None:
         """Return the roots that lead to one of ``holders``; None where they are too many to tell.

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, is_gradless
@@ -54,10 +54,10 @@ class Ground:
 def ground(program: Program) -> Ground:
     """Return what the failing cell of ``program`` rests on."""
     definitions = _definitions(program)
-    trail = _Trail(definitions, _mentioned(program.running, definitions))
+    needed = _mentioned(program.running, definitions)
     before: list[Scope] = []
     for scope in reversed([one for one in program.scopes if one.function is None and one.cell != program.failing]):
-        if kept := trail.back(scope.body):
+        if kept := _back(scope.body, needed, definitions):
             before.insert(0, replace(scope, body=tuple(kept)))
     basis = (*program.running, *before)
     named = _mentioned(basis, definitions, _of_modules(basis, program))
@@ -65,35 +65,29 @@ def ground(program: Program) -> Ground:
     methods = [scope for scope in functions if scope.owner]
     called = _mentioned(methods, definitions)
     helpers = [scope for scope in functions if _owner(scope) in called]
-    reach = _once((*program.running, *methods, *helpers))
-    return Ground(reach=reach, basis=_once((*reach, *before, *functions)))
+    reach = dict.fromkeys((*program.running, *methods, *helpers))
+    return Ground(reach=tuple(reach), basis=tuple(dict.fromkeys((*reach, *before, *functions))))
 
 
-class _Trail:
-    """The way back through statements: one that binds or changes a needed name is kept, and what it reads is needed."""
+def _back(body: Iterable[ast.stmt], needed: set[str], definitions: Mapping[str, ast.stmt]) -> list[ast.stmt]:
+    """Return the statements that bind or change a needed name, blocks as a whole; what they read is added to those.
 
-    def __init__(self, definitions: Mapping[str, ast.stmt], names: set[str]) -> None:
-        self._definitions = definitions
-        self._needed = names
-
-    def back(self, body: Iterable[ast.stmt]) -> list[ast.stmt]:
-        """Return the statements of ``body`` that matter, blocks as a whole; definitions are found by their name."""
-        return [node for node in reversed(list(body)) if self._matters(node)][::-1]
-
-    def _matters(self, node: ast.stmt) -> bool:
-        if isinstance(node, ast.For | ast.AsyncFor) and not self._needed.isdisjoint(target_names(node.target)):
-            self._need(loaded(node.iter))
+    Definitions are found by their name.
+    """
+    kept: list[ast.stmt] = []
+    for node in reversed(list(body)):
+        reads = set[str]()
+        if isinstance(node, ast.For | ast.AsyncFor) and not needed.isdisjoint(target_names(node.target)):
+            reads |= loaded(node.iter)
         parts = [*node.body, *node.orelse] if isinstance(node, _LOOPS) else [node]
-        if isinstance(node, _FOUND_BY_NAME) or self._needed.isdisjoint(
-            name for part in parts for name in _changed(part)
-        ):
-            return False
-        self._needed -= set(target_names(*node.targets)) if isinstance(node, ast.Assign) else set()
-        self._need(read_first([node]))
-        return True
-
-    def _need(self, names: set[str]) -> None:
-        self._needed = self._needed | names | outside(self._definitions, self._needed | names)
+        changed = (name for part in parts for name in _changed(part))
+        if not isinstance(node, _FOUND_BY_NAME) and not (needed | reads).isdisjoint(changed):
+            kept.insert(0, node)
+            needed -= set(target_names(*node.targets)) if isinstance(node, ast.Assign) else set()
+            reads |= read_first([node])
+        if reads:
+            needed |= reads | outside(definitions, needed | reads)
+    return kept
 
 
 def _definitions(program: Program) -> dict[str, ast.stmt]:
@@ -142,10 +136,6 @@ def _changed(node: ast.AST) -> Iterator[str]:
             yield from (root_of(part) for call in calls for part in (call.func, *call.args))
 
 
-def _once(scopes: Iterable[Scope]) -> tuple[Scope, ...]:
-    return tuple({id(scope): scope for scope in scopes}.values())
-
-
 def unreached(program: Program, line: int | None, running: Collection[tuple[int, int]]) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
@@ -183,11 +173,8 @@ def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]
     for scope in program.scopes:
         lines = [line for number, line in running if number == scope.cell and line is not None]
         nodes = (node for statement in scope.body for node in ast.walk(statement))
-        gradless: list[ast.stmt] = [
-            node for node in nodes if isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items))
-        ]
-        if scope.disables_grad and scope.function is not None:
-            gradless.append(scope.function)
+        gradless: list[Any] = [node for node in nodes if any(map(is_gradless, getattr(node, "items", ())))]
+        gradless += [scope.function] if scope.disables_grad else []
         if any(_covers(node, line) for node in gradless for line in lines):
             return True
     return False
@@ -199,12 +186,9 @@ def _is_hidden(program: Program, line: int) -> bool:
 
 
 def _home(program: Program, cell: int, line: int) -> Scope | None:
-    found = [
-        scope
-        for scope in program.scopes
-        if scope.function is not None and scope.cell == cell and _covers(scope.function, line)
-    ]
-    return max(found, key=lambda scope: scope.body[0].lineno) if found else None
+    functions = (scope for scope in program.scopes if scope.cell == cell)
+    found = [scope for scope in functions if scope.function is not None and _covers(scope.function, line)]
+    return max(found, key=lambda scope: scope.body[0].lineno, default=None)
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
@@ -233,13 +217,13 @@ def _behind(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
     yield from waiting[at + 1 :]
 
 
-def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[tuple[Scope, ast.AST]]]:
-    """Return the functions that are named in what may have run, each with the places: the scope and the node."""
+def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[Scope]]:
+    """Return the functions that are named in what may have run, each with the scope of each place."""
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
             named.setdefault(scope.tail, []).append(scope)
-    found: dict[Scope, list[tuple[Scope, ast.AST]]] = {}
+    found: dict[Scope, list[Scope]] = {}
     waiting = [top]
     while waiting:
         scope = waiting.pop()
@@ -248,7 +232,7 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
             for one in named.get(name or "", []):
                 if one not in found:
                     waiting.append(one)
-                found.setdefault(one, []).append((scope, node))
+                found.setdefault(one, []).append(scope)
     return found
 
 
@@ -260,13 +244,10 @@ def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST
             yield from _nodes(ast.iter_child_nodes(node), behind)
 
 
-def _is_called_once(places: list[tuple[Scope, ast.AST]], lines: dict[Scope, int]) -> bool:
+def _is_called_once(callers: list[Scope], lines: dict[Scope, int]) -> bool:
     """Return whether a function was called by the line that is running alone, and that runs once."""
-    if len(places) != 1:
-        return False
-    scope, node = places[0]
-    line = lines.get(scope)
-    return line is not None and not _repeats(scope.body, line) and isinstance(node, ast.Name | ast.Attribute)
+    line = lines.get(callers[0]) if len(callers) == 1 else None
+    return line is not None and not _repeats(callers[0].body, line)
 
 
 def _repeats(body: Iterable[ast.stmt], line: int) -> bool:
