@@ -13,7 +13,17 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import LossFacts, ModelFacts, OptimizerFacts
-from oomdoctor.objects.kinds import Kind, PerType, kind_of, members_of, module_of, mro_of, plain_dict, submodules
+from oomdoctor.objects.kinds import (
+    Kind,
+    PerType,
+    kind_of,
+    members_of,
+    module_of,
+    mro_of,
+    name_of,
+    plain_dict,
+    submodules,
+)
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
@@ -62,8 +72,7 @@ def classes(modules: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
         last: int | None = None
         embeddings: list[tuple[int, int]] = []
         for _, part in submodules(root, path):
-            own = plain_dict(part) or {}
-            outputs, rows, width = (own.get(name) for name in ("out_features", "num_embeddings", "embedding_dim"))
+            outputs, rows, width = (held(part, name) for name in ("out_features", "num_embeddings", "embedding_dim"))
             last = outputs if type(outputs) is int else last
             if type(rows) is int and type(width) is int:
                 embeddings.append((rows, width))
@@ -78,19 +87,8 @@ def losses(modules: Iterable[tuple[str, Any]]) -> tuple[LossFacts, ...]:
     return tuple(_loss(path, module) for path, module in modules if _is_loss(module))
 
 
-def typed(objects: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Return each path with the name of its object's class."""
-    return tuple((path, type(value).__name__) for path, value in objects)
-
-
 class _Module(NamedTuple):
-    """A module of a tree.
-
-    Attributes:
-        path: as torch writes it.
-        own: what its dictionary holds.
-        names: what its class and those above it are called.
-    """
+    """A module of a tree, by the path that torch writes: its dictionary, and the names of its class and those above."""
 
     path: str
     cls: type
@@ -99,7 +97,7 @@ class _Module(NamedTuple):
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Return what a register of the module holds."""
-        return _mapping(self.own, name)
+        return _mapping(self.own.get(name))
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a setting that is true or false."""
@@ -117,8 +115,7 @@ _names_above: Final = PerType(lambda cls: frozenset(base.__name__ for base in mr
 
 
 def _looked_at(path: str, module: Any) -> _Module:
-    cls = type(module)
-    return _Module(path, cls, plain_dict(module) or {}, _names_above(cls))
+    return _Module(path, type(module), plain_dict(module) or {}, _names_above(type(module)))
 
 
 def _model(path: str, root: Any) -> ModelFacts:
@@ -136,7 +133,9 @@ def _model(path: str, root: Any) -> ModelFacts:
         switches=tuple(_switches(tree)),
         batch_norm=tuple(module.path for module in active if _couples(module)),
         dropout=tuple(module.path for module in active if _drops(module)),
-        sequence_first=tuple(module.path for module in tree if _is_sequence_first(module)),
+        sequence_first=tuple(
+            module.path for module in tree if _BATCH_FIRST & module.names and not module.flag("batch_first", False)
+        ),
         any_size=tuple(module.path for module in tree if _POOLS & module.names),
         linear_bytes=_parameter_bytes(module for module in tree if module.cls.__name__ == "Linear"),
         fused_without_grad=tuple(module.path for module in tree if _FUSED & module.names),
@@ -148,15 +147,13 @@ def _model(path: str, root: Any) -> ModelFacts:
 def _loss(path: str, value: Any) -> LossFacts:
     module = _looked_at(path, value)
     reduction, ignored = module.own.get("reduction"), module.own.get("ignore_index")
-    buffers = module.mapping("_buffers")
-    weights = [dict.get(buffers, name) for name in ("weight", "pos_weight")]
     return LossFacts(
         path=path,
         type_name=module.cls.__name__,
         reduction=reduction if _is(reduction, str) else None,
         ignore_index=ignored if _is(ignored, int) else None,
         # pos_weight scales elements and leaves the divisor alone; a class weight changes what the mean divides by.
-        weighted=weights[0] is not None,
+        weighted=dict.get(module.mapping("_buffers"), "weight") is not None,
         label_smoothing=module.number("label_smoothing"),
     )
 
@@ -167,8 +164,14 @@ def _walk(root: Any) -> Iterator[_Module]:
         yield _looked_at(path, module)
 
 
-def _mapping(own: dict[str, Any] | None, name: str) -> dict[str, Any]:
-    found: Any = (own or {}).get(name)
+def held(value: Any, *names: str) -> Any:
+    """Return what attributes lead to, one after the other, without running any code; None where one is missing."""
+    for name in names:
+        value = (plain_dict(value) or {}).get(name)
+    return value
+
+
+def _mapping(found: Any) -> dict[str, Any]:
     return found if _is(found, dict) else {}
 
 
@@ -192,7 +195,7 @@ def _is_layer(module: Any) -> bool:
     """Whether it is a single layer of ``torch.nn``; a recurrent one goes through many steps."""
     return (
         module_of(type(module)).startswith(_LAYERS)
-        and not _mapping(plain_dict(module), "_modules")
+        and not _mapping(held(module, "_modules"))
         and "RNNBase" not in _names_above(type(module))
     )
 
@@ -244,7 +247,7 @@ class _Segments:
         begun, count = 0, 0
         for at, layer in enumerate(layers):
             own = self._counts[id(layer)]
-            in_place = (plain_dict(layer) or {}).get("inplace") is True
+            in_place = held(layer, "inplace") is True
             if count and count + own > self._size and not in_place:
                 yield from self._stretch(path, layers, begun, at)
                 begun, count = at, 0
@@ -259,7 +262,7 @@ class _Segments:
 
 
 def _children(module: Any) -> dict[str, Any]:
-    found = dict.items(_mapping(plain_dict(module), "_modules"))
+    found = dict.items(_mapping(held(module, "_modules")))
     return {name: child for name, child in found if type(name) is str and child is not None}
 
 
@@ -275,16 +278,17 @@ def _switches(tree: Iterable[_Module]) -> Iterator[tuple[str, bool]]:
     for module in tree:
         if any(not owner or module.path.startswith(f"{owner}.") for owner in owners):
             continue
-        if _member(module.cls, "supports_gradient_checkpointing") is not True:
+        if of_class(module.cls, "supports_gradient_checkpointing") is not True:
             continue
         for name in _SWITCHES:
-            if type(switch := _member(module.cls, name)) is FunctionType:
+            if type(switch := of_class(module.cls, name)) is FunctionType:
                 owners.append(module.path)
                 yield f"{module.path}.{name}".lstrip("."), "every_n_layers" in switch.__code__.co_varnames
                 break
 
 
-def _member(cls: type, name: str) -> Any:
+def of_class(cls: type, name: str) -> Any:
+    """Return what a class or one above it defines by a name, None where none does."""
     return next((members_of(base)[name] for base in mro_of(cls) if name in members_of(base)), None)
 
 
@@ -295,18 +299,12 @@ def _couples(module: _Module) -> bool:
 
 
 def _drops(module: _Module) -> bool:
-    if not _DROPOUTS & module.names:
-        return False
-    return max(module.number("p"), module.number("dropout")) > 0
-
-
-def _is_sequence_first(module: _Module) -> bool:
-    return bool(_BATCH_FIRST & module.names) and not module.flag("batch_first", False)
+    return bool(_DROPOUTS & module.names) and max(module.number("p"), module.number("dropout")) > 0
 
 
 def _is_hooked(module: _Module) -> bool:
-    held = [hook for name in _HOOKS for hook in dict.values(module.mapping(name))]
-    return any(type(hook).__name__ not in _DERIVING_HOOKS for hook in held)
+    hooks = [hook for name in _HOOKS for hook in dict.values(module.mapping(name))]
+    return any(type(hook).__name__ not in _DERIVING_HOOKS for hook in hooks)
 
 
 def _leaves(tree: Iterable[_Module]) -> Iterator[str]:
@@ -368,23 +366,18 @@ def optimizers(found: Iterable[tuple[str, Any]]) -> tuple[OptimizerFacts, ...]:
 
 
 def _stepper(path: str, optimizer: Any) -> OptimizerFacts:
-    groups = list(_groups(optimizer))
+    given = held(optimizer, "param_groups")
+    groups = [group for group in given if type(group) is dict] if type(given) is list else []
     weights = [count * each for count, each in sizes(one for group in groups for one in _weights(group))]
     cls = type(optimizer)
     return OptimizerFacts(
         path=path,
-        type_name=type.__dict__["__name__"].__get__(cls),
-        home=type.__dict__["__module__"].__get__(cls),
+        type_name=name_of(cls),
+        home=module_of(cls),
         parameter_bytes=sum(weights),
         largest_bytes=max(weights, default=0),
         foreach=any(map(_takes_foreach, groups)),
     )
-
-
-def _groups(optimizer: Any) -> Iterator[Mapping[str, Any]]:
-    groups = (plain_dict(optimizer) or {}).get("param_groups")
-    if type(groups) is list:
-        yield from (group for group in groups if type(group) is dict)
 
 
 def _weights(group: Mapping[str, Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
+from oomdoctor.evidence._models import held
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostProcess, Measured
 from oomdoctor.model.sizes import GIB
@@ -158,12 +159,12 @@ def names() -> dict[int, str]:
 
 
 def _pid_of(process: Any) -> Any:
-    pid = (plain_dict((plain_dict(process) or {}).get("_popen")) or {}).get("pid")
+    pid = held(process, "_popen", "pid")
     return pid if type(pid) is int else None
 
 
 def _name_of(process: Any) -> str:
-    name = (plain_dict(process) or {}).get("_name")
+    name = held(process, "_name")
     return name if type(name) is str else "process"
 
 

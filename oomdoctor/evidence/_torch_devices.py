@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from oomdoctor.evidence import driver
-from oomdoctor.evidence._sharing import shares
+from oomdoctor.evidence.driver import shares
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
 

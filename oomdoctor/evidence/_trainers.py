@@ -13,15 +13,16 @@ from types import FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from oomdoctor.evidence import _models
+from oomdoctor.evidence._models import held
 from oomdoctor.model.code import ModelFacts, TrainerFacts, TrainingLoop
 from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, traceback_of
-from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Call, Program, calls, imports_of
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.training_loops import steps_within
 
 Setting: TypeAlias = int | float | str | bool | None
-Modules: TypeAlias = Sequence[tuple[str, Any]]
+Modules: TypeAlias = Sequence[tuple[str, Any]]  # and other objects, each with its path
 
 _SETTINGS: Final = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -38,53 +39,47 @@ _COLLATORS: Final = frozenset(
 """They put samples together and draw no random numbers. Source: transformers/data/data_collator.py."""
 
 
-def of_transformers(trainer: Any, modules: Modules, *, counts_items: bool, predictions: Any) -> dict[str, Any]:
-    """Return the facts of a ``transformers.Trainer``.
-
-    Args:
-        counts_items: the number of labels of the batch was passed to its last step.
-        predictions: what its evaluation has gathered.
-    """
-    held = plain_dict(trainer) or {}
-    settings = plain_dict(held.get("args")) or {}
-    model = held.get("model")
+def _of_transformers(found: Passed, modules: Modules) -> dict[str, Any]:
+    trainer = found.trainer
+    settings, model = plain_dict(held(trainer, "args")) or {}, held(trainer, "model")
+    optimizer = held(trainer, "optimizer")
+    inner = held(optimizer, "optimizer") or optimizer  # out of the wrapper of accelerate
+    given = [("trainer.optimizer", inner)] if kind_of(type(inner)) is Kind.OPTIMIZER else []
+    counts_items = held(trainer, "model_accepts_loss_kwargs") is True and found.counts_items
     return {
         "settings": tuple((name, _word(settings[name])) for name in _SETTINGS if name in settings),
         "model": _model(model, modules),
-        "recomputes": _of_class(model, "supports_gradient_checkpointing") is True,
-        "optimizer": next(iter(_models.optimizers(_wrapped(held.get("optimizer")))), None),
-        "weighs": "items" if held.get("model_accepts_loss_kwargs") is True and counts_items else "parts",
-        "draws": _draws(held, model),
-        "samples": length(held.get("train_dataset")),
-        "gathered_bytes": _bytes(predictions),
+        "recomputes": _models.of_class(type(model), "supports_gradient_checkpointing") is True,
+        "optimizer": next(iter(_models.optimizers(given)), None),
+        "weighs": "items" if counts_items else "parts",
+        "draws": _draws(trainer, model),
+        "samples": length(held(trainer, "train_dataset")),
+        "gathered_bytes": _bytes(found.predictions),
     }
 
 
-def of_lightning(trainer: Any, model: Any, modules: Modules) -> dict[str, Any]:
-    """Return the facts of a Lightning ``Trainer`` and the module that its ``fit`` was called with."""
-    held = plain_dict(trainer) or {}
-    combined = (plain_dict(held.get("fit_loop")) or {}).get("_combined_loader")
-    loaders = (plain_dict(combined) or {}).get("_flattened")
-    plugin = plain_dict((plain_dict(held.get("strategy")) or {}).get("_precision_plugin")) or {}
+def _of_lightning(found: Passed, modules: Modules) -> dict[str, Any]:
+    trainer = found.trainer
+    loaders = held(trainer, "fit_loop", "_combined_loader", "_flattened")
+    precision = held(trainer, "strategy", "_precision_plugin", "precision")
     one = loaders[0] if type(loaders) is list and len(loaders) == 1 else None
     return {
         "settings": (
-            ("accumulate_grad_batches", _word(held.get("accumulate_grad_batches"))),
+            ("accumulate_grad_batches", _word(held(trainer, "accumulate_grad_batches"))),
             # The plugin for full precision has its name on the class alone. Source: lightning's ``Precision``.
-            ("precision", _word(plugin.get("precision", "32-true"))),
-            *of_loader(one),
+            ("precision", _word(precision or "32-true")),
+            *_of_loader(one),
         ),
-        "model": _model(model, modules),
+        "model": _model(found.model, modules),
         "weighs": "parts",
-        "samples": length((plain_dict(one) or {}).get("dataset")),
+        "samples": length(held(one, "dataset")),
     }
 
 
-def of_loader(loader: Any) -> Iterator[tuple[str, Setting]]:
-    """Yield what a ``DataLoader`` says of its batches."""
-    held = plain_dict(loader) if kind_of(type(loader)) is Kind.LOADER else None
-    if held is not None:
-        yield from ((name, _word(held.get(name))) for name in ("batch_size", "drop_last"))
+def _of_loader(loader: Any) -> tuple[tuple[str, Setting], ...]:
+    """Return what a ``DataLoader`` says of its batches."""
+    names = ("batch_size", "drop_last") if kind_of(type(loader)) is Kind.LOADER else ()
+    return tuple((name, _word(held(loader, name))) for name in names)
 
 
 def _word(value: object) -> Setting:
@@ -96,10 +91,6 @@ def _word(value: object) -> Setting:
     return str.__str__(value) if isinstance(value, str) else "..."
 
 
-def _of_class(value: object, name: str) -> Any:
-    return next((members_of(base)[name] for base in mro_of(type(value)) if name in members_of(base)), None)
-
-
 def _model(model: Any, modules: Modules) -> ModelFacts | None:
     if kind_of(type(model)) is not Kind.MODULE:
         return None
@@ -107,61 +98,51 @@ def _model(model: Any, modules: Modules) -> ModelFacts | None:
     return next(iter(_models.models([(path, model)])), None)
 
 
-def _wrapped(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the optimizer, out of the wrapper of accelerate."""
-    inner = (plain_dict(optimizer) or {}).get("optimizer", optimizer)
-    return [("trainer.optimizer", inner)] if kind_of(type(inner)) is Kind.OPTIMIZER else []
-
-
-def _draws(held: Mapping[str, Any], model: Any) -> str | None:
+def _draws(trainer: Any, model: Any) -> str | None:
     """Return what draws random numbers for each part, or may, beside the layers of the model."""
     for _ in range(2):  # below the wrappers of peft
         if module_of(type(model)).startswith("peft."):
-            below = (plain_dict(model) or {}).get("_modules") or {}
+            below = held(model, "_modules") or {}
             model = below.get("base_model", below.get("model", model))
-    config = plain_dict((plain_dict(model) or {}).get("config")) or {}
-    for name, value in config.items():
+    for name, value in (plain_dict(held(model, "config")) or {}).items():
         if "drop" in name and "summary" not in name and type(value) in (int, float) and value > 0:
             return f"`{name}={value}` of the model"
-    if held.get("neftune_noise_alpha"):
+    if held(trainer, "neftune_noise_alpha"):
         return "`neftune_noise_alpha`"
-    collator = held.get("data_collator")
-    home, name = (
-        (collator.__module__, collator.__name__)
-        if type(collator) is FunctionType
-        else (module_of(type(collator)), name_of(type(collator)))
-    )
-    masks_none = name == "DataCollatorForLanguageModeling" and (plain_dict(collator) or {}).get("mlm") is False
+    collator = held(trainer, "data_collator")
+    home, name = module_of(type(collator)), name_of(type(collator))
+    if type(collator) is FunctionType:
+        home, name = collator.__module__, collator.__name__
+    masks_none = name == "DataCollatorForLanguageModeling" and held(collator, "mlm") is False
     if not home.startswith("transformers.") or not (name in _COLLATORS or masks_none):
         return f"`{name}` is called for each part and"
-    workers = (plain_dict(held.get("args")) or {}).get("dataloader_num_workers")
+    workers = held(trainer, "args", "dataloader_num_workers")
     return f"each of {workers} workers" if workers else None
 
 
 def length(dataset: Any) -> int | None:
     """Return how many samples a data set has, where that is known without running code of its own."""
-    held = plain_dict(dataset) or {}
     home = module_of(type(dataset)), name_of(type(dataset))
     if type(dataset) in (list, tuple, range):
         return len(dataset)
     if home == ("torch.utils.data.dataset", "TensorDataset"):
         from torch import Tensor
 
-        tensors = held.get("tensors")
+        tensors = held(dataset, "tensors")
         first: Any = tensors[0] if type(tensors) is tuple and tensors else None
         return int(Tensor.size(first, 0)) if kind_of(type(first)) is Kind.TENSOR else None
-    if home == ("torch.utils.data.dataset", "Subset") and type(held.get("indices")) in (list, range):
-        return len(held["indices"])
+    if home == ("torch.utils.data.dataset", "Subset") and type(indices := held(dataset, "indices")) in (list, range):
+        return len(indices)
     if home == ("datasets.arrow_dataset", "Dataset"):
-        table = held.get("_indices") if held.get("_indices") is not None else held.get("_data")
-        return getattr(table, "num_rows", None)
+        chosen = held(dataset, "_indices")
+        return getattr(held(dataset, "_data") if chosen is None else chosen, "num_rows", None)
     return None
 
 
 def _bytes(predictions: Any) -> int:
     """Return what the predictions gathered on a device take. Source: ``EvalLoopContainer`` in transformers."""
     found = 0
-    todo: list[Any] = [(plain_dict(predictions) or {}).get("tensors")]
+    todo: list[Any] = [held(predictions, "tensors")]
     while todo:
         one = todo.pop()
         if kind_of(type(one)) is Kind.TENSOR:
@@ -190,8 +171,6 @@ _MAKERS: Final = {
 _EVALUATES: Final = frozenset({"evaluate", "predict", "evaluation_loop", "prediction_step"})
 _EVALUATION_LOOPS: Final = (".loops.evaluation_loop", ".loops.prediction_loop")
 
-_Maker: TypeAlias = tuple[str, Call]
-
 
 class Passed(NamedTuple):
     """A trainer that a failure went through. Short-lived: it holds the objects."""
@@ -217,8 +196,12 @@ def passed(exc: BaseException | None) -> Passed | None:
 
 def _passed(library: str, frames: Sequence[FrameType]) -> Passed:
     ran = {frame.f_code.co_name for frame in frames}
-    is_evaluation = bool(ran & _EVALUATES) if library == "transformers" else _runs(frames, _EVALUATION_LOOPS)
-    own = [(frame.f_code.co_name, locals_of(frame)) for frame in frames if _may_hold(library, frame)]
+    if library == "transformers":
+        is_evaluation, held_in = bool(ran & _EVALUATES), frames
+    else:
+        is_evaluation = any(home_of(frame).endswith(_EVALUATION_LOOPS) for frame in frames)
+        held_in = [frame for frame in frames if home_of(frame).endswith(".trainer.trainer")]
+    own = [(frame.f_code.co_name, locals_of(frame)) for frame in held_in]
     selves = [values.get("self") for _, values in own]
     steps = [values for name, values in own if name == "training_step"]
     loops = [values for name, values in own if name == "evaluation_loop"]
@@ -232,14 +215,6 @@ def _passed(library: str, frames: Sequence[FrameType]) -> Passed:
     )
 
 
-def _runs(frames: Sequence[FrameType], loops: tuple[str, ...]) -> bool:
-    return any(home_of(frame).endswith(loops) for frame in frames)
-
-
-def _may_hold(library: str, frame: FrameType) -> bool:
-    return library == "transformers" or home_of(frame).endswith(".trainer.trainer")
-
-
 def _is_trainer(library: str, value: object) -> bool:
     return any(_HOMES[library].match(module_of(base)) and name_of(base) == "Trainer" for base in mro_of(type(value)))
 
@@ -248,8 +223,8 @@ def trainers(
     program: Program,
     under: Ground,
     found: Passed | None,
-    modules: Sequence[tuple[str, Any]],
-    loaders: Sequence[tuple[str, Any]],
+    modules: Modules,
+    loaders: Modules,
     loops: Sequence[TrainingLoop],
 ) -> tuple[TrainerFacts, ...]:
     """Return the trainer that the failure went through, or the ``Accelerator`` that its loop accumulates by."""
@@ -258,7 +233,7 @@ def trainers(
         return _accelerators(under, makers, dict(loaders), loops)
     own = [call for library, call in makers if library == found.library]
     maker = own[0] if len(own) == 1 else None
-    facts = _facts(found, modules)
+    facts = (_of_lightning if found.library == "lightning" else _of_transformers)(found, modules)
     if any(call.name.endswith("Trainer") and "optimizers" in call.keywords for call in calls(under.basis)):
         facts["given_optimizer"] = True
     return (
@@ -273,15 +248,8 @@ def trainers(
     )
 
 
-def _facts(found: Passed, modules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if found.library == "lightning":
-        return of_lightning(found.trainer, found.model, modules)
-    counts = found.counts_items
-    return of_transformers(found.trainer, modules, counts_items=counts, predictions=found.predictions)
-
-
 def _accelerators(
-    under: Ground, makers: Sequence[_Maker], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
+    under: Ground, makers: Sequence[tuple[str, Call]], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
 ) -> tuple[TrainerFacts, ...]:
     own = [call for library, call in makers if library == "accelerate"]
     running = [loop for loop in loops if loop.in_failing_run]
@@ -301,15 +269,15 @@ def _accelerators(
             settings=(
                 ("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1)),
                 ("mixed_precision", given.get("mixed_precision")),
-                *of_loader(loader),
+                *_of_loader(loader),
             ),
             weighs="parts" if steps_within(under.reach, running[0], ".accumulate", "sync_gradients") else "",
-            samples=length((plain_dict(loader) or {}).get("dataset")),
+            samples=length(held(loader, "dataset")),
         ),
     )
 
 
-def _makers(program: Program, under: Ground) -> Iterator[_Maker]:
+def _makers(program: Program, under: Ground) -> Iterator[tuple[str, Call]]:
     """Yield the calls that the failing cell rests on and that make settings of a library known here."""
     imports = imports_of(program)
     for call in calls(under.basis):

@@ -7,22 +7,21 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
-from oomdoctor.evidence import _models, _precision, _replicas, _setup
-from oomdoctor.evidence._loaders import batch_sizes, sharing_strategy
-from oomdoctor.evidence._loaders import loaders as loader_facts
-from oomdoctor.evidence._models import optimizers as optimizer_facts
+from oomdoctor.evidence import _models, _setup
+from oomdoctor.evidence._models import parameters
 from oomdoctor.evidence._trainers import Passed, trainers
-from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, ReplicaFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells
-from oomdoctor.objects.kinds import Kind, kind_of
+from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import read
@@ -31,6 +30,7 @@ from oomdoctor.program.ground import ground, is_gradless_at, unreached
 from oomdoctor.program.names import FirstUse, first_uses
 from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
+from oomdoctor.sandbox.copies import answered
 
 
 def facts(
@@ -72,7 +72,10 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    live = _from_before(cells, namespace)
+    # An iterator that the failing cell makes itself is made again.
+    uses = first_uses(cells.failing.source)
+    live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
+    source = cells.failing.source.strip()
     once, ahead = not_repeatable(
         program,
         lambda name: _home(live.get(name)),
@@ -99,22 +102,22 @@ def facts(
         models=models,
         local_models=tuple(_models.local(local)),
         losses=losses,
-        optimizers=_models.typed(optimizers),
-        steppers=optimizer_facts(optimizers),
+        optimizers=tuple((path, type(optimizer).__name__) for path, optimizer in optimizers),
+        steppers=_models.optimizers(optimizers),
         runs_model=runs_model(program, kinds),
         not_repeatable=once,
         not_reached=ahead,
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),
-        batch_sizes=batch_sizes(loaders),
-        loaders=loader_facts(program, loaders, tries=tries),
-        sharing_strategy=sharing_strategy(),
-        native_bfloat16=_precision.native_bfloat16(),
-        float32_only=_precision.float32_only(model for _, model in modules),
-        world_size=_replicas.world_size(),
-        replicas=_replicas.replicas(modules),
-        reruns=_reruns(cells),
+        batch_sizes=_setup.batch_sizes(loaders),
+        loaders=_setup.loaders(program, loaders, tries=tries),
+        sharing_strategy=_setup.sharing_strategy(),
+        native_bfloat16=native_bfloat16(),
+        float32_only=float32_only(model for _, model in modules),
+        world_size=world_size(),
+        replicas=replicas(modules),
+        reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
         trainers=trainers(program, under, passed, modules, loaders, loops),
         **_setup.told(program, under, modules, loaders, loaded, line),
         sites={fix: found for fix, detect in (detectors or {}).items() if (found := detect(program, objects))},
@@ -129,17 +132,6 @@ def _batch_shape(loop: TrainingLoop, namespace: Mapping[str, Any]) -> tuple[int,
     return tuple(tensor.shape) if tensor is not None else None
 
 
-def _reruns(cells: Cells) -> int:
-    source = cells.failing.source.strip()
-    return sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0
-
-
-def _from_before(cells: Cells, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names that the failing cell may have found bound: an iterator that it makes itself is made again."""
-    uses = first_uses(cells.failing.source)
-    return {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
-
-
 def _home(value: object) -> tuple[str, ...]:
     """Return the dotted name by which a module, function or class is defined."""
     if type(value) is partial:
@@ -151,3 +143,99 @@ def _home(value: object) -> tuple[str, ...]:
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         return (f"{module}.{name}",) if type(module) is str else ()
     return ()
+
+
+_RECURRENT: Final = ("LSTM", "GRU", "RNN")
+"""Layers that oneDNN has no kernel in bfloat16 for on some processors."""
+_TRIAL_S: Final = 10.0
+
+
+def native_bfloat16() -> bool | None:
+    """Whether the CUDA device computes in bfloat16 itself; None where CUDA is not in use in this process.
+
+    Asked of the properties that torch has read, so that nothing is set up on the device.
+
+    Source: ``torch.cuda.is_bf16_supported``: compute capability 8.0, and every device of ROCm.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return torch.version.hip is not None or bool(torch.cuda.get_device_capability() >= (8, 0))
+
+
+def float32_only(models: Iterable[Any]) -> tuple[str, ...]:
+    """Return the classes of layers that this processor computes in float32 and has no kernel for in bfloat16.
+
+    It depends on the processor's extensions and on the library, so it is tried: in a forked copy, a small layer of the
+    kind runs on a few zeros. Limits: layers of torch in host memory.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_initialized() or not hasattr(os, "fork"):
+        return ()
+    layers = [layer for model in models for _, layer in submodules(model)]
+    weights = {name: parameters(one for one in layers if type(one) is getattr(torch.nn, name)) for name in _RECURRENT}
+    return tuple(
+        name
+        for name, given in sorted(weights.items())
+        if given and all(type(one) is torch.nn.Parameter and one.device.type == "cpu" for one in given)
+        if _lacks_bfloat16(name)
+    )
+
+
+@cache  # the processor does not change
+def _lacks_bfloat16(name: str) -> bool:
+    return answered(partial(_fails_in_bfloat16, name), limit_s=_TRIAL_S)[0] is True
+
+
+def _fails_in_bfloat16(name: str) -> bool:
+    """Return whether a layer fails under autocast; for a forked copy, whose random numbers are its own."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch.no_grad(), _disable_current_modes(), torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            getattr(torch.nn, name)(2, 2, device="cpu")(torch.zeros(2, 2, 2, device="cpu"))
+        except RuntimeError:
+            return True
+    return False
+
+
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"),
+)
+
+
+def world_size() -> int | None:
+    """Return how many processes the default process group of this process has, None where there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return int(distributed.get_world_size())
+
+
+def replicas(modules: Iterable[tuple[str, Any]]) -> tuple[ReplicaFacts, ...]:
+    """Return the facts of each root module that is such a wrapper."""
+    return tuple(
+        _replica(path, module, name_of(base))
+        for path, module in modules
+        for base in mro_of(type(module))
+        if (module_of(base), name_of(base)) in _WRAPPERS
+    )
+
+
+def _replica(path: str, module: Any, name: str) -> ReplicaFacts:
+    from torch import _C
+
+    own, dtype_of = plain_dict(module) or {}, vars(_C.TensorBase)["dtype"].__get__
+    dtypes = {str(dtype_of(one)).removeprefix("torch.") for one in parameters([module])}
+    devices = own.get("device_ids")
+    group: Any = own.get("process_group")
+    ranks = len(devices) if name == "DataParallel" and type(devices) is list else None
+    return ReplicaFacts(
+        path=path,
+        type_name=name,
+        ranks=int(group.size()) if module_of(type(group)).startswith("torch.") else ranks,
+        dtypes=tuple(sorted(dtypes)),
+        bucket_views=own.get("gradient_as_bucket_view") is True,
+    )

@@ -1,4 +1,4 @@
-"""NVIDIA cards as their driver tells them: the card, its memory, and every process on it.
+"""NVIDIA cards as their driver tells them: the card, its memory, every process on it, and who of them is this one.
 
 The driver sees what torch cannot: other processes, and what this one uses beside torch's segments. AMD's and Intel's
 cards are not told here.
@@ -10,15 +10,15 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-from oomdoctor.errors import NotAvailable
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceProcess, Measured
+from oomdoctor.model.sizes import GIB
 
 _WORDS: Final = {
     "LibraryNotFound": "this machine has no NVIDIA driver",
@@ -51,19 +51,17 @@ _WORDS: Final = {
 
 
 @contextmanager
-def opened() -> Iterator[Any]:
-    """Lend ``pynvml``, initialised.
-
-    Raises:
-        NotAvailable: it cannot be had; the text is the reason.
-    """
+def _opened() -> Iterator[Any]:
+    """Lend ``pynvml``, initialised, or why it cannot be had."""
     try:
         import pynvml
     except ImportError:
-        raise NotAvailable("the Python package nvidia-ml-py is not installed") from None
+        yield Unavailable("the Python package nvidia-ml-py is not installed")
+        return
     started = ask(pynvml, "nvmlInit")
     if isinstance(started, Unavailable):
-        raise NotAvailable(started.reason)
+        yield started
+        return
     try:
         yield pynvml
     finally:
@@ -78,16 +76,12 @@ def ask(nvml: Any, function: str, *args: Any, **options: Any) -> Any:
         return getattr(nvml, function)(*args, **options)
     except nvml.NVMLError as error:
         kind = type(error).__name__.removeprefix("NVMLError_")
-        return Unavailable(_WORDS.get(kind, f"the NVIDIA driver refused ({_spaced(kind)})"))
+        words = re.sub(r"(?<!^)(?=[A-Z])", " ", kind).lower()  # ``FreqNotSupported`` as ``freq not supported``
+        return Unavailable(_WORDS.get(kind, f"the NVIDIA driver refused ({words})"))
     except (misfit, AttributeError):
         return Unavailable("the NVIDIA driver and the installed nvidia-ml-py do not fit together")
     except UnicodeDecodeError:
         return Unavailable("the NVIDIA driver answered in bytes that are no text")
-
-
-def _spaced(kind: str) -> str:
-    """Return a class name as words: ``FreqNotSupported`` as ``freq not supported``."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
 
 
 _LISTS: Final = (
@@ -119,12 +113,9 @@ class Card:
 
 def card(uuid: str) -> Card | Unavailable:
     """Return the card of this UUID, given as torch prints it (without ``GPU-``), or why it cannot be told."""
-    try:
-        with opened() as nvml:
-            handle = _handle_of(nvml, uuid)
-            return handle if isinstance(handle, Unavailable) else _card(nvml, handle)
-    except NotAvailable as absence:
-        return Unavailable(str(absence))
+    with _opened() as nvml:
+        handle = nvml if isinstance(nvml, Unavailable) else _handle_of(nvml, uuid)
+        return handle if isinstance(handle, Unavailable) else _card(nvml, handle)
 
 
 def visible_cards() -> tuple[tuple[int | None, Card], ...] | Unavailable:
@@ -134,11 +125,11 @@ def visible_cards() -> tuple[tuple[int | None, Card], ...] | Unavailable:
     CUDA puts the fastest card first and says not how it ranks the others; of a divided card it takes one part.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
-    try:
-        with opened() as nvml:
-            return tuple((index, _card(nvml, handle)) for index, handle in _visible_handles(nvml))
-    except NotAvailable as absence:
-        return Unavailable(str(absence))
+    with _opened() as nvml:
+        count = nvml if isinstance(nvml, Unavailable) else ask(nvml, "nvmlDeviceGetCount")
+        if isinstance(count, Unavailable):
+            return count
+        return tuple((index, _card(nvml, handle)) for index, handle in _visible_handles(nvml, count))
 
 
 def _handle_of(nvml: Any, uuid: str) -> Any:
@@ -161,11 +152,8 @@ def _handle_of(nvml: Any, uuid: str) -> Any:
     return Unavailable("the card is divided (MIG), and which part this process uses cannot be told")
 
 
-def _visible_handles(nvml: Any) -> Iterator[tuple[int | None, Any]]:
+def _visible_handles(nvml: Any, count: int) -> Iterator[tuple[int | None, Any]]:
     """Yield the cards that ``CUDA_VISIBLE_DEVICES`` leaves, and for a divided one its parts."""
-    count = ask(nvml, "nvmlDeviceGetCount")
-    if isinstance(count, Unavailable):
-        raise NotAvailable(count.reason)
     wholes = [ask(nvml, "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
     devices: list[tuple[int, Any]] = []
     for index, whole in enumerate(wholes):
@@ -276,3 +264,98 @@ def pids_agree() -> bool:
         return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
         return False
+
+
+_MOST_CONTEXT_BYTES: Final = GIB * 3 // 2
+"""What a process with torch uses beside its segments, at most.
+
+Source: CUDA's own out-of-memory messages in public reports, where one process had the card to itself: total - free -
+reserved is 0.3 to 1.5 GiB.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What ``DeviceMemory`` says of the same names."""
+
+    processes: tuple[DeviceProcess, ...] | Unavailable
+    context: Measured
+    elsewhere: Measured
+
+
+def shares(card: Card | Unavailable, reserved: Measured, *, in_use: bool = True) -> Shares:
+    """Share out a card's memory between this process and the others.
+
+    Args:
+        reserved: bytes that this process's allocator holds there.
+        in_use: torch has a context there; else this process is taken to use what the driver lists for it, or nothing.
+    """
+    if isinstance(card, Unavailable):
+        return Shares(processes=card, context=card, elsewhere=card)
+    agree = pids_agree()
+    processes = card.processes
+    if not isinstance(processes, Unavailable):
+        processes = _with_own(processes, reserved, agree)
+    own = _own_bytes(processes, in_use)
+    elsewhere = _elsewhere(card, processes, own, agree)
+    return Shares(processes=processes, context=_context(own, reserved), elsewhere=elsewhere)
+
+
+def _with_own(processes: tuple[DeviceProcess, ...], reserved: Measured, agree: bool) -> tuple[DeviceProcess, ...]:
+    """Mark this process: by its id where the driver counts as it does, else by a size that can be no other's."""
+    own = next((process for process in processes if process.pid == os.getpid()), None)
+    basis = "by its process id"
+    if own is not None and not agree and not _may_hold(own, reserved):
+        own = None  # another container's process, by chance of the same number
+    if own is None and not agree:
+        fitting = [process for process in processes if _has_size_of(process, reserved)]
+        own = fitting[0] if len(fitting) == 1 else None
+        basis = "by its size alone: it is what this process holds and a CUDA context"
+    return tuple(replace(process, is_own=True, basis=basis) if process is own else process for process in processes)
+
+
+def _may_hold(process: DeviceProcess, reserved: Measured) -> bool:
+    return not (isinstance(process.bytes, int) and isinstance(reserved, int)) or process.bytes >= reserved
+
+
+def _has_size_of(process: DeviceProcess, reserved: Measured) -> bool:
+    if not isinstance(process.bytes, int) or not isinstance(reserved, int) or not reserved:
+        return False
+    return reserved <= process.bytes <= reserved + _MOST_CONTEXT_BYTES
+
+
+def _own_bytes(processes: tuple[DeviceProcess, ...] | Unavailable, in_use: bool) -> Measured:
+    """Return what the driver counts for this process."""
+    listed = () if isinstance(processes, Unavailable) else processes
+    own = next((process for process in listed if process.is_own), None)
+    if own is not None:
+        return own.bytes
+    if not in_use:
+        return 0
+    if isinstance(processes, Unavailable):
+        return processes
+    if not processes:
+        return Unavailable("the driver lists no process on this device, not even this one")
+    return Unavailable("the driver numbers processes in its own way here, and none can be told to be this one")
+
+
+def _context(own: Measured, reserved: Measured) -> Measured:
+    if isinstance(own, Unavailable) or isinstance(reserved, Unavailable):
+        return own if isinstance(own, Unavailable) else reserved
+    if own < reserved:
+        return Unavailable("the driver counts less for this process than its allocator holds")
+    return own - reserved
+
+
+def _elsewhere(card: Card, processes: tuple[DeviceProcess, ...] | Unavailable, own: Measured, agree: bool) -> Measured:
+    """Return what others use: what their processes do, else all that is used less what this one does.
+
+    From inside a container the list may lack the processes of others, so that there the totals are taken.
+    """
+    if isinstance(own, Unavailable):
+        return own
+    others = [] if isinstance(processes, Unavailable) else [process for process in processes if not process.is_own]
+    known = [process.bytes for process in others if isinstance(process.bytes, int)]
+    if agree and len(known) == len(others):
+        return sum(known)
+    return card.used if isinstance(card.used, Unavailable) else max(card.used - own, 0)

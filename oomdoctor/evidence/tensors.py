@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from oomdoctor.evidence import census, devices
-from oomdoctor.evidence.nameless import out_of_sight
+from oomdoctor.evidence.ledger import out_of_sight
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.memory import Census, DeviceMemory

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oomdoctor.evidence._replicas import replicas, world_size
+from oomdoctor.evidence.code import replicas, world_size
 from oomdoctor.model.code import ReplicaFacts
 
 

@@ -12,7 +12,7 @@ from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from oomdoctor.evidence._precision import float32_only, native_bfloat16
+from oomdoctor.evidence.code import float32_only, native_bfloat16
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 
@@ -59,7 +59,7 @@ def test_a_device_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
 
 KERNELS = """
 import torch
-from oomdoctor.evidence._precision import float32_only
+from oomdoctor.evidence.code import float32_only
 from torch import nn
 layers = {"LSTM": nn.LSTM(4, 4), "GRU": nn.GRU(4, 4), "Linear": nn.Linear(4, 4), "Conv2d": nn.Conv2d(4, 4, 3)}
 given = dict.fromkeys(layers, torch.zeros(2, 2, 4)) | {"Conv2d": torch.zeros(1, 4, 8, 8)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oomdoctor.evidence import driver
-from oomdoctor.evidence._sharing import shares
+from oomdoctor.evidence.driver import shares
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.testing import FakeGpu, FakeProcess, fake_nvml, recorded_nvml
