@@ -115,12 +115,6 @@ def _title(pool: tuple[int, int]) -> str:
     return f"pool {made_by_handle} of a MemPool or a graph_pool_handle"
 
 
-_UNTOUCHED: Final = (
-    *("inactive_split", "largest_free_block", "peak_allocated", "peak_reserved", "retries", "ooms", "cap"),
-)
-"""What is not known of a card that this process has not initialised."""
-
-
 class TorchAccelerator:
     """A device that ``torch.<kind>.memory_stats`` tells of; AMD's are of the kind ``cuda`` too."""
 
@@ -209,7 +203,7 @@ class TorchAccelerator:
         PyTorch allocates one for each pair of a handle and a stream, and keeps it; every thread has a handle.
         Source: ``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp.
         """
-        if self.kind != "cuda" or _hip():
+        if self.kind != "cuda" or torch.version.hip:
             return 0
         told = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)  # not in torch 2.4
         if told is not None:
@@ -223,8 +217,9 @@ class TorchAccelerator:
 
     def _cap(self, total: Measured) -> Measured:
         fraction = self._call("get_per_process_memory_fraction")
-        if isinstance(fraction, Unavailable) or isinstance(total, Unavailable):
-            return Unavailable(f"whether a cap is set for this process cannot be told: {_why(fraction, total)}")
+        for known in (fraction, total):
+            if isinstance(known, Unavailable):
+                return Unavailable(f"whether a cap is set for this process cannot be told: {known.reason}")
         return int(total * fraction) if fraction < 1 else Unavailable("no cap is set for this process")
 
     def _properties(self) -> Any:
@@ -236,8 +231,8 @@ class TorchAccelerator:
         if isinstance(properties, Unavailable):
             return properties, properties
         name = str(getattr(properties, "name", self.name))
-        if _hip() and self.kind == "cuda":
-            return Unavailable("other use of AMD cards is not read"), f"{name}, ROCm {_hip()}"
+        if torch.version.hip and self.kind == "cuda":
+            return Unavailable("other use of AMD cards is not read"), f"{name}, ROCm {torch.version.hip}"
         if self.kind != "cuda":
             version = getattr(properties, "driver_version", None)
             return Unavailable(f"other use of {self.kind} devices is not read"), (
@@ -252,14 +247,15 @@ class TorchAccelerator:
 
     def _basis(self) -> str:
         if self.kind == "cuda":
-            return "hipMemGetInfo" if _hip() else "cudaMemGetInfo"
+            return "hipMemGetInfo" if torch.version.hip else "cudaMemGetInfo"
         return f"torch.{self.kind}.mem_get_info"
 
 
 def unused(index: int | None, card: driver.Card) -> DeviceMemory:
     """Return the reading of a card that this process has not initialised: the driver's alone."""
     untouched = Unavailable("this process has not used it")
-    untold: dict[str, Any] = dict.fromkeys(_UNTOUCHED, untouched)
+    counted = {*_KEYS, "largest_free_block", "cap"} - {"allocated", "reserved"}
+    untold: dict[str, Any] = dict.fromkeys(counted, untouched)
     used = shares(card, 0, in_use=False)
     listed = () if isinstance(used.processes, Unavailable) else used.processes
     name = f"cuda:{index}" if index is not None else card.uuid
@@ -322,11 +318,3 @@ def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except RuntimeError as error:
         first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
         return Unavailable(f"torch cannot tell it: {first}")
-
-
-def _why(*values: Any) -> str:
-    return next(value.reason for value in values if isinstance(value, Unavailable))
-
-
-def _hip() -> str | None:
-    return torch.version.hip

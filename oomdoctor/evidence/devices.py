@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -78,24 +78,42 @@ def not_in_use() -> tuple[DeviceMemory, ...]:
     cards = driver.visible_cards()
     if isinstance(cards, Unavailable):
         return ()
-    begun = _begun()
-    return tuple(unused(index, card) for index, card in cards if card.uuid not in begun)
+    properties = [torch.cuda.get_device_properties(index) for index in initialised("cuda")]
+    begun = [driver.card(str(getattr(device, "uuid", ""))) for device in properties]
+    uuids = {card.uuid for card in begun if not isinstance(card, Unavailable)}
+    return tuple(unused(index, card) for index, card in cards if card.uuid not in uuids)
 
 
 def absent() -> tuple[tuple[str, Unavailable], ...]:
     """Return each kind of device that this process does not have, with the reason; the same reason is told once."""
     cards = () if torch.version.hip else driver.visible_cards()
-    reasons = {
-        "CUDA": _no_cuda(cards),
-        "XPU": _no_xpu(),
-        "MPS": _no_metal(),
-        "NVML": cards if isinstance(cards, Unavailable) else None,
-    }
+    has_cuda: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     told: dict[str, Unavailable] = {}
-    for kind, reason in reasons.items():
-        if reason is not None and reason not in told.values():
-            told[kind] = reason
+    for kind, title, is_built, in_use, why in (
+        ("CUDA", "CUDA and ROCm", has_cuda, initialised("cuda"), _unused_cuda(cards)),
+        ("XPU", "XPU (Intel)", torch._C._has_xpu, initialised("xpu"), "this process has not used an XPU (Intel) yet"),
+        ("MPS", "MPS (Apple)", torch.backends.mps.is_built(), _metal_in_use(), _UNUSED_METAL),
+    ):
+        if not in_use:
+            told[kind] = Unavailable(why if is_built else f"torch {torch.__version__} is built without {title}")
+    if isinstance(cards, Unavailable) and cards not in told.values():
+        told["NVML"] = cards
     return tuple(told.items())
+
+
+_UNUSED_METAL: Final = "this process has not used MPS (Apple) yet"
+
+
+def _unused_cuda(cards: tuple[object, ...] | Unavailable) -> str:
+    if torch.version.hip:
+        return "this process has not used ROCm yet"
+    if isinstance(cards, Unavailable):
+        return cards.reason
+    if cards:
+        return "this process has not used CUDA yet"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    none = "the NVIDIA driver finds no card"
+    return none if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves this process no card"
 
 
 def _kinds() -> tuple[str, ...]:
@@ -105,45 +123,6 @@ def _kinds() -> tuple[str, ...]:
     """
     extension = torch._C._get_privateuse1_backend_name()
     return ("cuda", "xpu", "mtia", *(() if extension == "privateuseone" else (extension,)))
-
-
-def _begun() -> frozenset[str | Unavailable]:
-    """Return the UUIDs of the cards that this process has initialised, as the driver writes them."""
-    properties = [torch.cuda.get_device_properties(index) for index in initialised("cuda")]
-    uuids = [str(getattr(device, "uuid", "")) for device in properties]
-    cards = [driver.card(uuid) for uuid in uuids]
-    return frozenset(card.uuid for card in cards if not isinstance(card, Unavailable))
-
-
-def _no_cuda(cards: tuple[object, ...] | Unavailable) -> Unavailable | None:
-    if initialised("cuda"):
-        return None
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return Unavailable(f"torch {torch.__version__} is built without CUDA and ROCm")
-    if torch.version.hip:
-        return Unavailable("this process has not used ROCm yet")
-    if isinstance(cards, Unavailable):
-        return cards
-    if cards:
-        return Unavailable("this process has not used CUDA yet")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is None:
-        return Unavailable("the NVIDIA driver finds no card")
-    return Unavailable(f"CUDA_VISIBLE_DEVICES={hidden!r} leaves this process no card")
-
-
-def _no_xpu() -> Unavailable | None:
-    if initialised("xpu"):
-        return None
-    if not torch._C._has_xpu:
-        return Unavailable(f"torch {torch.__version__} is built without XPU (Intel)")
-    return Unavailable("this process has not used an XPU (Intel) yet")
-
-
-def _no_metal() -> Unavailable | None:
-    if not torch.backends.mps.is_built():
-        return Unavailable(f"torch {torch.__version__} is built without MPS (Apple)")
-    return None if _metal_in_use() else Unavailable("this process has not used MPS (Apple) yet")
 
 
 def _metal_in_use() -> bool:

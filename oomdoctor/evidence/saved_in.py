@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -35,20 +35,15 @@ _LISTS: Final = frozenset(
 """They run nothing themselves."""
 
 
-def _nodes(*names: str) -> frozenset[str]:
-    """Return what nodes of these functions are called; overloads are numbered."""
-    return frozenset(f"{name}Backward{number}" for name in names for number in (0, 1))
-
-
-_VIEWS: Final = _nodes(
-    *("Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy", "Transpose", "UnsafeView", "View")
+_VIEWS: Final = frozenset(
+    f"{name}Backward{number}"  # overloads are numbered
+    for name in ("Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy", "Transpose", "UnsafeView", "View")
+    for number in (0, 1)
 )
 """Nodes by which a weight is cast or seen otherwise before a layer computes with it."""
 _MOST_VIEWS: Final = 4
 _MOST_OF_LAYER: Final = 2
 """A module with more parameters than a weight and a bias computes in several steps."""
-_WEIGHTED: Final = _nodes("Addmm", "Convolution", "Mm")
-"""Nodes of layers whose weight may have been cast long before."""
 
 
 @dataclass(slots=True)
@@ -138,18 +133,6 @@ def _storages(tensors: Sequence[Any], nodes: Sequence[Any]) -> Iterable[tuple[in
     return ((key, size, node) for tensor, node in pairs for key, size, _, _ in storages_of((tensor,)))
 
 
-class _Inputs(NamedTuple):
-    """What a node takes.
-
-    Attributes:
-        modules: of the parameters among its inputs, None for one that is of none.
-        results: nodes of the graph that made the others.
-    """
-
-    modules: list[Path | None]
-    results: list[Any]
-
-
 class _Nodes:
     """The modules of nodes. Short-lived: it holds nodes."""
 
@@ -159,12 +142,12 @@ class _Nodes:
         self._ledger = ledger
         self._modules = modules
         self._own: dict[Any, Path | None] = {}
-        """Of nodes that saved a parameter: the module of these."""
-        self._looked: dict[Any, tuple[Path | None, Any]] = {}
-        self._told: dict[Any, Path | None] = {}
-        self._of_owner: dict[int, Path | None] = {}
+        """Of nodes that saved a parameter or take one: the module of these. Of those that take nothing: None."""
+        self._came_from: dict[Any, Path | None] = {}
+        """Of every node the module that it computed with a parameter of, or that its latest input came from."""
         self._layers: list[tuple[int, Any]] = []
         """When nodes were made that compute with parameters, in their order."""
+        self._of_owner: dict[int, Path | None] = {}
 
     def meet(self, node: Any, owner: Entry) -> None:
         """Take note that ``node`` saved the parameter of ``owner``."""
@@ -172,7 +155,7 @@ class _Nodes:
         if node in self._own:
             self._own[node] = self._modules.common(self._own[node], module)
         elif _is_python(node):  # it may compute with more than it saved
-            self._own[node] = self._modules.common(module, *self._inputs(node).modules)
+            self._own[node] = self._modules.common(module, *self._inputs(node)[0])
         else:
             self._own[node] = module
 
@@ -184,71 +167,46 @@ class _Nodes:
         """
         layers = {key: own for key, node in saved if (own := self._own.get(node)) is not None}
         others = [(key, node) for key, node in saved if key not in layers]
-        tail = self._tail() if others else set()
+        tail = self._follow() if others else set()
         found: dict[int, Path] = {}
         for key, node in others:
             if node not in tail and (module := self._of_node(node)) is not None:
-                (layers if self._is_layer(node) else found)[key] = module
+                (layers if node in self._own else found)[key] = module
         yield from (found | layers).items()
 
-    def _tail(self) -> set[Any]:
-        """Return the nodes from which on nothing was computed with a parameter of a module: losses, as a rule."""
-        below = self._below
-        tail: set[Any] = set()
-        todo = list(self._graphs.roots - self._graphs.inner)
-        while todo:
-            node = todo.pop()
-            if node not in tail and type(node).__name__ != LEAF and self._look(node)[0] is None:
-                tail.add(node)
-                todo += [following for following, _ in below.get(node, ()) if following is not None]
-        followed = [one for node, all_below in below.items() if node not in tail for one, _ in all_below if one in tail]
-        while followed:
-            node = followed.pop()
-            if node in tail:
-                tail.discard(node)
-                followed += [one for one, _ in below.get(node, ()) if one in tail]
-        return tail
+    def _follow(self) -> set[Any]:
+        """Follow all nodes in the order in which they were made.
+
+        Returns:
+            Those from which on nothing was computed with a parameter of a module: losses, as a rule.
+        """
+        order = sorted((one for one in self._below if type(one).__name__ != LEAF), key=_when)
+        for node in order:
+            modules, results = self._inputs(node)
+            if node not in self._own and (modules or not results or _is_python(node)):
+                self._own[node] = self._modules.common(*modules) if modules else None
+            own = node in self._own
+            self._came_from[node] = self._own[node] if own else self._came_from.get(max(results, key=_when))
+            if self._own.get(node) is not None or any(type(one).__name__ == LEAF for one, _ in self._below[node]):
+                self._layers.append((_when(node), node))
+        followed = set(self._graphs.inner)
+        for node in reversed(order):
+            if node in followed or self._own.get(node) is not None:
+                followed.update(one for one, _ in self._below[node])
+        return {node for node in order if node not in followed and self._own.get(node) is None}
 
     def _of_node(self, node: Any) -> Path | None:
-        layer = self._layer(node)
-        if layer is None or self._is_layer(node):
+        layer = self._came_from[node]
+        if layer is None or node in self._own:
             return layer
         around = layer if id(layer) in self._modules.composed else self._modules.around(layer.parent)
-        return self._modules.common(around, self._next(node) or self._modules.running_last)
+        # The module of the layer that was run next after the node was made.
+        at = bisect_right(self._layers, _when(node), key=itemgetter(0))
+        following = self._own.get(self._layers[at][1]) if at < len(self._layers) else None
+        return self._modules.common(around, following or self._modules.running_last)
 
-    def _is_layer(self, node: Any) -> bool:
-        return self._look(node)[1] is None
-
-    def _layer(self, node: Any) -> Path | None:
-        """Return the module that a node computed with a parameter of, or what its latest input came from."""
-        way: list[Any] = []
-        while node not in self._told:
-            layer, latest = self._look(node)
-            if latest is None:
-                self._told[node] = layer
-            else:
-                way.append(node)
-                node = latest
-        self._told |= dict.fromkeys(way, self._told[node])
-        return self._told[node]
-
-    def _look(self, node: Any) -> tuple[Path | None, Any]:
-        """Return the module of a node with a parameter, or its latest input."""
-        if node not in self._looked:
-            self._looked[node] = self._looked_at(node)
-        return self._looked[node]
-
-    def _looked_at(self, node: Any) -> tuple[Path | None, Any]:
-        if node in self._own:
-            return self._own[node], None
-        modules, results = self._inputs(node)
-        if modules:
-            return self._modules.common(*modules), None
-        if not results or _is_python(node):
-            return None, None
-        return None, max(results, key=_when)
-
-    def _inputs(self, node: Any) -> _Inputs:
+    def _inputs(self, node: Any) -> tuple[list[Path | None], list[Any]]:
+        """Return the modules of the parameters that a node takes, None for one of none, and what made the others."""
         modules: list[Path | None] = []
         results: list[Any] = []
         for following, _ in self._below.get(node, ()):
@@ -260,7 +218,7 @@ class _Nodes:
                 modules.append(self._of(owner))
             elif type(leaf) is torch.nn.Parameter:
                 modules.append(None)
-        return _Inputs(modules, results)
+        return modules, results
 
     def _leaf(self, node: Any) -> Any:
         """Return the tensor that ``node`` accumulates a gradient for, or that it is a view or a cast of."""
@@ -272,18 +230,6 @@ class _Nodes:
                 return None
             node = next((one for one, _ in self._below.get(node, ()) if one is not None), None)
         return None
-
-    def _next(self, node: Any) -> Path | None:
-        """Return the module of the layer that was run next after a node was made."""
-        if not self._layers:
-            below = self._below.items()
-            leaves = {one for one in self._below if type(one).__name__ == LEAF}
-            layers = dict.fromkeys(one for one, all_below in below for into, _ in all_below if into in leaves)
-            products = (one for one in self._below if type(one).__name__ in _WEIGHTED and one not in layers)
-            layers |= self._own | {one: None for one in products if self._look(one)[0] is not None}
-            self._layers = sorted(((_when(one), one) for one in layers), key=itemgetter(0))
-        at = bisect_right(self._layers, _when(node), key=itemgetter(0))
-        return self._look(self._layers[at][1])[0] if at < len(self._layers) else None
 
     def _owner(self, tensor: Any) -> Entry | None:
         return next((self._ledger.owner(key) for key, *_ in storages_of((tensor,))), None)
