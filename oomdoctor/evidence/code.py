@@ -147,6 +147,7 @@ def _home(value: object) -> tuple[str, ...]:
 
 _RECURRENT: Final = ("LSTM", "GRU", "RNN")
 """Layers that oneDNN has no kernel in bfloat16 for on some processors."""
+_FAILED: Final = "it failed"
 _TRIAL_S: Final = 10.0
 
 
@@ -184,11 +185,11 @@ def float32_only(models: Iterable[Any]) -> tuple[str, ...]:
 
 @cache  # the processor does not change
 def _lacks_bfloat16(name: str) -> bool:
-    return answered(partial(_fails_in_bfloat16, name), limit_s=_TRIAL_S)[0] is True
+    return answered(partial(_end_in_bfloat16, name), limit_s=_TRIAL_S)[0] == _FAILED
 
 
-def _fails_in_bfloat16(name: str) -> bool:
-    """Return whether a layer fails under autocast; for a forked copy, whose random numbers are its own."""
+def _end_in_bfloat16(name: str) -> str:
+    """Return how a layer ends under autocast; for a forked copy, whose random numbers are its own."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -196,8 +197,8 @@ def _fails_in_bfloat16(name: str) -> bool:
         try:
             getattr(torch.nn, name)(2, 2, device="cpu")(torch.zeros(2, 2, 2, device="cpu"))
         except RuntimeError:
-            return True
-    return False
+            return _FAILED
+    return "it ran"
 
 
 _WRAPPERS: Final = (
