@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from oomdoctor.fixes._split import in_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
-    from oomdoctor.shell.reporting import report
-    from oomdoctor.shell.script_plan import plan
+    from oomdoctor.shell.memplan import plan
+    from oomdoctor.shell.memreport import report
     from oomdoctor.shell.scripts import heal
 
 __all__ = [
@@ -49,9 +49,9 @@ _HOMES: Final = {
     "join_parts": "oomdoctor.fixes._batch_parts",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
-    "plan": "oomdoctor.shell.script_plan",
+    "plan": "oomdoctor.shell.memplan",
     "recompute": "oomdoctor.fixes._recompute",
-    "report": "oomdoctor.shell.reporting",
+    "report": "oomdoctor.shell.memreport",
     "simulate": "oomdoctor.allocator.virtual",
     "unload_ipython_extension": "oomdoctor.shell",
 }

@@ -7,12 +7,21 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 
 from __future__ import annotations
 
-from oomdoctor.pipeline.failure import accelerator_of, by_message, diagnose, observe, open_session, unpriced
-from oomdoctor.pipeline.foresight import foresee
+from oomdoctor.pipeline.failure import (
+    accelerator_of,
+    by_message,
+    cases,
+    diagnose,
+    last_case,
+    observe,
+    open_session,
+    record,
+    refused,
+    unpriced,
+)
 from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
-from oomdoctor.pipeline.history import cases, last_case, record
 from oomdoctor.pipeline.pricing import plan, planning, recall
-from oomdoctor.pipeline.telling import check_snapshot, explain, report, rulebook, snapshot
+from oomdoctor.pipeline.telling import check_snapshot, explain, foresee, report, rulebook, snapshot
 
 __all__ = [
     "accelerator_of",
@@ -32,6 +41,7 @@ __all__ = [
     "planning",
     "recall",
     "record",
+    "refused",
     "report",
     "rulebook",
     "snapshot",

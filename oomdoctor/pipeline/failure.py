@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from oomdoctor import fixes
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
-from oomdoctor.pipeline.history import cases
+from oomdoctor.objects.named import find, own_modules
+from oomdoctor.program.modules import with_modules
 
 if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
     from oomdoctor.rulebook import RuleBook
 
 
@@ -22,9 +24,6 @@ def open_session(
     namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None, *, is_kept: bool = False
 ) -> Session:
     """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
-    from oomdoctor.objects.named import find, own_modules
-    from oomdoctor.program.modules import with_modules
-
     cells = with_modules(cells, own_modules())
     return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell, is_kept=is_kept)
 
@@ -38,7 +37,6 @@ def observe(
         open_on: makes the session for the device that ran out.
         filenames: number of the cell by the file name of its code.
     """
-    from oomdoctor import fixes
     from oomdoctor.evidence.moment import collect
     from oomdoctor.incident import from_exception
 
@@ -53,7 +51,7 @@ def observe(
     with uncounted():
         evidence = collect(session, exc, filenames, line=line, detectors=fixes.detectors())
     incident = replace(incident, device=incident.device or evidence.device.name)
-    case = Case(number=len(cases()) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
+    case = Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
     return case, session
 
 
@@ -74,15 +72,9 @@ def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Ca
     from oomdoctor.incident import from_exception
 
     incident, evidence = from_exception(exc, filenames), unlooked()
-    outcome = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why)
-    return Case(
-        number=len(cases()) + 1,
-        incident=replace(incident, device=incident.device or evidence.device.name),
-        evidence=evidence,
-        findings=(),
-        plan=unpriced(),
-        outcome=outcome,
-    )
+    incident = replace(incident, device=incident.device or evidence.device.name)
+    case = Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
+    return refused(case, why)
 
 
 def unpriced(*, pending: bool = False) -> Plan:
@@ -107,7 +99,7 @@ def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
 def accelerator_of(name: str | None) -> Accelerator:
     """Return the device of this name: the virtual accelerator where it is on and so called, else a real one."""
     virtual: Accelerator | None = simulated()
-    if virtual is not None and (name is None or virtual.name.startswith(name)):
+    if virtual is not None and virtual.name.startswith(name or ""):
         return virtual
     if "torch" not in sys.modules:
         from oomdoctor.evidence.host import HostAccelerator
@@ -127,3 +119,32 @@ def simulated() -> Any:
     """Return the virtual accelerator that is on, None if there is none. Nothing is loaded to find out."""
     virtual = sys.modules.get("oomdoctor.allocator.virtual")
     return None if virtual is None else virtual.active()
+
+
+_cases: list[Case] = []
+
+
+def record(case: Case) -> Case:
+    """Keep a case, or replace the record of the same number; return it."""
+    _cases[case.number - 1 : case.number] = [case]
+    return case
+
+
+def refused(case: Case, why: str, *, anyway: bool = False) -> Case:
+    """Return a case that is not run again.
+
+    Args:
+        why: it is not.
+        anyway: whether it may be all the same, where the user asks for it.
+    """
+    return replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=anyway))
+
+
+def cases() -> tuple[Case, ...]:
+    """Return the cases of this process, oldest first."""
+    return tuple(_cases)
+
+
+def last_case() -> Case | None:
+    """Return the case of the last failure, None if there was none."""
+    return _cases[-1] if _cases else None

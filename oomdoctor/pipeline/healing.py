@@ -1,23 +1,30 @@
-"""From a plan to an outcome: the cell run again with a change in place."""
+"""From a plan to an outcome: the cell run again with a change in place.
+
+A trial shows first that the change keeps the results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
+from oomdoctor import fixes
+from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.case import Case, OutcomeKind, State
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Cause
-from oomdoctor.model.fix import Effect
+from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
-from oomdoctor.model.session import Session
-from oomdoctor.pipeline.checks import Checks
-
-if TYPE_CHECKING:
-    from oomdoctor.retry import Choice, Transaction
-    from oomdoctor.retry.heal import Run
+from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.trial import Trial
+from oomdoctor.pipeline.failure import refused, uncounted
+from oomdoctor.retry import Choice, Transaction
+from oomdoctor.retry import heal as retry
+from oomdoctor.retry.heal import Run
 
 
 async def heal(
@@ -39,17 +46,21 @@ async def heal(
         by_itself: whether nobody asked for these changes by name: what could not be tried out is left alone then.
     """
     from oomdoctor.incident import find_oom
-    from oomdoctor.retry import heal as retry
 
     lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
     ranks = case.evidence.code.world_size or 1
     alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
     if alone or (lost and not anyway):
-        why = alone or "; ".join(lost)
-        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=alone is None)
-        return replace(case, outcome=refused), None
+        return refused(case, alone or "; ".join(lost), anyway=alone is None), None
     choices, unfit = _choices(case, session, chosen), dict[str, str]()
-    checks = Checks(case.evidence, session, transaction, choices, unfit, by_itself=by_itself)
+    checks = Checks(
+        evidence=case.evidence,
+        session=session,
+        transaction=transaction,
+        candidates={choice.label: candidate for candidate, choice in choices},
+        unfit=unfit,
+        by_itself=by_itself,
+    )
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -71,7 +82,7 @@ async def heal(
         lost = (*lost, *(f"{call} may have been made by the attempt" for call in case.evidence.code.not_reached))
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
-    made = next((candidate for candidate, _ in choices if candidate.label in outcome.fixes), None)
+    made = next(filter(None, map(checks.candidates.get, outcome.fixes)), None)
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
@@ -82,9 +93,7 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
 
     A stronger dose has no forecast, so the stronger doses of these come after the last of them.
     """
-    from oomdoctor import fixes
     from oomdoctor.forecast.attempts import attempt_with_all
-    from oomdoctor.retry import Choice
 
     fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]
     others = [candidate for candidate in chosen if candidate not in fitting]
@@ -119,8 +128,6 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
     What other processes hold comes and goes: beside them, a shadow run of the change must fit. What broke in its shadow
     run, where the unchanged cell did not, is left to the user.
     """
-    from oomdoctor import fixes
-
     if beyond_cure(case) is not None:
         return ()
     must_fit = _is_held_by_others(case)
@@ -177,3 +184,103 @@ def _device_fault(error: BaseException) -> str | None:
     if incident.is_oom or incident.format not in ("device_assert", "illegal_access", "misaligned", "device_fault"):
         return None
     return f"{describe(incident)} What was on the device can be neither read nor put back until the kernel is restarted"
+
+
+_KEEP: Final = (Effect.EXACT, Effect.EQUIVALENT)
+_MOST_PARTS: Final = 64
+_SHARE: Final = 0.5
+"""Share of the host's free memory that copies of what lies on a device may take."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Checks:
+    """Admits what a trial has shown to keep the results, once for each fix, whatever its dose.
+
+    Attributes:
+        evidence: what the changes were written from.
+        candidates: those that may be tried, by their labels.
+        unfit: is filled with the fixes whose results differ, each with how.
+        by_itself: whether what could not be tried is passed over, as nobody asked for it by name.
+        told: what the trial of what was admitted last has shown, empty where there was none to make.
+        patches: by its label, the patch of what was admitted: in another way than planned, where that one keeps the
+            results.
+    """
+
+    evidence: Evidence
+    session: Session
+    transaction: Transaction
+    candidates: Mapping[str, Candidate]
+    unfit: dict[str, str]
+    by_itself: bool
+    told: str = ""
+    patches: dict[str, Patch | Refused] = field(default_factory=dict)
+    _known: dict[str, tuple[Trial, Dose]] = field(default_factory=dict)
+
+    def admit(self, choice: Choice) -> Choice | Refused:
+        """Return what is to be run, in the way that keeps the results, or why the change is not to be made."""
+        candidate, self.told = self.candidates[choice.label], ""
+        made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
+        drops = candidate.effect in _KEEP
+        if not any(fix.is_tried for fix in made_of) or not (drops or all(fix.draws for fix in made_of)):
+            return choice
+        ways = self._ways(candidate, choice)
+        if choice.fix not in self._known:
+            parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
+            trial = self._tried(
+                [attempt for _, attempt in ways.values()],
+                effect=candidate.effect,
+                leaves=tuple(ending for fix in made_of for ending in fix.leaves),
+                parts=min(max(parts, default=1), _MOST_PARTS),
+                drops=drops,
+            )
+            self._known[choice.fix] = trial, [*ways][trial.chosen]
+        trial, way = self._known[choice.fix]
+        if not drops and trial.draws:
+            self.told = "not tried: it draws other random numbers, beside which nothing can be compared"
+            return choice
+        basis = trial.basis if drops else f"{trial.basis} without dropout"
+        if trial.same is False:
+            self.unfit[choice.fix] = why = f"tried on {basis}, the change does not keep the results: {trial.why}"
+            return Refused(why)
+        if trial.same is None:
+            self.told = f"not tried: {trial.why}"
+            why = f"whether it keeps the results could not be tried: {trial.why}"
+            return Refused(why) if self.by_itself else choice
+        others = ", ".join(f"`{name}`" for name in trial.beside)
+        self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")
+        if way not in ways:
+            return Refused(f"it cannot be written with {way}, which was seen to keep the results")
+        self.patches[choice.label], attempt = ways[way]
+        return replace(choice, attempt=attempt)
+
+    def _ways(self, candidate: Candidate, choice: Choice) -> dict[Dose, tuple[Patch | Refused, Attempt]]:
+        """Return how the change can be written, as it was planned first."""
+        from oomdoctor.forecast.attempts import attempt_with
+
+        ways = {Dose(): (candidate.patch, choice.attempt)}
+        for way in () if candidate.parts else fixes.get(candidate.fix).ways:
+            fix, dose = fixes.get(candidate.fix), candidate.dose | way
+            patch, attempt = attempt_with(fix, dose, self.session, self.evidence)
+            if isinstance(attempt, Attempt) and (patch, attempt) not in ways.values():
+                ways[way] = patch, attempt
+        return ways
+
+    def _tried(self, changed: Sequence[Attempt], **terms: Any) -> Trial:
+        from oomdoctor.evidence import host
+        from oomdoctor.trial import HostCopies, compare
+
+        restore, device = self.transaction.restore, self.session.accelerator
+        if not device.read().simulated:
+            if device.name != "cpu" and not device.name.startswith("cuda"):
+                return Trial(same=None, why=f"what lies on {device.name} is not copied to be tried on the CPU")
+            cuda = sys.modules.get("torch.cuda")
+            if cuda is not None and cuda.is_initialized():
+                _, free, _ = host.binding_limit(host.read(in_full=False))
+                try:
+                    terms["copies"] = HostCopies(int(free * _SHARE))
+                except OomDoctorError as why:
+                    return Trial(same=None, why=str(why))
+                restore = self.transaction.restore_on_host
+        unchanged = Attempt(source=self.session.cells.failing.source)
+        with uncounted():
+            return compare(self.session, restore, unchanged, changed, **terms)

@@ -7,23 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor import fixes
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case
+from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.finding import Cause
-from oomdoctor.model.fix import Proposal
+from oomdoctor.model.fix import Fix, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Session
 from oomdoctor.objects.frames import is_of_signal
-from oomdoctor.pipeline.failure import uncounted
-from oomdoctor.pipeline.history import record
+from oomdoctor.pipeline.failure import record, uncounted
+from oomdoctor.retry.heal import Remedy
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.planning import Planning
-    from oomdoctor.model.evidence import Evidence
-    from oomdoctor.model.fix import Fix
-    from oomdoctor.retry.remedies import Remedy
-
 
 _INTERRUPTED: Final = "the forecasts were interrupted"
 _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
@@ -101,7 +99,6 @@ def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Cas
     Returns:
         The case with its plan; None where that dose is no longer proposed, or needed more then than there is now.
     """
-    from oomdoctor import fixes
     from oomdoctor.forecast.planning import make_plan
 
     if remedy.fix not in fixes.ids():
@@ -145,8 +142,6 @@ def _freeing(case: Case) -> frozenset[str]:
 
 def _fixes_in_order(case: Case) -> list[Fix]:
     """Return every fix, those that the findings suggest first, in the findings' order."""
-    from oomdoctor import fixes
-
     suggested = dict.fromkeys(fix for finding in case.findings for fix in finding.fixes)
     catalogue = fixes.catalogue()
     return [catalogue[fix_id] for fix_id in dict.fromkeys([*suggested, *catalogue]) if fix_id in catalogue]

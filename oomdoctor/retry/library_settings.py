@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -165,11 +165,14 @@ def _keep_only(table: Any, names: set[Any]) -> None:
 
 def _of_torch(torch: Any) -> list[Setting]:
     """Return those of torch that no pair of functions tells and sets; none of them initialises a device."""
-    default = Setting("default device", _default_device, torch.set_default_device, True)
+
+    def default() -> Any:  # None where none was set. torch's own asking may initialise it.
+        return getattr(_within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context"), "device", None)
+
     modes = Setting("modes of torch", partial(_Modes, torch), None, True)
     # The processor's, of this thread; torch does not tell it.
     denormal = Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal, True)
-    return [default, modes, denormal]
+    return [Setting("default device", default, torch.set_default_device, True), modes, denormal]
 
 
 def _exotic(shell: Any) -> Iterator[Setting]:
@@ -178,8 +181,9 @@ def _exotic(shell: Any) -> Iterator[Setting]:
         yield Setting("the context of decimals", partial(_decimals, decimals))
     if (options := _within("pandas._config.config", "_global_config")) is not GONE:
         yield Setting("the options of pandas", partial(repr, options))
-    if (options := _within("matplotlib", "rcParams")) is not GONE:
-        yield Setting("the options of matplotlib", partial(_of_matplotlib, options))
+    if (found := _within("matplotlib", "rcParams")) is not GONE:  # the backend is chosen when the first figure is made
+        read = lambda: {name: value for name, value in dict.items(found) if name != "backend"}  # noqa: E731
+        yield Setting("the options of matplotlib", read)
     if (locale := sys.modules.get("locale")) is not None:
         yield Setting("the locale", partial(locale.setlocale, locale.LC_ALL))
     for name in _COMPILERS:
@@ -188,9 +192,9 @@ def _exotic(shell: Any) -> Iterator[Setting]:
     for name, functions in (getattr(getattr(shell, "events", None), "callbacks", None) or {}).items():
         yield Setting(f"the callbacks of {name}", partial(list, functions))
     for kind, table in (getattr(getattr(shell, "magics_manager", None), "magics", None) or {}).items():
-        yield Setting(f"the {kind} magics", partial(_listed, table.values))
+        yield Setting(f"the {kind} magics", partial(lambda of: list(of.values()), table))
     for name in _TRANSFORMERS if shell is not None else ():
-        yield Setting(f"the {name}", partial(_listed, partial(getattr, shell, name)))
+        yield Setting(f"the {name}", partial(lambda of: list(getattr(shell, of)), name))
 
 
 def _overrides(entries: dict[str, Any]) -> tuple[Any, ...]:
@@ -199,20 +203,10 @@ def _overrides(entries: dict[str, Any]) -> tuple[Any, ...]:
     return tuple([one.get() if type(one) is ContextVar else one for one in held])
 
 
-def _listed(read: Callable[[], Iterable[Any]]) -> list[Any]:
-    return list(read())
-
-
 def _decimals(decimals: Any) -> str:
     context = decimals.getcontext().copy()
     context.clear_flags()
     return repr(context)
-
-
-def _of_matplotlib(options: Any) -> dict[str, Any]:
-    found = dict(dict.items(options))
-    found.pop("backend", None)  # is chosen when the first figure is made
-    return found
 
 
 def _is_users(function: Any) -> bool:
@@ -243,11 +237,6 @@ class _Modes:
         return isinstance(other, _Modes) and (self._infers, self._alive()) == (other._infers, other._alive())
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _default_device() -> Any:
-    """Return the device that was set as default, None where none was. torch's own asking may initialise it."""
-    return getattr(_within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context"), "device", None)
 
 
 _known: list[Setting] = []

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from inspect import CO_OPTIMIZED
 from threading import Thread
 from types import CodeType, FrameType, TracebackType
@@ -18,6 +20,22 @@ from typing import Any
 
 from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.sandbox import reserve
+
+
+@contextmanager
+def uncollected() -> Iterator[bool]:
+    """Have the garbage collector wait; gives whether it was on.
+
+    A snapshot or a look at a failure makes many objects, so the collector would go through all that there are, which
+    takes 0.2 s of a large program, and would run finalizers of the user's in its midst. It has its turn right after.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield was_on
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def release(exc: BaseException, shell: Any = None) -> None:
@@ -65,14 +83,11 @@ def _lead_on(traceback: TracebackType, made: TracebackType) -> None:
 
 def _clear_frames(traceback: TracebackType | None) -> None:
     while traceback is not None:
-        frame = traceback.tb_frame
-        try:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        with suppress(RuntimeError):  # still executing
             frame.clear()
             if frame.f_code.co_flags & CO_OPTIMIZED:
                 frame.f_locals  # noqa: B018 - empties the snapshot that a reader before us left (until Python 3.13)
-        except RuntimeError:  # still executing
-            pass
-        traceback = traceback.tb_next
 
 
 def _stand_in(traceback: TracebackType) -> TracebackType | None:
@@ -95,7 +110,9 @@ def _build(places: list[tuple[CodeType, int]], made: list[TracebackType]) -> Non
     following: TracebackType | None = None
     try:
         for code, line in reversed(places):
-            frame, instruction = _empty_frame(code, line)
+            names = {"__name__": "__main__", "__file__": code.co_filename}
+            renamed = {"co_name": code.co_name, "co_qualname": code.co_qualname}
+            frame, instruction = empty_frame(code.co_filename, line, names, **renamed)
             following = TracebackType(following, frame, instruction, line)
     except MemoryError:  # the frames are empty, and their traceback stays as it is
         return
@@ -103,11 +120,15 @@ def _build(places: list[tuple[CodeType, int]], made: list[TracebackType]) -> Non
         made.append(following)
 
 
-def _empty_frame(code: CodeType, line: int) -> tuple[FrameType, int]:
-    stub = compile("\n" * (line - 1) + "raise RuntimeError", code.co_filename, "exec")
-    stub = stub.replace(co_name=code.co_name, co_qualname=code.co_qualname)
+def empty_frame(filename: str, line: int, names: dict[str, Any], **renamed: Any) -> tuple[FrameType, int]:
+    """Return a frame that has raised on a line of a file, and its last instruction.
+
+    Args:
+        names: its globals. renamed: what its code is called.
+    """
+    stub = compile("\n" * (line - 1) + "raise RuntimeError", filename, "exec").replace(**renamed)
     try:
-        exec(stub, {"__name__": "__main__", "__file__": code.co_filename})
+        exec(stub, names)
     except RuntimeError as exc:
         inner = exc.__traceback__.tb_next if exc.__traceback__ is not None else None
         if inner is not None:

@@ -3,6 +3,10 @@
 All are read before every cell. Those that a training program changes are set again when the cell is taken back: random
 draws and tensors depend on them. The exotic ones are only compared, and told where they are others: options of pandas,
 magics, decimals, abstract classes and the like.
+
+What a cell puts in another's place in modules, classes and functions of libraries (``F.relu = mine``) is found in its
+text, and in the code of the functions that a look at the state has met: all attributes of all libraries are too many to
+be kept. What is put there by way of an attribute, an item or an argument is not seen.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import compress
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, Final, TypeAlias
 
 from oomdoctor.objects.containers import refill
 from oomdoctor.objects.named import is_installed, own_modules
+from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
 from oomdoctor.retry.library_settings import UNTOLD, Setting, of_libraries
 
 _PATCHED: Final = frozenset({FunctionType, BuiltinFunctionType, type})
@@ -84,10 +89,6 @@ def _functions(module: ModuleType) -> Setting:
     return Setting(f"functions of {module.__name__}", read, put)
 
 
-def _handlers() -> dict[int, Any]:
-    return dict(zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True))
-
-
 def _put_handlers(before: dict[int, Any]) -> None:
     for number, handler in before.items():
         # None is a handler that was set by C. Not the main thread: told by ``lost``.
@@ -99,16 +100,11 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _put_alarm(was_set: bool) -> None:
-    if not was_set:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 _handler_of: Final[Callable[[int], Any]] = vars(sys.modules["_signal"])["getsignal"]
 """Without the names that ``signal.getsignal`` looks up: asked for each signal before each cell."""
 _SIGNALS: Final = tuple(sorted(set(map(int, signal.valid_signals())) - {signal.SIGINT}))
 """Those whose handlers are put back. SIGINT's is exchanged by the kernel around a cell, and by us around a restore."""
-_HANDLERS: Final = Setting("handlers of signals", _handlers, _put_handlers)
+_HANDLERS: Final = Setting("handlers of signals", lambda: {one: _handler_of(one) for one in _SIGNALS}, _put_handlers)
 REGISTERED: Final = Setting("the classes that are registered with abstract ones", abc.get_cache_token)
 """Changed by libraries too when they are loaded: told of a cell that registers something."""
 _OF_PROCESS: Final = (
@@ -117,7 +113,11 @@ _OF_PROCESS: Final = (
     Setting("modules of the user's", _own, _forget),
     Setting("logging disabled", lambda: logging.root.manager.disable, logging.disable),
     # An alarm that goes off when its handler was taken back would end the process.
-    Setting("alarm", lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _put_alarm),
+    Setting(
+        "alarm",
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        lambda was_set: was_set or signal.setitimer(signal.ITIMER_REAL, 0),
+    ),
     _HANDLERS,
     Setting("the handler of SIGINT", lambda: [_handler_of(signal.SIGINT)]),
     REGISTERED,
@@ -178,10 +178,6 @@ def _log_files() -> dict[str, int]:
     return sizes
 
 
-def _streams() -> dict[str, Any]:
-    return {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
-
-
 class Settings:
     """What was set when it was taken.
 
@@ -203,11 +199,6 @@ class Settings:
         collector = Setting("garbage collector", gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable())
         self._settings[collector.name] = collector, collects
         self._files = _log_files()
-        self._streams = self._left = _streams()
-
-    def end(self) -> None:
-        """Note the streams that the cell leaves. Those of a later cell may be exchanged for reasons of its own."""
-        self._left = _streams()
 
     def chosen(self) -> Iterator[Setting]:
         """Yield the settings that are not what they were."""
@@ -215,8 +206,6 @@ class Settings:
 
     def leave(self, later: Settings) -> None:
         """Have all that a later cell has changed stay as it is."""
-        exchanged = {name: now for name, now in later._left.items() if now is not later._streams[name]}
-        self._streams = {**self._streams, **exchanged}
         for setting in later.chosen():
             if setting.name in self._settings:
                 own, before = self._settings[setting.name]
@@ -241,9 +230,6 @@ class Settings:
         """Yield what puts each setting back, and functions and classes of modules that others stand in for now."""
         for setting, value in self._settings.values():
             yield f"the setting {setting.name}", partial(setting.put_back, value)
-        for name, before in self._streams.items():
-            if self._left[name] is not before and getattr(sys, name) is self._left[name]:
-                yield f"`sys.{name}`", partial(setattr, sys, name, before)
 
 
 def _merged(before: Any, then: Any, now: Any) -> Any:
@@ -255,3 +241,90 @@ def _merged(before: Any, then: Any, now: Any) -> Any:
     if isinstance(now, list):
         return [one for one in now if one in before or one not in then]
     return before | (now - then) if isinstance(now, set) else now
+
+
+_STREAMS: Final = ("stdin", "stdout", "stderr")
+_OF_FUNCTIONS: Final = frozenset(
+    {"__code__", "__defaults__", "__kwdefaults__", "__doc__", "__name__", "__qualname__", "__module__"}
+)
+
+_Write: TypeAlias = tuple[AttributeWrite, Mapping[str, Any]]
+"""An assignment, and the globals that its code reads."""
+
+
+class Patches:
+    """The attributes of modules, classes and functions that a cell assigns to.
+
+    Args:
+        source: the cell's text. namespace: its globals.
+        codes: of functions that it may call, each with its globals.
+    """
+
+    def __init__(
+        self, source: str, namespace: Mapping[str, Any], codes: Iterable[tuple[CodeType, Mapping[str, Any]]]
+    ) -> None:
+        self._namespace = namespace
+        self._kept: list[tuple[Any, str, Any]] = [(sys, name, getattr(sys, name)) for name in _STREAMS]
+        self._later: list[_Write] = []
+        self._unnamed: list[str] = []
+        self._left: list[Any] | None = None
+        writes = attributes_written(source)
+        of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
+        for write, names in (*((one, namespace) for one in writes), *of_codes):
+            path, name, known = write
+            owner = _found(path, known, names)
+            if name == ANY_NAME:
+                self._unnamed += [path] if isinstance(owner, (ModuleType, type)) and _is_librarys(owner) else []
+            elif isinstance(owner, (ModuleType, type)) or (type(owner) is FunctionType and _is_librarys(owner)):
+                self._kept.append((owner, name, _attribute(owner, name)))
+            elif owner is None:
+                self._later.append((write, names))
+
+    def end(self) -> None:
+        """Note what the cell leaves. What a later cell has put there since is left alone."""
+        self._left = [_attribute(owner, name) for owner, name, _ in self._kept]
+
+    def lost(self) -> Iterator[str]:
+        """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
+        for path in self._unnamed:
+            yield f"attributes of `{path}` may have been set by names that the cell makes up"
+        for (path, name, known), names in self._later:
+            owner = _found(path, known, names)
+            if isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
+                yield f"`{path}.{name}` was replaced, and what it was before is not known"
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for at, (owner, name, old) in enumerate(self._kept):
+            now = _attribute(owner, name)
+            if now is old or (self._left is not None and now is not self._left[at]):
+                continue
+            with suppress(AttributeError, TypeError):
+                delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)
+
+
+def _is_librarys(owner: Any) -> bool:
+    return is_installed(owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None))
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if type(owner) is FunctionType and name in _OF_FUNCTIONS:
+        return getattr(owner, name)
+    return vars(owner).get(name, _ABSENT)
+
+
+def _found(path: str, imports: Mapping[str, str], namespace: Mapping[str, Any]) -> Any:
+    """Return the module, class or value that a dotted path stands for; None where nothing is there yet."""
+    root, *names = path.split(".")
+    if root in imports:
+        root, *inner = imports[root].split(".")
+        value, names = sys.modules.get(root), [*inner, *names]
+    else:
+        value = namespace.get(root)
+    for name in names:
+        if not isinstance(value, (ModuleType, type)):
+            return value
+        if name not in vars(value):
+            return None if isinstance(value, ModuleType) else _ABSENT
+        value = vars(value)[name]
+    return value

@@ -27,11 +27,10 @@ from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
-from oomdoctor.retry.collector import uncollected
 from oomdoctor.retry.notes import MOST_OBJECTS
-from oomdoctor.retry.patches import Patches
 from oomdoctor.retry.reach import Reach, held_elsewhere, is_fixed
-from oomdoctor.retry.settings import REGISTERED, Settings
+from oomdoctor.retry.release import uncollected
+from oomdoctor.retry.settings import REGISTERED, Patches, Settings
 from oomdoctor.retry.shape import Shape
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Snapshot:
             self._shape.bindings.pop(name, None)
 
     def leave_settings(self, later: Snapshot) -> None:
-        """Have streams and settings stay as they are whenever the state is restored that a later cell has changed."""
+        """Have settings stay as they are whenever the state is restored that a later cell has changed."""
         self._settings.leave(later._settings)
         variables = {one.variable for one in later._shape.mementos if isinstance(one, Variable) and one.is_set()}
         mine = self._shape.mementos
@@ -197,7 +196,6 @@ class Snapshot:
 
     def end(self) -> None:
         """Note what the cell leaves, when it ends."""
-        self._settings.end()
         self._patches.end()
 
     def losses(self, *, hidden: bool = True) -> tuple[str, ...]:

@@ -1,13 +1,27 @@
-"""The border around what is ours: a failure of it prints one line, and the user's result and traceback stay."""
+"""The border between what is ours and what is the user's: failures of ours, tracebacks of theirs, and whose run it is.
+
+A failure of ours prints one line, and the user's result and traceback stay. Their traceback is held back only while an
+automatic retry may still heal it.
+
+A failure is the cell's where it is shown in the cell's own context: by its code, by a task that it made, by a cell that
+it runs in its turn. A callback of a widget and a thread have contexts of their own, even while a cell is running. A
+cell that loads the extension has begun before it, so it has no run: it is known by its frame.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from oomdoctor.objects.frames import is_of_signal
+from oomdoctor.sandbox import reserve
 
 _EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
@@ -67,3 +81,220 @@ def quietly(do: Callable[[], Any]) -> Any:
                 return None
             raise  # there is no other time
         return None
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run of a cell.
+
+    Attributes:
+        owner: the extension that saw it begin.
+        is_retry: whether it is a further attempt of ours.
+        depth: how many cells are running within one another, 1 where the cell runs its own code.
+        failure: what was shown of it last: of an attempt any error, of the user's own run one that memory ran out with.
+    """
+
+    owner: Any
+    is_retry: bool = False
+    depth: int = 0
+    failure: BaseException | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have what runs in the body, and what the body starts, belong to this run."""
+        token = _current.set(self)
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            _current.reset(token)
+
+    def take_failure(self) -> BaseException | None:
+        """Return the failure, and forget it: it holds frames."""
+        failure, self.failure = self.failure, None
+        return failure
+
+
+_MARK: Final = "__oomdoctor_told__"
+_is_left_alone: ContextVar[bool] = ContextVar("_is_left_alone", default=False)
+_current: ContextVar[Run | None] = ContextVar("_current", default=None)
+
+
+def current(owner: Any) -> Run | None:
+    """Return the run that the caller belongs to and ``owner`` saw begin; None outside of it, or after its end."""
+    run = _current.get()
+    return run if run is not None and run.owner is owner and run.depth else None
+
+
+def source_begun_before(runs_cells: CodeType, ours: CodeType, owner: Any) -> str | None:
+    """Return the text of the cell that is running the caller and began before ``owner`` was there; None outside of one.
+
+    Args:
+        runs_cells: of the shell's method that runs a cell; ``ours``: of the method of ``owner`` that stands around it.
+    """
+    source: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is ours and frame.f_locals.get("self") is owner:
+            return None
+        if frame.f_code is runs_cells:
+            source = str(frame.f_locals.get("raw_cell", ""))
+        frame = frame.f_back
+    return source
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Leave what runs out of memory within the body to whoever runs the body."""
+    token = _is_left_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_left_alone.reset(token)
+
+
+def is_left_alone() -> bool:
+    """Return whether a retry or a forecast is under way, which what it runs is left to."""
+    return _is_left_alone.get()
+
+
+def find_oom(exc: BaseException) -> BaseException | None:
+    """Return the exception that memory ran out with; None where there is none, or where it was diagnosed before."""
+    if isinstance(exc, (SyntaxError, KeyboardInterrupt)):
+        return None
+    try:
+        from oomdoctor.incident import find_oom
+    except (ImportError, MemoryError, OSError, SystemError):  # there is no room to load it
+        return exc if isinstance(exc, MemoryError) else None
+    found = find_oom(exc)
+    return None if found is None or any(_MARK in getattr(one, "__dict__", ()) for one in (exc, found)) else found
+
+
+def ran_out(exc: BaseException) -> bool:
+    """Return whether memory ran out, and nobody was told so far; no failure of ours tells otherwise."""
+    return quietly(lambda: find_oom(exc)) is not None
+
+
+def mark_told(exc: BaseException) -> None:
+    """Note that a failure is diagnosed, nearer to where it arose than others will look at it."""
+    for one in (exc, quietly(lambda: find_oom(exc))):
+        getattr(one, "__dict__", {})[_MARK] = True
+
+
+class Wrapped:
+    """A wrapped method.
+
+    Where somebody else has wrapped ours when it is removed, theirs stays, and ours only passes on from then.
+
+    Args:
+        owner: the object.
+        name: of its method.
+        around: is called in place of the method, with what the method would be called with.
+
+    Attributes:
+        original: the method as it was.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        self._was_on_instance = name in vars(owner)
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self._active = True
+
+        @functools.wraps(self.original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return (around if self._active else self.original)(*args, **kwargs)
+
+        self._wrapper = wrapper
+        setattr(owner, name, wrapper)
+
+    def remove(self) -> None:
+        """Put the method back."""
+        self._active = False
+        if vars(self._owner).get(self._name) is not self._wrapper:
+            return
+        if self._was_on_instance:
+            setattr(self._owner, self._name, self.original)
+        else:
+            delattr(self._owner, self._name)
+
+
+class TracebackWatch:
+    """Wraps ``shell.showtraceback``.
+
+    Not ``set_custom_exc``: that has one slot, which the next extension takes over in silence.
+
+    Args:
+        seen: called with every exception that is shown, before it is shown. It must not raise.
+        shown: called with it after it was shown, unless its display is held back. It must not raise.
+        holds: asked with the exception whether its display is to be held back for now.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        seen: Callable[[BaseException], None],
+        shown: Callable[[BaseException], None],
+        holds: Callable[[BaseException], bool],
+    ) -> None:
+        self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
+        self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
+        self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
+
+    def remove(self) -> None:
+        """Put the method back."""
+        self._wrapped.remove()
+
+    def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
+        reserve.let_go(keep=reserve.FOR_MESSAGES)  # first of all: whatever follows takes memory
+        given = args[0] if args else kwargs.get("exc_tuple")
+        exc = (given or sys.exc_info())[1]
+        given = None
+        if isinstance(exc, BaseException):
+            self._seen(exc)
+            # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The
+            # callers are run_code and the wrapper.
+            if sys._getframe(2).f_code.co_name == "run_code" and self._holds(exc):
+                return self._render_only(exc, *args, **kwargs)
+        result = self._rendered(exc, *args, **kwargs)
+        if isinstance(exc, BaseException):
+            self._shown(exc)
+        return result
+
+    def _rendered(self, exc: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let the shell show the traceback; where it has no memory to, show it as Python itself prints it."""
+        try:
+            return self._wrapped.original(*args, **kwargs)
+        except (MemoryError, SystemError):
+            if not isinstance(exc, BaseException):
+                raise
+        try:
+            lines = traceback.format_exception(exc)
+        except (MemoryError, SystemError):
+            lines = traceback.format_exception_only(exc)
+        return self._shell._showtraceback(type(exc), exc, [line.rstrip("\n") for line in lines])
+
+    def _render_only(self, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
+        """Let the shell render the traceback as always, and keep the rendering instead of sending it."""
+        sender = Wrapped(
+            self._shell, "_showtraceback", lambda *rendered: self._held.append((exc, sender.original, rendered))
+        )
+        try:
+            return self._rendered(exc, *args, **kwargs)
+        finally:
+            sender.remove()
+
+    def send_held(self, exc: BaseException | None = None) -> None:
+        """Show what was held back of ``exc`` as it would have been shown; without one, what was held back first.
+
+        An ``exc`` of which nothing was held back was shown already.
+        """
+        held, self._held = self._held, []
+        for holder, send, rendered in [one for one in held if one[0] is exc] if exc is not None else held[:1]:
+            del holder
+            send(*rendered)
+
+    def drop_held(self) -> None:
+        """Forget what was held back: it was healed."""
+        self._held = []

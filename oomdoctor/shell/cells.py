@@ -1,16 +1,26 @@
-"""The cells that were run, from IPython's history, and the files that their code says it comes from."""
+"""The cells that were run, from IPython's history, as a retry has changed them, and the files that their code is of.
+
+IPython drops the blank lines that a cell begins with, and counts the body of a cell magic from its own first line; that
+of ``%%time`` and of ``%%prun`` it compiles under a name that is no cell's. While a failure is looked at, its traceback
+says what the cell's own lines are.
+"""
 
 from __future__ import annotations
 
+import linecache
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, TracebackType
 from typing import Any, Final
 
-from oomdoctor.model.session import Cell, Cells
-from oomdoctor.shell.changed import changed_cells
+from oomdoctor.model.session import Attempt, Cell, Cells
+from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
+from oomdoctor.program.compiled import defines
+from oomdoctor.shell import ATTRIBUTE
 
 _PLAIN_NAME: Final = re.compile(r"<ipython-input-(\d+)-")
-_RETRY: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry)\b")
-_LOOKS_AT_PLAN: Final = re.compile(r"\s*%oomdoctor\s+(fix|retry|diff|undo|cases)\b")
+_VERB: Final = re.compile(r"^\s*%oomdoctor\s+(\w+)", re.MULTILINE)
 _RUN: Final = re.compile(r"\s*%run\b")
 _SHARES: Final = re.compile(r"-[a-zA-Z]*i")
 _OWN: Final = re.compile(r"\s*%(oomdoctor|memreport|(re|un)?load_ext|load_ext|config|time\s*$|matplotlib)\b")
@@ -69,14 +79,9 @@ def planned(source: str) -> str | None:
     return text.partition("\n")[2] if re.match(r"%%memplan\b", text) else None
 
 
-def asks_for_retry(source: str) -> bool:
-    """Return whether a cell of ours is one that has the failed cell run again."""
-    return is_own(source) and any(map(_RETRY.match, source.splitlines()))
-
-
-def looks_at_plan(source: str) -> bool:
-    """Return whether a cell of ours looks at the plan of the last failure, or acts on it."""
-    return is_own(source) and any(map(_LOOKS_AT_PLAN.match, source.splitlines()))
+def has_verb(source: str, *verbs: str) -> bool:
+    """Return whether a cell of ours asks for one of these verbs of ``%oomdoctor``."""
+    return is_own(source) and any(verb in verbs for verb in _VERB.findall(source))
 
 
 def run_lines(source: str) -> list[str]:
@@ -90,3 +95,106 @@ def runs_apart(source: str) -> str | None:
         if not any(_SHARES.match(word) for word in line.split()):
             return line
     return None
+
+
+_DEFINES: Final = re.compile(r"^\s*(async\s+def|def|class)\b", re.MULTILINE)
+
+
+def changed_cells(shell: Any) -> dict[int, str]:
+    """Return the text by the number of each cell that a retry has changed since it was run."""
+    extension = getattr(shell, ATTRIBUTE, None)
+    return getattr(extension, "changed", {})
+
+
+def texts_of(attempt: Attempt, failing: Cell) -> dict[int, str]:
+    """Return the text by the number of each cell that an attempt changes, and whose functions a later cell may call."""
+    texts = {cell.number: cell.source for cell in attempt.cells}
+    changes_own = attempt.source != failing.source and _DEFINES.search(attempt.source) is not None
+    return {**texts, failing.number: attempt.source} if changes_own else texts
+
+
+@contextmanager
+def as_cell(shell: Any, number: int | None) -> Iterator[None]:
+    """Have what runs in the body be compiled, and shown, as the cell of this number; of none, as the next one."""
+    before = shell.execution_count
+    shell.execution_count = before if number is None else number
+    try:
+        yield
+    finally:
+        shell.execution_count = before
+
+
+_COMPILED_AS: Final = {"time": ("<timed exec>", "<timed eval>"), "prun": ("<string>",)}
+"""Cell magics that compile their body under a name of their own. Source: ``ExecutionMagics`` of IPython 7.34 to 9."""
+_RUN_AS_A_CELL: Final = frozenset({"capture"})
+_CELL_MAGIC: Final = re.compile(r"%%(\w+)")
+
+
+@contextmanager
+def as_in_the_cell(failure: BaseException, cell: Cell, names: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Have the traceback of a failure of ``cell`` tell the cell's lines; yield the numbers of cells by file name.
+
+    Args:
+        names: the number of the cell by the file name of its code.
+    """
+    magics, before = _head(cell.source)
+    files = {name for name, number in names.items() if number == cell.number}
+    bodies = next((_COMPILED_AS[one] for one in magics if one in _COMPILED_AS), ())
+    kept = [(link, list(steps_of(traceback_of(link)))) for link in chained(failure)]
+    of_bodies = [step.tb_frame.f_code for _, steps in kept for step in steps if _file(step) in bodies]
+    if (
+        not before
+        or not all(one in _COMPILED_AS or one in _RUN_AS_A_CELL for one in magics)
+        or not all(code.co_name == "<module>" or _is_defined(code, cell.source, before) for code in of_bodies)
+    ):  # nothing to tell, or what the body's name stands for is not known: an earlier cell's has the same
+        yield dict(names)
+        return
+    read = {name: linecache.cache.get(name) for name in (*files, *bodies)}
+    lines = [f"{line}\n" for line in cell.source.split("\n")]
+    try:
+        for link, steps in kept:
+            set_traceback(link, _moved(steps, before, bodies, files))
+        linecache.cache.update({name: (len(cell.source), None, lines, name) for name in read})
+        yield {**names, **dict.fromkeys(bodies, cell.number)}
+    finally:
+        for link, steps in kept:
+            set_traceback(link, steps[0] if steps else None)
+        for name, entry in read.items():
+            if entry is None:
+                linecache.cache.pop(name, None)
+            else:
+                linecache.cache[name] = entry
+
+
+def _head(source: str) -> tuple[list[str], int]:
+    """Return the cell magics that a cell begins with, and how many lines stand before what they run."""
+    magics, before = [], 0
+    for at, line in enumerate(source.split("\n")):
+        if magic := _CELL_MAGIC.match(line):
+            magics.append(magic[1])
+        elif line.strip():
+            before = at
+            break
+    return magics, before
+
+
+def _file(step: TracebackType) -> str:
+    return step.tb_frame.f_code.co_filename
+
+
+def _moved(steps: list[TracebackType], before: int, bodies: tuple[str, ...], files: set[str]) -> TracebackType | None:
+    """Return a traceback with the cell's own lines, without the step that only handed the body to a magic."""
+    first = next((at for at, step in enumerate(steps) if _file(step) in bodies), 0)
+    moved: TracebackType | None = None
+    for at, step in reversed(list(enumerate(steps))):
+        is_own = _file(step) in bodies or _file(step) in files
+        if not is_own:
+            moved = TracebackType(moved, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        elif at >= first:
+            moved = TracebackType(moved, step.tb_frame, step.tb_lasti, step.tb_lineno + before)
+    return moved
+
+
+def _is_defined(code: CodeType, source: str, before: int) -> bool:
+    """Return whether a function is one that the body of the cell defines where ``code`` says."""
+    return defines("\n".join(source.split("\n")[before:]), code.co_name, code.co_firstlineno)

@@ -38,3 +38,10 @@ class OomDoctor(Configurable):
     ).tag(config=True)
     panel = Bool(True, help="Show buttons below the diagnosis where ipywidgets is installed.").tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
+
+    def room(self) -> int:
+        """Return how many bytes of host memory copies of weights may take now."""
+        from oomdoctor.evidence import host
+
+        _, free, _ = host.binding_limit(host.read(in_full=False))
+        return int(free * self.snapshot_share)

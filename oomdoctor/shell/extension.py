@@ -16,43 +16,46 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.definitions import read
 from oomdoctor.program.names import calls_only
 from oomdoctor.program.repetition import unseen_write
-from oomdoctor.retry.remedies import Remedies
+from oomdoctor.retry.heal import Remedies
+from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell import failing
-from oomdoctor.shell.borders import Borders, quietly
-from oomdoctor.shell.cells import asks_for_retry, cells_until, is_own, looks_at_plan, planned
+from oomdoctor.shell.borders import (
+    Borders,
+    Run,
+    TracebackWatch,
+    Wrapped,
+    current,
+    find_oom,
+    is_left_alone,
+    quietly,
+    ran_out,
+    source_begun_before,
+)
+from oomdoctor.shell.cells import cells_until, has_verb, is_own, planned
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.failing import CellRun, find_oom
-from oomdoctor.shell.magics import register, unregister
+from oomdoctor.shell.failing import CellRun
 from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.retrying import OpenCase, Request, heal
-from oomdoctor.shell.running import Run, current, source_begun_before
-from oomdoctor.shell.script_watch import is_left_alone
 from oomdoctor.shell.stragglers import beside
-from oomdoctor.shell.tracebacks import TracebackWatch
+from oomdoctor.shell.verbs import register, unregister
 from oomdoctor.shell.warming import Warming
-from oomdoctor.shell.wrapping import Wrapped
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
-    from oomdoctor.model.session import Cell
-    from oomdoctor.shell.filling import Filling
-    from oomdoctor.shell.showing import Shown
+    from oomdoctor.shell.showing import Filling, Shown
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""
 
 
-@lru_cache(maxsize=4096)
-def _may_write_unseen(text: str) -> bool:
-    """Whether a cell may have such a line; asked of the whole history before each cell."""
-    return _PAST_AUTOGRAD.search(text) is not None
-
+_may_write_unseen = lru_cache(maxsize=4096)(_PAST_AUTOGRAD.search)
+"""Tells whether a cell may have such a line; asked of the whole history before each cell."""
 
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
@@ -168,7 +171,8 @@ class Extension:
         elif self.request is not None:
             request, self.request = self.request, None
             if is_own(raw_cell):
-                await self._retry_on_request(request, result, cell)
+                if not await heal(self, request, result, cell):
+                    self.tracebacks.send_held()
             else:
                 print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
         elif transaction is not None:
@@ -191,10 +195,6 @@ class Extension:
     def _show_traceback(self, exc: BaseException) -> None:
         self.shell.showtraceback((type(exc), exc, exc.__traceback__))
 
-    async def _retry_on_request(self, request: Request, result: Any, cell: CellRun) -> None:
-        if not await heal(self, request, result, cell):
-            self.tracebacks.send_held()
-
     async def _run_within(self, run: Run, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         with run.entered():
             return await self._cells.original(raw_cell, *args, **kwargs)
@@ -212,7 +212,7 @@ class Extension:
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
         asked = quietly(lambda: planned(raw_cell))
-        if self.open is not None and asks_for_retry(raw_cell):
+        if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
         if asked is not None:
             raw_cell, args, kwargs = asked, (), {"transformed_cell": self.shell.transform_cell(asked)}
@@ -229,7 +229,7 @@ class Extension:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
         if self.filling is None:
             return
-        if looks_at_plan(raw_cell):
+        if has_verb(raw_cell, "fix", "retry", "diff", "undo", "cases"):
             self.filling.settle()
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.end_filling()
@@ -249,9 +249,7 @@ class Extension:
         """Take the snapshot of a cell of the user's; None for a cell of our own magics."""
         if not self.config.snapshot or is_own(raw_cell):
             return None
-        from oomdoctor.retry.transaction import Transaction
-
-        transaction = Transaction(self.shell.user_ns, raw_cell, self._room)
+        transaction = Transaction(self.shell.user_ns, raw_cell, self.config.room)
         if quietly(lambda: self._writes_unseen(raw_cell)):
             transaction.keep_all()
         transaction.arm()
@@ -263,12 +261,6 @@ class Extension:
         if not any(map(_may_write_unseen, texts)):
             return False
         return unseen_write(read(cells_until(self.shell, self.shell.execution_count, raw_cell))) is not None
-
-    def _room(self) -> int:
-        from oomdoctor.evidence import host
-
-        _, free, _ = host.binding_limit(host.read(in_full=False))
-        return int(free * self.config.snapshot_share)
 
     def _expire(self, transaction: Any, result: Any) -> None:
         """Let go of a case that can no longer be retried or undone, because a later cell may have moved the state."""
@@ -301,9 +293,9 @@ class Extension:
             return False
         if run.is_retry and isinstance(exc, OomDoctorError):
             return True
-        if quietly(lambda: find_oom(exc)) is None:
-            return False
-        return run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
+        return ran_out(exc) and (
+            run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
+        )
 
     def _was_shown(self, exc: BaseException) -> None:
         """Answer a failure that was shown outside of every cell that was seen to begin."""

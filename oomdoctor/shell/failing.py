@@ -14,21 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor import pipeline
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import CellLine
-from oomdoctor.retry.collector import uncollected
+from oomdoctor.model.session import Session
+from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.borders import quietly
-from oomdoctor.shell.cell_lines import as_in_the_cell
-from oomdoctor.shell.cells import cells_until, filenames, run_lines, runs_apart
-from oomdoctor.shell.filling import Filling, comes_later
+from oomdoctor.shell.cells import as_in_the_cell, cells_until, filenames, run_lines, runs_apart
 from oomdoctor.shell.retrying import OpenCase, Request, heal
-from oomdoctor.shell.script_watch import is_told
-from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.showing import Filling, Shown, comes_later
 from oomdoctor.shell.stragglers import Beside
 
 if TYPE_CHECKING:
-    from oomdoctor.model.plan import Candidate
-    from oomdoctor.model.session import Session
     from oomdoctor.shell.extension import Extension
 
 LOADED_LATE: Final = "oomdoctor was loaded by this very cell, so the state at its start is not known: run it again"
@@ -55,39 +52,26 @@ class CellRun:
     beside: Beside
 
 
-def find_oom(exc: BaseException) -> BaseException | None:
-    """Return the exception that memory ran out with; None where there is none, or where it was diagnosed before."""
-    if isinstance(exc, (SyntaxError, KeyboardInterrupt)):
-        return None
-    try:
-        from oomdoctor.incident import find_oom
-    except (ImportError, MemoryError, OSError, SystemError):  # there is no room to load it
-        return exc if isinstance(exc, MemoryError) else None
-    found = find_oom(exc)
-    return None if found is None or is_told(exc) or is_told(found) else found
-
-
 async def answer(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> None:
     """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
     guarded, auto = extension.borders.guarded, extension.config.auto
-    later = auto == "off" and comes_later(extension.shell, extension.config.forecasts)
-    shown = None
+    later, shown = auto == "off" and comes_later(extension.shell, extension.config.forecasts), Shown(extension)
     with uncollected():
         found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run), later=later)
         if found is not None and found.plan.pending:
-            shown, pending = Shown(extension), found
+            pending = found
             guarded("display", lambda: shown.show(pending))
-    if shown is not None:
-        _fill_in(extension, failure, pending, shown)
+    if found is not None and found.plan.pending:
+        _fill_in(extension, failure, found, shown)
         return
     if found is not None:
         try:
             case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or _recorded(found)
         except BaseException:  # an interrupt: what is known by then is shown all the same
             extension.tracebacks.send_held()
-            guarded("display", lambda: _show(extension, _recorded(found)))
+            guarded("display", lambda: Shown(extension).show(_recorded(found)))
             raise
-        chosen = guarded("choice", lambda: _admitted(case, auto)) or ()
+        chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
         # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
         was_shown = bool(result.success)
         may_retry = extension.open is not None and chosen and (was_shown or result.error_in_exec is failure)
@@ -99,14 +83,12 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
             return
     extension.tracebacks.send_held()
     if found is not None:
-        guarded("display", lambda: _show(extension, case))
+        guarded("display", lambda: Shown(extension).show(case))
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
 def _recorded(case: Case) -> Case:
     """Return a case as it was recorded last: with a plan, where one was made."""
-    from oomdoctor import pipeline
-
     return pipeline.cases()[case.number - 1] if case.number else case
 
 
@@ -117,17 +99,19 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
         why: nothing can be run again.
         source: the text of the cell, nothing where it was in none.
     """
-    guarded = extension.borders.guarded
-    case = _looked_at(extension, failure, lambda: _observe_outside(extension, failure, why, source))
+
+    def observe() -> Case:
+        number = extension.shell.execution_count - bool(source)  # the shell counts a cell when it begins
+        return pipeline.record(pipeline.refused(_observed(extension, failure, number, source)[0], why))
+
+    guarded, case = extension.borders.guarded, _looked_at(extension, failure, observe)
     if case is not None:
-        guarded("display", lambda: _show(extension, case))
+        guarded("display", lambda: Shown(extension).show(case))
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
 def _fill_in(extension: Extension, failure: BaseException, found: Case, shown: Shown) -> None:
     """Let go of what the failure holds, and begin with the forecasts for what is ``shown`` already."""
-    from oomdoctor import pipeline
-
     guarded = extension.borders.guarded
     _let_go(extension, failure)
     unpriced = replace(found, plan=pipeline.unpriced())
@@ -150,8 +134,6 @@ def _looked_at(
     guarded = extension.borders.guarded
     if guarded("reserve", lambda: _lacks_room(extension, failure)):
         return None
-    from oomdoctor import pipeline
-
     # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
     # census is without what it held.
     observed = quietly(observe)
@@ -176,7 +158,7 @@ def _lacks_room(extension: Extension, failure: BaseException) -> bool:
     if not extension.warming.lacks_room():
         return False
     if not extension.config.keep_frames:
-        quietly(lambda: _release(failure, extension.shell))
+        quietly(lambda: release(failure, extension.shell))
     why = extension.warming.lacks_room()
     if why:
         extension.end_filling()
@@ -188,12 +170,10 @@ def _lacks_room(extension: Extension, failure: BaseException) -> bool:
 
 def _let_go(extension: Extension, failure: BaseException) -> None:
     if not extension.config.keep_frames:
-        extension.borders.guarded("release", lambda: _release(failure, extension.shell))
+        extension.borders.guarded("release", lambda: release(failure, extension.shell))
 
 
 def _observe(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
-    from oomdoctor import pipeline
-
     shell = extension.shell
     number = result.execution_count or shell.execution_count
     is_kept = run.transaction is not None and run.transaction.is_kept
@@ -202,18 +182,13 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
     if (line := runs_apart(run.source)) is not None:
         script = "the script has a namespace of its own, in which nothing is changed from outside"
         hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
-        return _refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
+        return pipeline.record(
+            pipeline.refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
+        )
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
-        extension.open = OpenCase(
-            session=session,
-            transaction=run.transaction,
-            beside=run.beside,
-            failure=kept,
-            changed=dict(extension.changed),
-        )
-    pipeline.record(case)
-    return case
+        extension.open = OpenCase(session, run.transaction, run.beside, failure=kept, changed=dict(extension.changed))
+    return pipeline.record(case)
 
 
 def _of_cell(case: Case, number: int, source: str) -> Case:
@@ -225,19 +200,9 @@ def _of_cell(case: Case, number: int, source: str) -> Case:
     return replace(case, incident=replace(case.incident, cell=own, inner=case.incident.inner or cell))
 
 
-def _observe_outside(extension: Extension, failure: BaseException, why: str, source: str) -> Case:
-    shell = extension.shell
-    # The shell counts a cell when it begins.
-    number = shell.execution_count - 1 if source else shell.execution_count
-    case, _ = _observed(extension, failure, number, source)
-    return _refused(case, why)
-
-
 def _observed(
     extension: Extension, failure: BaseException, number: int, source: str, *, is_kept: bool = False
 ) -> tuple[Case, Session]:
-    from oomdoctor import pipeline
-
     shell = extension.shell
     open_session = partial(pipeline.open_session, shell=shell, is_kept=is_kept)
     cells = cells_until(shell, number, source)
@@ -247,69 +212,43 @@ def _observed(
     extension.end_filling()
     extension.open = extension.healed = None
     extension.passed, extension.failed_cell = "", cells.failing
-    pipeline.record(case)
-    return case, session
-
-
-def _refused(case: Case, why: str) -> Case:
-    from oomdoctor import pipeline
-
-    refused = replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why))
-    pipeline.record(refused)
-    return refused
+    return pipeline.record(case), session
 
 
 def _by_message(extension: Extension, failure: BaseException) -> Case:
     """Return the case of a failure that could not be looked at."""
-    from oomdoctor import pipeline
-
-    shell = extension.shell
-    known = filenames(shell, shell.execution_count)
     extension.open = extension.healed = None
     why = "the memory could not be looked at, so nothing is known of a change that would fit"
-    case = pipeline.by_message(failure, known, why)
-    pipeline.record(case)
-    return case
+    known = filenames(extension.shell, extension.shell.execution_count)
+    return pipeline.record(pipeline.by_message(failure, known, why))
 
 
 def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> Case:
-    from oomdoctor import pipeline
-
     rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for fault in rules.faults:
         extension.borders.tell(f"rule left out: {fault}")
-    diagnosed = pipeline.diagnose(case, rules, by_message=by_message)
-    pipeline.record(diagnosed)
-    return diagnosed
+    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
 
 
 def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
     """Return the case with its plan; where that comes ``later``, with what is known of it so far."""
-    from oomdoctor import pipeline
-
     if extension.open is None:
         return case
     transaction, session = extension.open.transaction, extension.open.session
     warming, is_host = extension.warming, session.accelerator.name == "cpu"
     reserve = transaction.bytes_to_copy + warming.kept + warming.to_load if is_host else 0
-    terms: dict[str, Any] = {
-        "time_budget_s": extension.config.forecast_time_s,
-        "reserve": reserve,
-    }
+    terms: dict[str, Any] = {"time_budget_s": extension.config.forecast_time_s, "reserve": reserve}
     priced = _recalled(extension, case, session, reserve)
     if priced is None and later:
         planning = pipeline.planning(case, session, transaction.restore, **terms)
         extension.filling = Filling(case, planning, extension.borders, pipeline.record)
         priced = extension.filling.case
     priced = priced or pipeline.plan(case, session, transaction.restore, **terms)
-    pipeline.record(priced)
-    return priced
+    return pipeline.record(priced)
 
 
 def _recalled(extension: Extension, case: Case, session: Session, reserve: int) -> Case | None:
     """Return the case planned with what healed it before; None where there is nothing, or `auto` may not use it."""
-    from oomdoctor import pipeline
-
     auto, remedy = extension.config.auto, extension.remedies.of(case, session.cells.failing.source)
     planned = None if remedy is None else pipeline.recall(case, session, remedy, reserve=reserve)
     if planned is None or auto == "off":
@@ -317,29 +256,11 @@ def _recalled(extension: Extension, case: Case, session: Session, reserve: int) 
     return planned if planned.plan.candidates[0] in pipeline.admitted(planned, auto) else None
 
 
-def _admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
-    from oomdoctor import pipeline
-
-    return pipeline.admitted(case, auto)
-
-
-def _release(exc: BaseException, shell: Any) -> None:
-    from oomdoctor.retry.release import release
-
-    release(exc, shell)
-
-
-def _show(extension: Extension, case: Case) -> None:
-    Shown(extension).show(case)
-
-
 def _tell_why_not(extension: Extension, case: Case) -> None:
     """Say why there is no retry: of a cell that cannot be run again, or one by itself that could cure nothing."""
-    from oomdoctor import pipeline
-
     if case.outcome.kind is not OutcomeKind.REFUSED:
         why = pipeline.beyond_cure(case) if extension.config.auto != "off" else None
         if why is None:
             return
-        case = _refused(case, why)
+        case = pipeline.record(pipeline.refused(case, why))
     extension.notice(case)

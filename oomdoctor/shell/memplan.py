@@ -1,26 +1,36 @@
-"""``%%memplan``: its options, and the cell below it, which is forecast and, where that was asked for and it fits, run.
+"""``%%memplan`` and ``oomdoctor.plan``: what a cell or a call would need, found out without running it.
 
-The cell runs as one of its own after the magic's cell is done: it has its number, its snapshot, its diagnosis and its
-retries, as if it had been typed without the first line.
+With ``--run`` a cell that fits runs as one of its own after the magic's cell is done: it has its number, its snapshot,
+its diagnosis and its retries, as if it had been typed without the first line.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import linecache
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from pathlib import PurePath
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
-from oomdoctor.model.sizes import parse_size
+from oomdoctor.model.plan import Forecast, Verdict
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.sizes import format_size, parse_size
+from oomdoctor.objects.frames import locals_of
+from oomdoctor.objects.kinds import spelled
+from oomdoctor.program.compiled import fault_in
 from oomdoctor.shell.cells import cells_until
-from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in, path_of, put
+from oomdoctor.shell.outputs import HELP, Options, display_in, one_line, put
 
 if TYPE_CHECKING:
-    from oomdoctor.model.plan import Forecast, Verdict
-    from oomdoctor.model.session import Cells
     from oomdoctor.views.displayed import Planned
+
 
 USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
 
@@ -34,41 +44,7 @@ USAGE: Final = """Forecast the cell below without running it: what it needs, whe
 """
 
 _TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
-_HELP: Final = frozenset({"--help", "-h"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What was asked for. ``prints_json``: ``--json`` without a path."""
-
-    run: bool = False
-    memory: int | None = None
-    device: str | None = None
-    prints_json: bool = False
-    json: Path | None = None
-
-    @classmethod
-    def read(cls, words: list[str]) -> Options:
-        """Read ``--name value`` and ``--name=value``.
-
-        Raises:
-            UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
-        """
-        given = options_in("%%memplan", words, _TAKES)
-        memory, path = given.get("device-memory"), given.get("json")
-        if memory is not None and "device" in given:
-            raise UsageError("--device and --device-memory are two answers to one question: give one of them")
-        prints = "json" in given and path in (None, *OUTPUT)
-        target = None if prints else path_of(path)
-        if target is not None:
-            check_writable(target)
-        return cls(
-            run="run" in given,
-            memory=None if memory is None else parse_size(memory),
-            device=given.get("device"),
-            prints_json=prints,
-            json=target,
-        )
+read_options = partial(Options.read, "%%memplan", _TAKES)
 
 
 class MemPlanner:
@@ -87,96 +63,54 @@ class MemPlanner:
         source, self.to_run = self.to_run, None
         return source
 
-    def answer(self, words: list[str], cell: str, number: int, *, time_s: float) -> None:
+    def answer(self, words: list[str], cell: str | None, number: int, *, time_s: float) -> None:
         """Plan ``cell`` as ``words`` ask for.
 
         Args:
+            cell: what stands below the magic, None where it has one sign.
             number: of the magic's own cell.
             time_s: for each part of the plan.
 
         Raises:
             UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
         """
-        if _HELP.intersection(words):
+        if HELP.intersection(words):
             print(USAGE, end="")
             return
-        options = Options.read(words)
+        if cell is None:
+            why = "write %%memplan above the cell; `%memplan --help` tells more"
+            raise UsageError(f"%memplan has no cell below it: {why}")
+        options = read_options(words)
         if not cell.strip():
             raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
-        cell = _not_indented(cell)
+        from IPython.core.inputtransformer2 import leading_indent
+
+        from oomdoctor.objects.storages import unobserved
+        from oomdoctor.views.displayed import Planned
+
+        cell = "".join(leading_indent(cell.splitlines(keepends=True)))  # as IPython does before it runs one
         check_source(cell, "the cell below %%memplan")
-        planned = self._planned(cells_until(self._shell, number, cell), options, time_s)
+        shell, foresee = self._shell, partial(pipeline.foresee, device=options.device, memory=options.memory)
+        with unobserved():
+            cells = cells_until(shell, number, cell)
+            planned = Planned(foresee(shell.user_ns, cells, shell=shell, time_s=time_s))
         if options.json is not None:
             put(json.dumps(planned.to_dict(), indent=1), options.json)
             print(f"{one_line(options.json)}: the plan as JSON")
         elif options.prints_json:
             print(json.dumps(planned.to_dict(), indent=1))
         else:
-            self._display(planned)
-        if options.run:
-            self._run(cell, planned)
-
-    def _planned(self, cells: Cells, options: Options, time_s: float) -> Planned:
-        from oomdoctor import pipeline
-        from oomdoctor.objects.storages import unobserved
-        from oomdoctor.views.displayed import Planned
-
-        shell = self._shell
-        with unobserved():
-            found = pipeline.foresee(
-                *(shell.user_ns, cells),
-                device=options.device,
-                memory=options.memory,
-                shell=shell,
-                time_s=time_s,
-            )
-        return Planned(found)
-
-    def _display(self, planned: Planned) -> None:
-        from IPython.display import display
-
-        if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
-            from oomdoctor.views.terminal import fitted, looks
-
-            print(fitted(planned.to_text(**looks(sys.stdout)), sys.stdout), end="")
-        else:
-            display(planned)
-
-    def _run(self, cell: str, planned: Planned) -> None:
-        """Have the cell run, if it fits.
-
-        Raises:
-            UsageError: the cell is not run, for this reason.
-        """
-        why = _why_not(planned.forecast, planned.plan.here.verdict)
-        if why is not None:
-            raise UsageError(f"not run: {why}")
+            display_in(shell, planned.to_text, planned)
+        if not options.run:
+            return
+        if (reason := _why_not(planned.forecast, planned.plan.here.verdict)) is not None:
+            raise UsageError(f"not run: {reason}")
         self.to_run = cell
-
-
-def _not_indented(cell: str) -> str:
-    """Return the cell without the indentation of its first line, which IPython takes away before it runs one."""
-    from IPython.core.inputtransformer2 import leading_indent
-
-    return "".join(leading_indent(cell.splitlines(keepends=True)))
-
-
-def line_answer(words: list[str]) -> None:
-    """Answer ``%memplan``, with one sign.
-
-    Raises:
-        UsageError: it was no help that was asked for.
-    """
-    if not _HELP.intersection(words):
-        raise UsageError("%memplan has no cell below it: write %%memplan above the cell; `%memplan --help` tells more")
-    print(USAGE, end="")
 
 
 def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
     """Return why the cell is not to be run, None where it is."""
     from oomdoctor.forecast.pricing import is_of_card
-    from oomdoctor.model.plan import Verdict
-    from oomdoctor.model.sizes import format_size
     from oomdoctor.views.words import about, clean
 
     if forecast.peak is None:
@@ -201,9 +135,101 @@ def check_source(text: str, what: str) -> None:
     Raises:
         UsageError: the line to show.
     """
-    from oomdoctor.program.compiled import fault_in
-
     fault = fault_in(text)
     if fault is not None:
         line = f" (line {fault.line} of it)" if fault.line else ""
         raise UsageError(f"{what} is not Python: {one_line(fault.message)}{line}")
+
+
+_PLANNED: Final = "_oomdoctor_planned"
+
+
+def plan(
+    callable_or_source: Callable[[], Any] | str,
+    *,
+    device_memory: str | int | None = None,
+    namespace: dict[str, Any] | None = None,
+    time_s: float = 10.0,
+) -> Planned:
+    """Find out what a call, or a piece of source, needs, and where that fits, without running it.
+
+    Args:
+        callable_or_source: called without arguments (``partial`` gives some), and awaited where it is a
+            coroutine function; or run as a cell is.
+        device_memory: plans for a device of that size, all of it for tensors; for the one in use by default.
+        namespace: where names are looked up; what the caller sees by default, its locals and its globals.
+        time_s: for each part of the plan: the forecast, the cards, the fixes, the batch.
+
+    Raises:
+        UsageError: it is neither of the two, the source is not Python, or the size or the time is none.
+    """
+    memory = _size(device_memory)
+    given: Any = time_s  # callers without a type checker give anything
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < inf:
+        raise UsageError(f"time_s takes seconds, 0 or more, and was given {given!r:.80}")
+    if namespace is not None and not isinstance(namespace, dict):
+        raise UsageError(f"namespace takes a dictionary of names, and was given {type(namespace).__name__}")
+    caller = sys._getframe(1)
+    found = {**caller.f_globals, **locals_of(caller)} if namespace is None else dict(spelled(namespace))
+    given = callable_or_source
+    if isinstance(given, str):
+        source = dedent(given)
+        if not source.strip():
+            raise UsageError("plan takes a callable or source, and the source has nothing in it")
+        check_source(source, "the source")
+    elif callable(given):
+        source = _call(given, found)
+    else:
+        raise UsageError(f"plan takes a callable or source (str), and was given {type(given).__name__}")
+    from oomdoctor.views.displayed import Planned
+
+    cells = Cells(history=(Cell(number=0, source=_script_of(given, found)), Cell(number=1, source=source)))
+    file = PurePath(str(found.get("__file__") or "the module")).name
+    names = {0: file, 1: "the source" if isinstance(given, str) else _named(given)}
+    return Planned(pipeline.foresee(found, cells, memory=memory, time_s=time_s), names)
+
+
+def _size(given: Any) -> int | None:
+    """Return the bytes of the device to plan for.
+
+    Raises:
+        UsageError: that is no size, or a number that stands for another unit.
+    """
+    if given is None or isinstance(given, str):
+        return None if given is None else parse_size(given)
+    if type(given) is not int:
+        raise UsageError(f"device_memory takes a text such as '16GiB', or bytes, and was given {type(given).__name__}")
+    return parse_size(str(given))  # 16 means another unit here as well
+
+
+def _call(function: Callable[[], Any], namespace: dict[str, Any]) -> str:
+    """Return the source of the call, by the name that the function has where that stands for it.
+
+    Raises:
+        UsageError: a call of it runs nothing of it.
+    """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        told = _named(function)
+        raise UsageError(f"{told} runs nothing until it is iterated over: plan a function that does, or the source")
+    awaits = "await " if inspect.iscoroutinefunction(function) else ""
+    name = getattr(function, "__name__", None)
+    if type(name) is str and name.isidentifier() and namespace.get(name) is function:
+        return f"{awaits}{name}()\n"
+    namespace[_PLANNED] = function
+    return f"{awaits}{_PLANNED}()\n"
+
+
+def _named(function: Any) -> str:
+    """Return what a call is called in sentences."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", None)
+    return f"{name}()" if type(name) is str and name.isidentifier() else "the call"
+
+
+def _script_of(given: Any, namespace: dict[str, Any]) -> str:
+    """Return the text of the script or module that the function, or else the namespace, is of."""
+    while isinstance(given, partial):
+        given = given.func
+    path = getattr(getattr(given, "__code__", None), "co_filename", None) or spelled(namespace).get("__file__")
+    return "".join(linecache.getlines(path, namespace)) if type(path) is str else ""

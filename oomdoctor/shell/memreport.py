@@ -1,27 +1,30 @@
-"""``%memreport``: its options, the report before the present one, and the counters at the start of the last cell."""
+"""``%memreport`` and ``oomdoctor.report``: what holds memory now, and what has grown since the last cell and report."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.errors import UsageError
+from oomdoctor import pipeline
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.growth import Mark
+from oomdoctor.model.memory import Measured
+from oomdoctor.model.session import Cells
+from oomdoctor.objects.frames import locals_of
 from oomdoctor.shell.cells import cells_until, filenames, is_own
-from oomdoctor.shell.outputs import OUTPUT, check_writable, one_line, options_in, path_of, put
+from oomdoctor.shell.cells import filenames as filenames_of
+from oomdoctor.shell.outputs import HELP, Options, display_in, one_line, put
 
 if TYPE_CHECKING:
-    from oomdoctor.model.memory import Measured
     from oomdoctor.views.displayed import Report
-    from oomdoctor.views.document import Document
     from oomdoctor.views.growth import GrowthRows
+
 
 USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
 
@@ -36,57 +39,10 @@ USAGE: Final = """Show what holds memory now, on each device and in the host's m
     --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
 """
 
-_TAKES: Final = {
-    "device": "a name",
-    "top": "a number above zero",
-    "diff": None,
-    "json": None,
-    "html": "a path",
-    "snapshot": "a path",
-}
-_MOST_DIGITS: Final = 9
-_HELP: Final = frozenset({"--help", "-h"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What was asked for; a path is None where it was not. ``prints_json``: ``--json`` without a path."""
-
-    device: str | None = None
-    top: int | None = None
-    diff: bool = False
-    prints_json: bool = False
-    json: Path | None = None
-    html: Path | None = None
-    snapshot: Path | None = None
-
-    @classmethod
-    def read(cls, words: list[str]) -> Options:
-        """Read ``--name value`` and ``--name=value``.
-
-        Raises:
-            UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
-        """
-        given = options_in("%memreport", words, _TAKES)
-        options = cls(
-            device=given.get("device"),
-            top=_number(given.get("top")),
-            diff="diff" in given,
-            prints_json="json" in given and given["json"] in (None, *OUTPUT),
-            json=None if given.get("json") in OUTPUT else path_of(given.get("json")),
-            html=path_of(given.get("html")),
-            snapshot=path_of(given.get("snapshot")),
-        )
-        for path in options.paths:
-            check_writable(path)
-        if len(set(map(os.path.realpath, options.paths))) < len(options.paths):
-            raise UsageError("each file needs a path of its own")
-        return options
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that are to be written."""
-        return tuple(path for path in (self.json, self.html, self.snapshot) if path is not None)
+_TAKES: Final = {"device": "a name", "top": "a number above zero", "diff": None, "json": None} | dict.fromkeys(
+    ("html", "snapshot"), "a path"
+)
+read_options = partial(Options.read, "%memreport", _TAKES)
 
 
 class MemReport:
@@ -116,12 +72,13 @@ class MemReport:
         Raises:
             UsageError: they ask for what is not there; nothing is written then.
         """
+        from oomdoctor.views import report_bundle, text
         from oomdoctor.views.holders import TOP
 
-        if words[:1] == ["help"] or _HELP.intersection(words):
+        if words[:1] == ["help"] or HELP.intersection(words):
             print(USAGE, end="")
             return
-        options = Options.read(words)
+        options = read_options(words)
         number = self.number
         marks = None if self._mark is None else (self._mark, counters(number))  # before this work takes memory itself
         whole = self._collect(number, options)
@@ -129,7 +86,8 @@ class MemReport:
         earlier, self._last = self._last, (number, whole)
         growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
         if not options.paths and not options.prints_json:
-            self._display(report.survey(top=options.top or TOP, growth=growth, marks=marks))
+            survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
+            display_in(self._shell, partial(text.render, survey), report_bundle(survey), raw=True)
             return
         page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
         found = report.to_dict()
@@ -139,9 +97,9 @@ class MemReport:
 
     def _collect(self, number: int, options: Options) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
-        from oomdoctor import pipeline
-
-        with _unobserved():
+        # Past the modes of torch, where the program has loaded it.
+        storages = "oomdoctor.objects.storages"
+        with import_module(storages).unobserved() if "torch" in sys.modules else nullcontext():
             if options.snapshot is not None:
                 pipeline.check_snapshot()
             cells = cells_until(self._shell, number, "")
@@ -155,31 +113,9 @@ class MemReport:
         number, before = earlier
         return growth_rows(before.whole, report.whole, f"the report of In[{number}]", top=top, only=report.only)
 
-    def _display(self, survey: Document) -> None:
-        from IPython.display import display
-
-        from oomdoctor.views import report_bundle, text
-        from oomdoctor.views.terminal import fitted, looks
-
-        if not hasattr(self._shell, "kernel") and sys.stdout.isatty():
-            print(fitted(text.render(survey, **looks(sys.stdout)), sys.stdout), end="")
-        else:
-            display(report_bundle(survey), raw=True)
-
-
-def _unobserved() -> AbstractContextManager[None]:
-    """Return a context past the modes of torch, where the program has loaded it."""
-    if "torch" not in sys.modules:
-        return nullcontext()
-    from oomdoctor.objects.storages import unobserved
-
-    return unobserved()
-
 
 def _write(options: Options, page: str, shape: str) -> None:
     """Put the report where it was asked to go, and say what went where."""
-    from oomdoctor import pipeline
-
     said = []
     if options.snapshot is not None:
         said.append(f"{one_line(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
@@ -233,12 +169,29 @@ def _resident() -> Measured:
         return Unavailable("the system tells nothing of its processes")
 
 
-def _number(text: str | None) -> int | None:
-    if text is None:
-        return None
-    digits = text.lstrip("0")
-    if not (text.isascii() and text.isdigit() and digits):
-        raise UsageError(f"--top needs a number above zero, not '{one_line(text)}'")
-    if len(digits) > _MOST_DIGITS:
-        raise UsageError(f"--top takes a number of {_MOST_DIGITS} digits at most, not one of {len(digits):,}")
-    return int(digits)
+def report(
+    namespace: dict[str, Any] | None = None, cells: Cells | None = None, filenames: Mapping[str, int] | None = None
+) -> Report:
+    """Tell what holds memory now, by role and by name: the device first, where one is in use.
+
+    Args:
+        namespace: where to look for names; what the caller sees by default, its locals and its globals.
+        cells: that were run; those of the notebook by default, where the caller is a cell of it.
+        filenames: number of the cell by the file name of its code; as the notebook has it by default.
+    """
+    shell = _notebook()
+    if namespace is None:
+        caller = sys._getframe(1)
+        if cells is None and shell is not None and caller.f_globals is shell.user_ns:
+            cells = cells_until(shell, shell.execution_count, "")
+        namespace = {**caller.f_globals, **locals_of(caller)}
+        del caller
+    if filenames is None and shell is not None:
+        filenames = filenames_of(shell, shell.execution_count)
+    return pipeline.report(namespace, cells, filenames)
+
+
+def _notebook() -> Any:
+    """Return the shell that this process runs, None where it is no notebook and no IPython."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

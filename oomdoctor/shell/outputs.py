@@ -4,20 +4,90 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from oomdoctor.errors import UsageError
+from oomdoctor.model.sizes import parse_size
 
 OUTPUT: Final = frozenset({"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
 """To write there as to a file would empty the log that the output goes to, or reach the log of a kernel's server."""
+HELP: Final = frozenset({"--help", "-h"})
+_MOST_DIGITS: Final = 9
 _FILES: Final = frozenset({"json", "html", "snapshot"})
 """Options that take a path."""
 _DESCRIPTORS: Final = ("/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 
 
-def options_in(magic: str, words: list[str], takes: Mapping[str, str | None]) -> dict[str, str | None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a magic was asked for; what it does not take is never given.
+
+    Attributes:
+        memory: bytes. top: of a list, so many.
+        prints_json: `--json` without a path.
+        json: where it goes, with one; the other paths likewise.
+    """
+
+    run: bool = False
+    memory: int | None = None
+    device: str | None = None
+    top: int | None = None
+    diff: bool = False
+    prints_json: bool = False
+    json: Path | None = None
+    html: Path | None = None
+    snapshot: Path | None = None
+
+    @classmethod
+    def read(cls, magic: str, takes: Mapping[str, str | None], words: list[str]) -> Options:
+        """Read ``--name value`` and ``--name=value``; see ``_options_in``.
+
+        Raises:
+            UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
+        """
+        given = _options_in(magic, words, takes)
+        memory, prints = given.get("device-memory"), "json" in given and given["json"] in (None, *OUTPUT)
+        if memory is not None and "device" in given:
+            raise UsageError("--device and --device-memory are two answers to one question: give one of them")
+        options = cls(
+            run="run" in given,
+            memory=None if memory is None else parse_size(memory),
+            device=given.get("device"),
+            top=_number(given.get("top")),
+            diff="diff" in given,
+            prints_json=prints,
+            json=None if prints else path_of(given.get("json")),
+            html=path_of(given.get("html")),
+            snapshot=path_of(given.get("snapshot")),
+        )
+        for path in options.paths:
+            check_writable(path)
+        if len(set(map(os.path.realpath, options.paths))) < len(options.paths):
+            raise UsageError("each file needs a path of its own")
+        return options
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are to be written."""
+        return tuple(path for path in (self.json, self.html, self.snapshot) if path is not None)
+
+
+def _number(text: str | None) -> int | None:
+    if text is None:
+        return None
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdigit() and digits):
+        raise UsageError(f"--top needs a number above zero, not '{one_line(text)}'")
+    if len(digits) > _MOST_DIGITS:
+        raise UsageError(f"--top takes a number of {_MOST_DIGITS} digits at most, not one of {len(digits):,}")
+    return int(digits)
+
+
+def _options_in(magic: str, words: list[str], takes: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the options among ``words``, ``--name value`` or ``--name=value``, each with its value or None.
 
     Args:
@@ -86,6 +156,23 @@ def check_writable(path: Path) -> None:
             target.unlink()
     except (OSError, ValueError, RuntimeError) as exc:
         raise _unwritable(path, exc) from None
+
+
+def display_in(shell: Any, to_text: Callable[..., str], shown: Any, *, raw: bool = False) -> None:
+    """Display ``shown``, or print its text where the shell runs in a terminal, as wide as that is.
+
+    Args:
+        to_text: is told how the terminal looks.
+        raw: whether ``shown`` is a bundle of formats.
+    """
+    from IPython.display import display
+
+    if not hasattr(shell, "kernel") and sys.stdout.isatty():
+        from oomdoctor.views.terminal import fitted, looks
+
+        print(fitted(to_text(**looks(sys.stdout)), sys.stdout), end="")
+    else:
+        display(shown, raw=raw)
 
 
 def put(text: str, path: Path) -> None:

@@ -1,23 +1,28 @@
-"""The retry in a shell: the failed cell is run again as the shell runs cells, and its cell answers as the retry did."""
+"""The retry in a shell: the failed cell is run again as the shell runs cells, and its cell answers as the retry did.
+
+And what is left of it in the notebook: its source for the next cell, and the way back from a healed one.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Session
 from oomdoctor.program.compiled import on_their_lines
-from oomdoctor.shell.changed import as_cell, texts_of
-from oomdoctor.shell.running import Run
-from oomdoctor.shell.script_watch import left_alone
+from oomdoctor.retry.release import release
+from oomdoctor.shell.borders import Run, left_alone
+from oomdoctor.shell.cells import as_cell, texts_of
 from oomdoctor.shell.showing import Shown
-from oomdoctor.shell.stragglers import Beside, beside, end_since, pools_since, processes_since, threads_at_work
+from oomdoctor.shell.stragglers import Beside, beside, end_since, left_since, threads_at_work
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -38,8 +43,8 @@ class OpenCase:
 
     session: Session
     transaction: Any
+    beside: Beside
     failed: set[str] = field(default_factory=set)
-    beside: Beside = field(default_factory=Beside)
     failure: BaseException | None = None
     attempts: int = 0
     changed: Mapping[int, str] = field(default_factory=dict)
@@ -99,7 +104,7 @@ class _Attempts:
         # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
         error = _error_of(self.last) or run.take_failure()
         if error is not None:
-            left = () if self.anyway else (*processes_since(before), *pools_since(before))
+            left = () if self.anyway else left_since(before)
             why = await end_since(before, waits=self.waits) or "; ".join(left)
             if why:
                 raise RuntimeError(why)
@@ -115,24 +120,27 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
-    failing = Cell(number=0, source="") if opened is None else opened.session.cells.failing
+    if opened is None:
+        return False
+    failing, own = opened.session.cells.failing, opened.failure
     attempts = _Attempts(extension, failing, cell.kwargs, extension.is_awaited(cell), request.anyway)
-    own = None if opened is None else opened.failure
     try:
-        case, error = await _heal(extension, request, attempts)
+        case, error = await _heal(extension, opened, request, attempts)
     except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
         extension.borders.fault("retry", exc)
-        if opened is not None:
-            extension.borders.guarded("rollback", opened.transaction.restore)
+        extension.borders.guarded("rollback", opened.transaction.restore)
         return False
     except BaseException:  # an interrupt, which may have come in the midst of anything
-        if opened is not None:
-            extension.borders.guarded("rollback", opened.transaction.restore)
+        extension.borders.guarded("rollback", opened.transaction.restore)
         raise
     is_healed = case.outcome.kind is OutcomeKind.HEALED
     if tells and case.outcome.kind is OutcomeKind.ROLLED_BACK:
         error = own  # the cell has failed as it is: what its retries ran into is told with the outcome
-    _take_over(extension.shell, result, error, attempts.last if is_healed else None)
+    if is_healed or error is not None:  # the cell answers as its retry did
+        result.error_in_exec = error
+    if is_healed:
+        result.result = getattr(attempts.last, "result", None)
+    extension.shell.last_execution_succeeded, extension.shell.last_execution_result = result.success, result
     if is_healed:
         extension.tracebacks.drop_held()
         extension.open, extension.healed = None, opened
@@ -148,63 +156,130 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     return True
 
 
-async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> tuple[Case, BaseException | None]:
-    from oomdoctor import pipeline
-
-    opened, config = extension.open, extension.config
-    if opened is None:
-        raise UsageError("the case can no longer be retried: run its cell again")
-    meanwhile = (*threads_at_work(), *processes_since(opened.beside), *pools_since(opened.beside))
+async def _heal(
+    extension: Extension, opened: OpenCase, request: Request, attempts: _Attempts
+) -> tuple[Case, BaseException | None]:
+    meanwhile = (*threads_at_work(), *left_since(opened.beside))
     still = "; ".join(meanwhile) if not request.anyway else ""
     passable = bool(still) and extension.in_flight <= 1
     if extension.in_flight > 1:
         still = "another cell is running meanwhile"
     still = still or await end_since(opened.beside, waits=attempts.waits) or ""
     if still:
-        refused = Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=still, anyway=passable)
-        case, error = replace(request.case, outcome=refused), None
+        case, error = pipeline.refused(request.case, still, anyway=passable), None
     else:
-        _let_go(opened, extension.shell)
+        if opened.failure is not None:
+            release(opened.failure, extension.shell)
+            opened.failure = None
         case, error = await pipeline.heal(
             request.case,
             opened.session,
             opened.transaction,
             request.chosen,
             attempts.run,
-            most_attempts=config.attempts,
-            time_budget_s=config.retry_time_s,
+            most_attempts=extension.config.attempts,
+            time_budget_s=extension.config.retry_time_s,
             anyway=request.anyway,
             failed=set() if request.anew else opened.failed,
             by_itself=request.by_itself,
         )
         extension.remedies.note(case, opened.session.cells.failing.source, request.chosen[0].label)
-    pipeline.record(case)
-    return case, error
-
-
-def _let_go(opened: OpenCase, shell: Any) -> None:
-    failure, opened.failure = opened.failure, None
-    if failure is not None:
-        from oomdoctor.retry.release import release
-
-        release(failure, shell)
-
-
-def _take_over(shell: Any, result: Any, error: BaseException | None, healed: Any) -> None:
-    """Let the cell answer as its retry did.
-
-    Args:
-        healed: the shell's result of the attempt that healed it, None where none did.
-    """
-    if healed is not None:
-        result.error_in_exec = error
-        result.result = getattr(healed, "result", None)
-    elif error is not None:
-        result.error_in_exec = error
-    shell.last_execution_succeeded = result.success
-    shell.last_execution_result = result
+    return pipeline.record(case), error
 
 
 def _error_of(result: Any) -> BaseException | None:
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     return error
+
+
+def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
+    """Put the failing cell as the fix has it into the next cell, and print the changes of earlier cells as a diff."""
+    failing = extension.failed_cell
+    if failing is None:
+        raise UsageError("the text of the failed cell is not known any more")
+    own = [edit for edit in patch.edits if edit.cell == failing.number]
+    earlier = tuple(edit for edit in patch.edits if edit.cell != failing.number)
+    extension.shell.set_next_input(own[-1].after if own else failing.source, replace=False)
+    if earlier:
+        print(replace(patch, edits=earlier).diff(), end="")
+    changed = f"In[{failing.number}] with {candidate.label}" if own else f"In[{failing.number}] as it is"
+    print(f"the next cell has {changed}; nothing was run")
+    if earlier:
+        cells, files = ([one.name for one in earlier if (one.file is None) is is_cell] for is_cell in (True, False))
+        if files:
+            print(f"first change {', '.join(files)} as the diff above says, and import it again")
+        if cells:
+            print(f"first change and run {', '.join(cells)} as the diff above says")
+    if case.outcome.kind is OutcomeKind.HEALED:
+        print("to run it now would be to run it a second time: it was run with the change when it was healed")
+
+
+def undo(extension: Extension) -> str:
+    """Put the state of the healed cell's start back for good; return what was taken back, and what could not be.
+
+    Raises:
+        UsageError: there is nothing that can be undone; nothing was changed.
+    """
+    case, opened = pipeline.last_case(), extension.healed
+    if case is None or opened is None:
+        raise UsageError(why_not_undone(case, extension.passed))
+    code = case.evidence.code
+    calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached))
+    transaction = opened.transaction
+    lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
+    fixes = ", ".join(case.outcome.fixes)
+    extension.remedies.drop(case, opened.session.cells.failing.source)
+    why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
+    state = State.UNVERIFIED if lost else State.RESTORED
+    taken_back = replace(case, outcome=Outcome(state=state, why=why))
+    pipeline.record(taken_back)
+    extension.open, extension.healed = opened, None
+    extension.changed = dict(opened.changed)
+    if extension.shown is not None:
+        extension.shown.tell_end(taken_back)
+    return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+
+
+def why_not_retried(extension: Extension, outcome: Outcome) -> str:
+    """Return why the failed cell cannot be run again by a command or a button.
+
+    Args:
+        outcome: how it ended.
+    """
+    if outcome.kind is OutcomeKind.HEALED:
+        healed = f"{', '.join(outcome.fixes)} healed it"
+        if extension.healed is not None:
+            return f"{healed}: `%oomdoctor undo` takes it back"
+        return f"{healed}, and {extension.passed or 'its start is no longer kept'}: to try another change, run it again"
+    if extension.passed:
+        return f"{extension.passed}: run it again"
+    if not extension.config.snapshot:
+        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
+    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
+
+
+def why_not_undone(case: Case | None, passed: str) -> str:
+    """Return why there is nothing to undo, and what the state is.
+
+    Args:
+        passed: what a later cell has done that moved the state on, empty where none has.
+    """
+    if case is None:
+        return "there is nothing to undo: no cell that ran out of memory was diagnosed so far"
+    outcome, cell = case.outcome, case.incident.cell
+    what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
+    if outcome.kind is OutcomeKind.HEALED:
+        if not passed:
+            return f"{what} can no longer be undone: of the state before it nothing is kept in this shell"
+        return f"{what} can no longer be undone: {passed}"
+    if outcome.attempts:
+        lost = [outcome.why] if outcome.state is State.UNVERIFIED else []
+        before = f"its changes were undone at once, and the state is that from before it{_except(lost)}"
+        return f"there is nothing to undo: {what} was not healed, {before}"
+    why = f": {outcome.why}" if outcome.why else ""
+    return f"there is nothing to undo: no change of {what} is in place{why}"
+
+
+def _except(lost: Iterable[str]) -> str:
+    told = "; ".join(lost)
+    return f", except: {told}" if told else ", all of it"

@@ -14,38 +14,37 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType
 from typing import Any, Final, TypeVar
 
+from oomdoctor import pipeline
 from oomdoctor.model import baseline
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.objects.frames import chained, set_traceback, traceback_of
-from oomdoctor.program.compiled import compile_python
+from oomdoctor.program.compiled import compile_python, statement_end
 from oomdoctor.program.names import bound_names
+from oomdoctor.retry.release import release
+from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
-from oomdoctor.shell.borders import Borders, quietly
-from oomdoctor.shell.script_call import RESULT, begun
+from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
 from oomdoctor.shell.stragglers import (
     beside,
     end_since,
-    pools_since,
-    processes_since,
+    left_since,
     tasks_at_work,
     threads_at_work,
 )
 
-_MARK: Final = "__oomdoctor_told__"
+RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
 """Numbers of the cells that a script is taken for: the module's text, and the part of it that ran."""
 
-_is_left_alone: ContextVar[bool] = ContextVar("_is_left_alone", default=False)
 _binding = threading.RLock()
 _numbers = count(1)
 
@@ -124,10 +123,8 @@ class Watch:
         self._transaction: Any = None
         self._made: tuple[str, ...] = ()
         if self._refused is None:
-            from oomdoctor.retry.transaction import Transaction
-
             with _binding, part.spelled():
-                self._transaction = Transaction(part.namespace, part.source, _room)
+                self._transaction = Transaction(part.namespace, part.source, lambda: _config().room())
 
     @property
     @contextmanager
@@ -151,9 +148,10 @@ class Watch:
         Returns:
             Whether it was healed, and the error of the user's code that ended the last attempt.
         """
-        _mark(failure)
-        self._part = replace(self._part, text=begun(self._part.text, self._part.filename))
-        self._refused = self._refused or self._at_work() or self._left_behind()
+        mark_told(failure)
+        self._part = replace(self._part, text=_begun(self._part.text, self._part.filename))
+        left = left_since(self._beside)
+        self._refused = self._refused or self._at_work() or "; ".join(left) or None
         with left_alone(), self._part.spelled():
             return await self._answer(failure)
 
@@ -162,34 +160,28 @@ class Watch:
         tasks = tasks_at_work() if self._part.is_async else ()
         return "; ".join((*threads_at_work(), *tasks)) or None
 
-    def _left_behind(self) -> str | None:
-        """Return what the part has set going that cannot be taken back, None if there is nothing."""
-        return "; ".join((*processes_since(self._beside), *pools_since(self._beside))) or None
-
     async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
         # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
         # the census is without what it held.
         observed = quietly(lambda: self._observe(failure))
-        self._borders.guarded("release", lambda: _release(failure))
+        self._borders.guarded("release", lambda: release(failure))
         found = observed or self._borders.guarded("evidence", lambda: self._observe(failure))
         if found is None:
             return False, None
         case, session = found
-        case = self._borders.guarded("diagnosis", lambda: _recorded(self._diagnose(case))) or case
-        case = self._borders.guarded("forecast", lambda: _recorded(self._plan(case, session))) or case
-        self._borders.guarded("display", lambda: self._show("bundle", case))
+        guarded = self._borders.guarded
+        case = guarded("diagnosis", lambda: pipeline.record(pipeline.diagnose(case, pipeline.rulebook()))) or case
+        case = guarded("forecast", lambda: pipeline.record(self._plan(case, session))) or case
+        guarded("display", lambda: self._show("bundle", case))
         if self._settings.auto == "off":
             return False, None
         case, error = await self._guarded_heal(case, session)
-        _recorded(case)
-        self._borders.guarded("notice", lambda: self._show("notice_bundle", case))
+        guarded("notice", lambda: self._show("notice_bundle", pipeline.record(case)))
         return case.outcome.kind is OutcomeKind.HEALED, error
 
     def _observe(self, failure: BaseException) -> tuple[Case, Session]:
-        from oomdoctor import pipeline
-
         part = self._part
-        linecache.cache[part.own_filename] = _listed(part.source, part.own_filename)
+        _list(part.source, part.own_filename)
         numbers = {part.filename: _MODULE} | ({part.own_filename: _PART} if part.refused is None else {})
         case, session = pipeline.observe(
             failure, lambda accelerator: pipeline.open_session(part.namespace, part.cells, accelerator), numbers
@@ -198,18 +190,10 @@ class Watch:
         if cell is not None:  # the name that the result is bound to is ours
             spelled = replace(cell, source_line=cell.source_line.removeprefix(f"{RESULT} = "))
             case = replace(case, incident=replace(case.incident, cell=spelled))
-        pipeline.record(case)
-        return case, session
-
-    def _diagnose(self, case: Case) -> Case:
-        from oomdoctor import pipeline
-
-        return pipeline.diagnose(case, pipeline.rulebook())
+        return pipeline.record(case), session
 
     def _plan(self, case: Case, session: Session) -> Case:
         """Price the changes: by estimates alone where the part cannot be run again, not even in a shadow."""
-        from oomdoctor import pipeline
-
         transaction, is_host = self._transaction, session.accelerator.name == "cpu"
         return pipeline.plan(
             case,
@@ -227,23 +211,20 @@ class Watch:
         except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
             self._borders.fault("retry", exc)
             self._borders.guarded("rollback", lambda: self._transaction.restore())
-            return replace(case, outcome=_refusal("oomdoctor itself failed")), None
+            return pipeline.refused(case, "oomdoctor itself failed"), None
         except BaseException:  # an interrupt, which may have come in the midst of anything
             self._borders.guarded("rollback", lambda: self._transaction.restore())
             raise
 
     async def _heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
-        from oomdoctor import pipeline
-
         if self._refused is not None:
-            return replace(case, outcome=_refusal(self._refused)), None
+            return pipeline.refused(case, self._refused), None
         chosen: Sequence[Candidate] = pipeline.admitted(case, self._settings.auto)
         if not chosen:
             kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
-            why = pipeline.beyond_cure(case) or f"{kind} is likely to fit"
-            return replace(case, outcome=_refusal(why)), None
+            return pipeline.refused(case, pipeline.beyond_cure(case) or f"{kind} is likely to fit"), None
         await end_since(self._beside, waits=False)
-        before = _healers(self._part.namespace)
+        before = {name: value for name, value in self._part.namespace.items() if _healer(value) is not None}
         case, error = await pipeline.heal(
             case,
             session,
@@ -266,7 +247,7 @@ class Watch:
         for source, filename in [*texts, (attempt.source, part.own_filename)]:
             if texts and filename == part.own_filename:
                 self._transaction.set_aside()
-            linecache.cache[filename] = _listed(source, filename)
+            _list(source, filename)
             try:
                 code = compile_python(source, filename, part.flags, awaits=part.is_async)
                 if code.co_flags & inspect.CO_COROUTINE:
@@ -302,13 +283,15 @@ class Watch:
             print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)
 
 
-@functools.cache
-def _make_ready() -> None:
-    """Load what a failure needs while there is memory."""
-    from oomdoctor.shell.warming import steps
-
-    for step in steps(_config()):
-        quietly(step)
+def _begun(text: str, filename: str) -> str:
+    """Return ``text`` up to the end of the statement that its top level is running, all of it where that has ended."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "<module>":
+        return text
+    end = statement_end(text, frame.f_lineno)
+    return text if end is None else "".join(f"{one}\n" for one in text.split("\n")[:end])
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -323,21 +306,6 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Leave what runs out of memory within the body to whoever runs the body."""
-    token = _is_left_alone.set(True)
-    try:
-        yield
-    finally:
-        _is_left_alone.reset(token)
-
-
-def is_left_alone() -> bool:
-    """Return whether a retry or a forecast is under way, which what it runs is left to."""
-    return _is_left_alone.get()
-
-
-@contextmanager
 def apart_from(handled: BaseException | None, exc: BaseException) -> Iterator[None]:
     """Let ``exc`` be seen without the exception that was being handled when what raised it began."""
     link = next((one for one in chained(exc) if one.__context__ is handled), None) if handled is not None else None
@@ -348,55 +316,6 @@ def apart_from(handled: BaseException | None, exc: BaseException) -> Iterator[No
     finally:
         if link is not None:
             link.__context__ = handled
-
-
-def is_oom(exc: BaseException) -> bool:
-    """Return whether ``exc`` says that memory ran out."""
-    return _found(exc) is not None
-
-
-def ran_out(exc: BaseException) -> bool:
-    """Return whether ``exc`` says that memory ran out, and nobody was told so far."""
-    found = _found(exc)
-    return found is not None and not is_told(exc) and not is_told(found)
-
-
-def is_told(exc: BaseException) -> bool:
-    """Return whether this failure was diagnosed before, nearer to where it arose."""
-    return _MARK in (getattr(exc, "__dict__", None) or {})
-
-
-def _found(exc: BaseException) -> BaseException | None:
-    """Return the exception in a chain that memory ran out with."""
-    if isinstance(exc, SyntaxError) or not isinstance(exc, Exception):
-        return None
-    from oomdoctor.incident import find_oom
-
-    found: BaseException | None = quietly(lambda: find_oom(exc))
-    return found
-
-
-def _mark(exc: BaseException) -> None:
-    for one in (exc, _found(exc)):
-        attributes = getattr(one, "__dict__", None)
-        if attributes is not None:
-            attributes[_MARK] = True
-
-
-def entered(part: Part, line: int, traceback: TracebackType | None) -> TracebackType:
-    """Return ``traceback`` as it would be had the part been a cell: with the line of it that was running on top."""
-    code = compile("\n" * (line - 1) + "raise RuntimeError", part.own_filename, "exec")
-    try:
-        exec(code, {"__name__": part.namespace.get("__name__")})
-    except RuntimeError as exc:
-        own = traceback_of(exc)
-        if own is not None and own.tb_next is not None:
-            return TracebackType(traceback, own.tb_next.tb_frame, own.tb_next.tb_lasti, line)
-    raise AssertionError("a statement that raises did not raise")
-
-
-def _healers(namespace: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in namespace.items() if _healer(value) is not None}
 
 
 def _healer(value: Any) -> Any:
@@ -413,23 +332,6 @@ def _adopt(namespace: dict[str, Any], before: dict[str, Any]) -> None:
             namespace[name] = wrapper
 
 
-def _refusal(why: str) -> Outcome:
-    return Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why)
-
-
-def _recorded(case: Case) -> Case:
-    from oomdoctor import pipeline
-
-    pipeline.record(case)
-    return case
-
-
-def _release(failure: BaseException) -> None:
-    from oomdoctor.retry.release import release
-
-    release(failure)
-
-
 def _of_the_users(exc: BaseException, filename: str) -> None:
     """Cut what is ours off the beginning of a traceback."""
     step = traceback_of(exc)
@@ -438,8 +340,18 @@ def _of_the_users(exc: BaseException, filename: str) -> None:
     set_traceback(exc, step or traceback_of(exc))
 
 
-def _listed(source: str, filename: str) -> tuple[int, None, list[str], str]:
-    return len(source), None, source.splitlines(keepends=True), filename
+def _list(source: str, filename: str) -> None:
+    """Let lines of a file be found in ``source``."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
+
+@functools.cache
+def _make_ready() -> None:
+    """Load what a failure needs while there is memory."""
+    from oomdoctor.shell.warming import steps
+
+    for step in steps(_config()):
+        quietly(step)
 
 
 @functools.cache
@@ -447,10 +359,3 @@ def _config() -> Any:
     from oomdoctor.shell.config import OomDoctor
 
     return OomDoctor()
-
-
-def _room() -> int:
-    from oomdoctor.evidence import host
-
-    _, free, _ = host.binding_limit(host.read(in_full=False))
-    return int(free * _config().snapshot_share)

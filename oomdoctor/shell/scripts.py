@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
+import linecache
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import PurePath
-from types import FunctionType
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path, PurePath
+from types import CodeType, FunctionType, TracebackType
 from typing import Any, Final, Literal, TypeVar, overload
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
 from oomdoctor.objects.frames import set_traceback, traceback_of
-from oomdoctor.program.compiled import future_flags
-from oomdoctor.shell.script_call import RESULT, home_of, spell, text_of, unreadable
-from oomdoctor.shell.script_watch import (
-    Part,
-    Settings,
-    Watch,
-    apart_from,
-    drive,
-    entered,
-    is_left_alone,
-    is_oom,
-    ran_out,
-)
+from oomdoctor.objects.named import is_users
+from oomdoctor.program.compiled import defines, future_flags, global_names, is_compiled_from
+from oomdoctor.retry.release import empty_frame
+from oomdoctor.shell.borders import is_left_alone, ran_out
+from oomdoctor.shell.script_watch import RESULT, Part, Settings, Watch, apart_from, drive
 
 _AUTOS: Final = ("exact", "any", "off")
 
@@ -200,7 +195,7 @@ class _Healer:
         result = part.namespace.pop(RESULT, None)
         if part.refused is None:
             _leave(failure)
-        if error is not None and (healed or not is_oom(error)):
+        if error is not None and (healed or not ran_out(error)):
             return error, None
         if not healed:
             return failure, None
@@ -214,9 +209,10 @@ class _Healer:
 
 def _enter(part: Part, failure: BaseException) -> None:
     """Let the traceback of a call begin with the call itself, and not with what is ours."""
-    traceback = traceback_of(failure)
-    inner = traceback.tb_next if traceback is not None else None
-    set_traceback(failure, inner if part.refused is not None else entered(part, 1, inner))
+    _leave(failure)
+    if part.refused is None:
+        frame, instruction = empty_frame(part.own_filename, 1, {"__name__": part.namespace.get("__name__")})
+        set_traceback(failure, TracebackType(traceback_of(failure), frame, instruction, 1))
 
 
 def _leave(failure: BaseException) -> None:
@@ -240,3 +236,122 @@ def _check(function: object) -> None:
             raise UsageError(f"heal takes no generator: `{home.__name__}` has handed out values before it runs out")
     if inspect.iscoroutinefunction(home) != inspect.iscoroutinefunction(function):
         raise UsageError(f"heal does not see that `{home.__name__}` is awaited: write `@oomdoctor.heal` right above it")
+
+
+_LONGEST: Final = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call as a cell.
+
+    Attributes:
+        source: a line that makes the call and binds ``RESULT``.
+        bound: what has to be bound among the globals for it.
+    """
+
+    source: str
+    bound: dict[str, Any]
+
+
+def home_of(function: Callable[..., Any]) -> FunctionType:
+    """Return the function under the decorators that it has."""
+    found = inspect.unwrap(function)
+    assert isinstance(found, FunctionType)
+    return found
+
+
+def spell(
+    wrapper: Callable[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    text: str,
+) -> Call | Refused:
+    """Write a call of ``wrapper`` down.
+
+    Args:
+        wrapper: what is called.
+        function: what it calls in its turn.
+        text: of the file or the cell that the function stands in.
+    """
+    home = home_of(function)
+    names = _Names(home.__globals__, global_names(text))
+    try:
+        parameters = list(inspect.signature(home).bind(*args, **kwargs).signature.parameters.values())
+    except TypeError:
+        return Refused("it was called with other arguments than it takes")
+    positional = [_parameter_name(parameters, at) for at in range(len(args))]
+    called, given = home.__name__, list(zip(positional, args, strict=True))
+    if "." in home.__qualname__:
+        if not args or inspect.getattr_static(type(args[0]), home.__name__, None) is not wrapper:
+            return Refused("it is reached in another way than as a method of its first argument")
+        called = f"{names.spelled(*given.pop(0))}.{home.__name__}"
+    elif not any(home.__globals__.get(home.__name__) is one for one in (wrapper, function)):
+        return Refused(f"the name `{home.__name__}` stands for something else in its module: what is called is not it")
+    words = [names.spelled(name, value) for name, value in given]
+    if all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
+        words += [f"{name}={names.spelled(name, value)}" for name, value in kwargs.items()]
+    else:
+        words.append(f"**{names.spelled('keywords', kwargs)}")
+    awaits = "await " if inspect.iscoroutinefunction(function) else ""
+    return Call(source=f"{RESULT} = {awaits}{called}({', '.join(words)})\n", bound=names.bound)
+
+
+def unreadable(function: Callable[..., Any], text: str) -> str | None:
+    """Return why a function cannot be run again from its text, None if it can."""
+    home = home_of(function)
+    if home.__name__ == "<lambda>":
+        return "it is a lambda: write it as a function of the module's top level"
+    if "<locals>" in home.__qualname__:
+        return "it is defined within another function: write it at the module's top level, and hand it what it needs"
+    if not text:
+        return "its source cannot be read"
+    code = home.__code__
+    # Of a cell of a notebook there is no file: its text is kept as it was run.
+    if Path(code.co_filename).exists() and not is_compiled_from(code, text):
+        return "its file was changed after it was loaded"
+    is_found = defines(text, home.__name__, code.co_firstlineno)
+    return None if is_found else "its definition was not found in the text of its module"
+
+
+def text_of(code: CodeType, namespace: dict[str, Any]) -> str:
+    """Return the text of the file or the cell that ``code`` comes from, nothing where it cannot be had."""
+    return "".join(linecache.getlines(code.co_filename, namespace))
+
+
+def _parameter_name(parameters: list[inspect.Parameter], at: int) -> str:
+    found = parameters[at] if at < len(parameters) else parameters[-1]
+    plain = [one for one in parameters[: at + 1] if one.kind is not inspect.Parameter.VAR_POSITIONAL]
+    if len(plain) == at + 1:
+        return found.name
+    several = next(one for one in parameters if one.kind is inspect.Parameter.VAR_POSITIONAL)
+    return f"{several.name}_{at - parameters.index(several)}"
+
+
+@dataclass(slots=True)
+class _Names:
+    """Finds a way to write each argument down."""
+
+    namespace: dict[str, Any]
+    taken: Collection[str]
+    bound: dict[str, Any] = field(default_factory=dict)
+
+    def spelled(self, name: str, value: Any) -> str:
+        """Return how to write ``value``, the argument for the parameter ``name``."""
+        if _is_literal(value):
+            return repr(value)
+        if name in self.namespace and self.namespace[name] is value:
+            return name
+        while name in self.namespace or name in self.taken or name in self.bound or not is_users(name):
+            name = f"{name}_given"
+        self.bound[name] = value
+        return name
+
+
+def _is_literal(value: Any) -> bool:
+    if type(value) is float:
+        return isfinite(value)
+    if type(value) is int:
+        return value.bit_length() <= _LONGEST
+    return value is None or type(value) is bool or (type(value) is str and len(value) <= _LONGEST)

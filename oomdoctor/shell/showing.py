@@ -1,24 +1,40 @@
-"""What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type."""
+"""What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type.
+
+Forecasts take seconds, which are spent in a forked copy of the kernel: they may come after the diagnosis was shown, and
+are filled in. The kernel's own loop listens to the copy between cells, and does no more for it than to show what came.
+What is forked is the failed cell's end, and a retry goes back to its start by the transaction that the kernel
+keeps: no forecast, come or not, changes what a retry does. Whatever looks at the plan waits for the rest of it first. A
+cell of the user's ends it: it moves the state that the forecasts are of, and should have the machine for itself.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.errors import OomDoctorError
+from oomdoctor import pipeline
+from oomdoctor.errors import NotAvailable, OomDoctorError
 from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.case import Case, Outcome
+from oomdoctor.model.plan import Candidate
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case, Outcome
-    from oomdoctor.model.plan import Candidate
+    from oomdoctor.forecast.planning import Planning
+    from oomdoctor.shell.borders import Borders
     from oomdoctor.shell.extension import Extension
     from oomdoctor.shell.retrying import OpenCase
     from oomdoctor.views.live import Live
     from oomdoctor.views.story import Retry
+
 
 _EVERY_S: Final = 0.25
 """Time between two looks at the memory while a retry runs."""
@@ -97,7 +113,6 @@ def _brief(case: Case) -> str:
 
 def retry_of(case: Case) -> Retry:
     """Return what a retry would do now."""
-    from oomdoctor import pipeline
     from oomdoctor.views.story import Retry
 
     return Retry(chosen=pipeline.admitted(case, "exact"), why=pipeline.beyond_cure(case) or "")
@@ -126,7 +141,7 @@ class _Doctor:
 
     @property
     def gone(self) -> str:
-        from oomdoctor.shell.keeping import why_not_retried
+        from oomdoctor.shell.retrying import why_not_retried
 
         case = self._case()
         if case is None:
@@ -137,9 +152,6 @@ class _Doctor:
 
     def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
         """Do what a button asks for, as if the user had typed it."""
-        from oomdoctor import pipeline
-        from oomdoctor.shell.anywhere import run_cell_anywhere
-
         extension, case = self._extension, pipeline.last_case()
         if case is None or case.number != self._number:
             print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
@@ -153,17 +165,10 @@ class _Doctor:
         finally:
             ended = None if watch is None else watch.end()
         if ended is not None and ended.outcome is not None:
-            extension.borders.guarded("display", self._tell_end)
+            extension.borders.guarded("display", lambda: self._shown.tell_end(case))
         return ended
 
-    def _tell_end(self) -> None:
-        case = self._case()
-        if case is not None:
-            self._shown.tell_end(case)
-
     def _case(self) -> Case | None:
-        from oomdoctor import pipeline
-
         case = pipeline.last_case()
         return case if case is not None and case.number == self._number else None
 
@@ -176,7 +181,8 @@ class _Watch:
         self._before = _outcome()
         opened.attempts = 0
         self._began, self._ended = time.monotonic(), threading.Event()
-        self._budget = self._of_budget()
+        case = pipeline.last_case()
+        self._budget = None if case is None else case.plan.unchanged.budget
         self._thread = threading.Thread(target=self._look, name="oomdoctor-progress", daemon=True)
         self._thread.start()
 
@@ -194,7 +200,6 @@ class _Watch:
             self._tell(self._live(None if isinstance(allocated, Unavailable) else allocated))
 
     def _live(self, allocated: int | None) -> Live:
-        from oomdoctor import pipeline
         from oomdoctor.views.live import Live
 
         case = pipeline.last_case()
@@ -207,16 +212,157 @@ class _Watch:
             waits=case is not None and case.plan.pending,
         )
 
-    def _of_budget(self) -> int | None:
-        from oomdoctor import pipeline
-
-        case = pipeline.last_case()
-        return None if case is None else case.plan.unchanged.budget
-
 
 def _outcome() -> Outcome | None:
     """Return how the last failure ended: another object after each retry that came to a result."""
-    from oomdoctor import pipeline
-
     case = pipeline.last_case()
     return None if case is None else case.outcome
+
+
+def run_cell_anywhere(shell: Any, source: str) -> None:
+    """Run ``source`` as a cell on the main thread; return when it is done.
+
+    Raises:
+        NotAvailable: the cell awaits, and the loop that it would be awaited by is waiting for this call.
+    """
+    transformed = shell.transform_cell(source)
+    awaits = shell.should_run_async(source, transformed_cell=transformed)
+    if threading.current_thread() is threading.main_thread():
+        if awaits:
+            raise NotAvailable(f"a cell that awaits is not run again from here: type `{source}` in a cell of its own")
+        shell.run_cell(source, store_history=False)
+        return
+    kernel, done = shell.kernel, threading.Event()
+
+    async def run() -> None:
+        try:
+            # Before ipykernel 7 there is no lock: one request runs at a time.
+            async with getattr(kernel, "_main_asyncio_lock", None) or nullcontext():
+                if awaits:
+                    await _awaited(shell, source, transformed)
+                else:
+                    _run_interruptibly(shell, source)
+        finally:
+            done.set()
+
+    context = contextvars.copy_context()
+    tasks: list[asyncio.Task[None]] = []
+    loop = kernel.io_loop.asyncio_loop
+    loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(run())), context=context)
+    done.wait()
+
+
+async def _awaited(shell: Any, source: str, transformed: str) -> None:
+    """Run a cell that awaits as the kernel does: as a task that SIGINT cancels."""
+    cell = shell.run_cell_async(source, store_history=False, transformed_cell=transformed)
+    task = asyncio.ensure_future(cell)
+    interruptible = getattr(shell.kernel, "_cancel_on_sigint", None)
+    try:
+        with interruptible(task) if interruptible is not None else nullcontext():
+            result = await task
+    finally:
+        shell.events.trigger("post_execute")
+    shell.events.trigger("post_run_cell", result)
+
+
+def _run_interruptibly(shell: Any, source: str) -> None:
+    """Run a cell with SIGINT raising ``KeyboardInterrupt``, as the kernel arranges for its own requests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        shell.run_cell(source, store_history=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_SERVERS: Final = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID")
+"""Environment variables that tell of a notebook that somebody looks at. Source: `jupyter_server` sets the first for
+each kernel from 2.0 on; nbclient and papermill, which run a notebook to its end, set none of them."""
+_BETWEEN_S: Final = 1.0
+"""Time between two displays of a plan that is not complete yet."""
+
+
+def comes_later(shell: Any, setting: str) -> bool:
+    """Return whether the forecasts of a failure are filled in after it was shown.
+
+    Args:
+        setting: ``OomDoctor.forecasts``.
+    """
+    if setting == "first" or not hasattr(shell, "kernel") or not hasattr(os, "fork"):
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return setting == "later" or any(name in os.environ for name in _SERVERS)
+
+
+class Filling:
+    """The plan of one failure in the making.
+
+    Args:
+        case: as far as it is known.
+        kept: is told the case whenever it is another one, and when it is complete.
+
+    Attributes:
+        case: with the plan as it stands.
+    """
+
+    def __init__(self, case: Case, planning: Planning, borders: Borders, kept: Callable[[Case], Case]) -> None:
+        self._planning, self._borders, self._kept = planning, borders, kept
+        self._show: Callable[[Case], None] | None = None
+        self._shown_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self.case = self._with(case)
+
+    @property
+    def over(self) -> bool:
+        """Whether the plan is as good as it gets."""
+        return not self.case.plan.pending
+
+    def begin(self, show: Callable[[Case], None]) -> None:
+        """Fill in what comes, from now on.
+
+        Args:
+            show: shows the case, which was shown before, as it is now.
+        """
+        self._show, self._shown_s = show, time.monotonic()
+        if self.over:
+            self._borders.guarded("display", lambda: show(self.case))
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._listen())
+
+    def settle(self) -> None:
+        """Wait for the rest of the plan."""
+        try:
+            if not self.over:
+                for _ in self._planning.wait():
+                    self._take()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Forecast nothing more; what has no forecast says so."""
+        if not self.over:
+            self._planning.cancel()
+            self._take()
+
+    async def _listen(self) -> None:
+        try:
+            async for _ in self._planning.listen():
+                self._take()
+        except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
+            self._borders.fault("forecast", exc)
+            self.end()
+
+    def _take(self) -> None:
+        if self.over:
+            return
+        self.case = self._with(self.case)
+        self._kept(self.case)
+        if self._show is not None and (self.over or time.monotonic() - self._shown_s > _BETWEEN_S):
+            show, case = self._show, self.case
+            self._borders.guarded("display", lambda: show(case))
+            self._shown_s = time.monotonic()
+
+    def _with(self, case: Case) -> Case:
+        return replace(case, plan=replace(self._planning.plan, pending=not self._planning.over))

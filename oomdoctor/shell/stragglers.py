@@ -24,7 +24,6 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from oomdoctor.objects.alive import alive_exactly
-from oomdoctor.shell.pools import unfinished
 
 _LIBRARIES: Final = tuple(
     {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
@@ -104,10 +103,10 @@ async def end_since(before: Beside, *, waits: bool) -> str | None:
     return None
 
 
-def processes_since(before: Beside) -> Iterator[str]:
-    """Yield a sentence for each process that was started since ``before``, but for workers of loaders.
+def left_since(before: Beside) -> Iterator[str]:
+    """Yield a sentence for each process that was started since ``before``, and each pool that is at work.
 
-    Those end with the iterators that a retry lets go of.
+    Not for workers of loaders: those end with the iterators that a retry lets go of.
     """
     started = [child for child in _children() if child.pid not in before.processes]
     loaders = sys.modules.get("torch.utils.data.dataloader") if started else None
@@ -118,9 +117,6 @@ def processes_since(before: Beside) -> Iterator[str]:
     for child in started:
         yield f"the cell started the process `{child.name}`, which goes on and cannot be taken back"
 
-
-def pools_since(before: Beside) -> Iterator[str]:
-    """Yield a sentence for each pool that has not finished what it was given since ``before``."""
     since = {words for work, words in unfinished().items() if work not in before.work}
     for words in sorted(since):
         yield f"{words} goes on with what the cell gave it, and that cannot be taken back"
@@ -173,3 +169,55 @@ def _is_users(code: CodeType | None) -> bool:
     if name.startswith("<"):
         return name.startswith("<ipython-input-")
     return not name.startswith((*_LIBRARIES, _OWN))
+
+
+_WITH_MANAGERS: Final = (
+    "concurrent.futures.process",
+    "joblib.externals.loky.process_executor",
+    "loky.process_executor",
+)
+"""Modules of executors of processes, whose managing threads know what is pending. joblib has its own copy of loky."""
+
+
+def unfinished() -> dict[Hashable, str]:
+    """Return what is being worked on, by what tells one piece of work from another: what works on it, in words."""
+    return dict((*_in_executors_of_threads(), *_in_executors_of_processes(), *_in_pools()))
+
+
+def _in_executors_of_threads() -> Iterator[tuple[Hashable, str]]:
+    """Yield the threads that are at work, and the queues in which more is waiting."""
+    futures = sys.modules.get("concurrent.futures.thread")
+    threads = dict(futures._threads_queues) if futures is not None else {}
+    if not threads or futures is None:
+        return
+    running, runs = sys._current_frames(), futures._WorkItem.run.__code__
+    for thread, queue in threads.items():
+        if _runs(running.get(thread.ident), runs):
+            yield (id(futures), thread.ident), f"the thread `{thread.name}` of a pool"
+        if queue.qsize() and thread.is_alive():  # the last thing in the queue of one that has ended is its end
+            yield (id(futures), id(queue)), "a pool of threads"
+
+
+def _runs(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _in_executors_of_processes() -> Iterator[tuple[Hashable, str]]:
+    for name in _WITH_MANAGERS:
+        for manager in list(getattr(sys.modules.get(name), "_threads_wakeups", ())):
+            for number in list(manager.pending_work_items):
+                yield (id(manager), number), "a pool of processes"
+
+
+def _in_pools() -> Iterator[tuple[Hashable, str]]:
+    """Yield the jobs of ``multiprocessing.pool``, of threads or of processes: they have one numbering."""
+    pools: Any = sys.modules.get("multiprocessing.pool")
+    if pools is None:
+        return
+    ends = pools.Pool._terminate_pool.__func__
+    for finalizer in list(sys.modules["multiprocessing.util"]._finalizer_registry.values()):
+        if getattr(finalizer._callback, "__func__", None) is ends:
+            for number in list(finalizer._args[-1]):
+                yield (id(pools), number), "a pool"

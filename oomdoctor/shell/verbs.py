@@ -1,26 +1,32 @@
-"""The verbs of ``%oomdoctor``: one function each, its docstring its help."""
+"""The magics ``%oomdoctor``, ``%memreport`` and ``%%memplan`` with the verbs of the first."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import getdoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from oomdoctor.errors import UsageError
+from oomdoctor import fixes, pipeline
+from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.fix import Effect
+from oomdoctor.model.case import Case
+from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Forecast
+from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.sizes import format_size
-from oomdoctor.shell import keeping
+from oomdoctor.shell import memplan as planning
+from oomdoctor.shell import retrying
+from oomdoctor.shell.cells import cells_until
+from oomdoctor.shell.memreport import USAGE
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
-    from oomdoctor.model.fix import Patch
-    from oomdoctor.model.plan import Candidate
     from oomdoctor.shell.extension import Extension
+
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
@@ -29,12 +35,10 @@ _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": R
 _DOSE: Final = re.compile(r"\w+=[^(),\s]+")
 
 
-def status(extension: Extension, words: list[str]) -> None:
+def status(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor status`: what is switched on, what is kept, what went wrong."""
-    from oomdoctor import pipeline
     from oomdoctor.allocator import virtual
 
-    _no_more("status", words)
     simulated = virtual.active()
     opened = extension.open or extension.healed
     kept = format_size(opened.transaction.kept_bytes) if opened is not None else "nothing"
@@ -64,14 +68,12 @@ def fix(extension: Extension, words: list[str]) -> None:
     `%oomdoctor fix [N|ID] --insert` runs nothing: it puts the changed cell into the next one, for you to keep.
     `release_traceback` and `clear_output_cache` free what they can at once where no failed cell waits for them.
     """
-    from oomdoctor.shell.retrying import Request
-
     anyway = "--anyway" in words
     named = [word for word in words if word not in ("--anyway", "--insert")]
     if "--insert" in words:
         if anyway:
             raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
-        keeping.insert(extension, *_written(extension, named))
+        retrying.insert(extension, *_written(extension, named))
         return
     if len(named) == 1 and named[0] in _RELEASES and not _waits_for(extension, named[0]):
         _release(extension, named[0])
@@ -80,23 +82,20 @@ def fix(extension: Extension, words: list[str]) -> None:
     if candidate.effect is Effect.ADVICE:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
-    extension.request = Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
+    extension.request = retrying.Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
 
 
 def retry(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor retry [--anyway]`: run the failed cell again with the fixes that keep the result, best first."""
-    from oomdoctor import pipeline
-    from oomdoctor.shell.retrying import Request
-
-    anyway = "--anyway" in words
-    _no_more("retry", [word for word in words if word != "--anyway"])
+    if others := [word for word in words if word != "--anyway"]:
+        raise UsageError(f"retry does not take {shown(*others)}")
     case = _case()
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
         why = pipeline.beyond_cure(case) or "no fix that keeps the result is likely to fit"
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
-    extension.request = Request(case=case, chosen=chosen, anyway=anyway)
+    extension.request = retrying.Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
 
 def diff(extension: Extension, words: list[str]) -> None:
@@ -104,18 +103,13 @@ def diff(extension: Extension, words: list[str]) -> None:
     print(_written(extension, words)[2].diff(), end="")
 
 
-def undo(extension: Extension, words: list[str]) -> None:
+def undo(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
-    _no_more("undo", words)
-    print(keeping.undo(extension))
+    print(retrying.undo(extension))
 
 
-def cases(extension: Extension, words: list[str]) -> None:
+def cases(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor cases`: the failures of this session and how each ended."""
-    from oomdoctor import pipeline
-
-    del extension
-    _no_more("cases", words)
     for case in pipeline.cases():
         cell = case.incident.cell
         where = f"In[{cell.number}] line {cell.line}" if cell is not None else "outside of a cell"
@@ -125,11 +119,10 @@ def cases(extension: Extension, words: list[str]) -> None:
         print(f"{case.number}. {where}: {what}: {outcome.kind.value}{with_fix}")
 
 
-def simulate(extension: Extension, words: list[str]) -> None:
+def simulate(_extension: Extension, words: list[str]) -> None:
     """`%oomdoctor simulate SIZE|off`: behave as a machine with a GPU of that much memory."""
     from oomdoctor.allocator import virtual
 
-    del extension
     if len(words) != 1:
         raise UsageError("simulate takes a size, such as 512MiB, or off")
     if words[0] == "off":
@@ -138,13 +131,8 @@ def simulate(extension: Extension, words: list[str]) -> None:
         virtual.switch_on(words[0])
 
 
-def rules(extension: Extension, words: list[str]) -> None:
+def rules(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor rules`: the rules that are loaded, your own included."""
-    from pathlib import Path
-
-    from oomdoctor import pipeline
-
-    _no_more("rules", words)
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for rule in book.rules:
         print(f"{rule.id}: {rule.title}")
@@ -152,22 +140,17 @@ def rules(extension: Extension, words: list[str]) -> None:
         print(f"left out: {fault}")
 
 
-def config(extension: Extension, words: list[str]) -> None:
+def config(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
-    _no_more("config", words)
     for name, trait in sorted(extension.config.traits(config=True).items()):
         print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {trait.help}")
 
 
-def help_(extension: Extension, words: list[str]) -> None:
+def help_(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
-    from oomdoctor.shell import memplan, memreport
-
-    del extension
-    _no_more("help", words)
     for verb in VERBS.values():
         print(getdoc(verb))
-    for usage in (memreport.USAGE, memplan.USAGE):
+    for usage in (USAGE, planning.USAGE):
         what, _, how, *_ = usage.splitlines()
         print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
 
@@ -179,10 +162,6 @@ def _waits_for(extension: Extension, fix_id: str) -> bool:
 
 def _release(extension: Extension, fix_id: str) -> None:
     """Apply a fix that lets go of memory and changes nothing else, and say how much that was."""
-    from oomdoctor import fixes, pipeline
-    from oomdoctor.model.fix import Dose
-    from oomdoctor.shell.cells import cells_until
-
     shell, role = extension.shell, _RELEASES[fix_id]
     cells = cells_until(shell, shell.execution_count, "")
 
@@ -199,11 +178,6 @@ def _release(extension: Extension, fix_id: str) -> None:
     print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to let go of")
 
 
-def _no_more(verb: str, words: list[str]) -> None:
-    if words:
-        raise UsageError(f"{verb} does not take {shown(*words)}")
-
-
 def shown(*words: str) -> str:
     """Return what was typed in quotes, on one line, and cut where it is long."""
     from oomdoctor.views.words import clean
@@ -212,8 +186,6 @@ def shown(*words: str) -> str:
 
 
 def _case() -> Case:
-    from oomdoctor import pipeline
-
     case = pipeline.last_case()
     if case is None:
         raise UsageError("no cell that ran out of memory was diagnosed so far")
@@ -250,7 +222,6 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
 
 def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
     """Return the fix in another of its doses, which has no forecast."""
-    from oomdoctor import fixes
     from oomdoctor.forecast.attempts import attempt_with
 
     opened, chosen = extension.open, " ".join(asked)
@@ -282,7 +253,7 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
 
 def _retryable(extension: Extension) -> Any:
     if extension.open is None:
-        why = keeping.why_not_retried(extension, _case().outcome)
+        why = retrying.why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
 
 
@@ -290,3 +261,53 @@ VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
     for verb in (status, auto, fix, retry, diff, undo, cases, simulate, rules, config, help_)
 }
+
+
+def register(extension: Extension) -> None:
+    """Add the magics to the shell of ``extension``."""
+
+    def oomdoctor(line: str) -> None:
+        """Diagnose and heal cells that run out of memory: `%oomdoctor help`."""
+        _answered(lambda: _oomdoctor(extension, line))
+
+    def memreport(line: str) -> None:
+        _answered(lambda: extension.memreport.answer(_split(line)))
+
+    def memplan(line: str, cell: str | None = None) -> None:
+        number, time_s = extension.memreport.number, extension.config.forecast_time_s
+        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s))
+
+    memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
+    for magic, kind in ((oomdoctor, "line"), (memreport, "line"), (memplan, "line_cell")):
+        extension.shell.register_magic_function(magic, magic_kind=kind, magic_name=magic.__name__)
+
+
+def unregister(extension: Extension) -> None:
+    """Take the magics away again."""
+    for magics in extension.shell.magics_manager.magics.values():
+        for name in ("oomdoctor", "memreport", "memplan"):
+            magics.pop(name, None)
+
+
+def _answered(do: Any) -> None:
+    try:
+        do()
+    except OomDoctorError as exc:
+        print(f"oomdoctor: {exc}", file=sys.stderr)
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as exc:
+        raise UsageError(f"{shown(line)} cannot be read: {exc}") from None
+
+
+def _oomdoctor(extension: Extension, line: str) -> None:
+    verb, *rest = _split(line) or ["status"]
+    verb = "help" if verb in ("--help", "-h") else verb
+    if verb not in VERBS:
+        raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
+    if VERBS[verb] in (status, undo, cases, rules, config, help_) and rest:
+        raise UsageError(f"{verb} does not take {shown(*rest)}")
+    VERBS[verb](extension, rest)

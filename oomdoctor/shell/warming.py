@@ -26,14 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from oomdoctor import pipeline
 from oomdoctor.model import baseline
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.retry.release import release
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import keep_large_blocks_apart, let_large_blocks_join
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.filling import comes_later
+from oomdoctor.shell.showing import comes_later
 
 _MODULES: Final = (
     *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
@@ -87,7 +89,8 @@ class Warming:
 
     def end(self) -> None:
         """Load nothing more, and give the memory back."""
-        self._pause()
+        if self._task is not None:
+            self._task.cancel()
         self._steps, self._has_ended = iter(()), True
         reserve.let_go()
         let_large_blocks_join()
@@ -99,13 +102,10 @@ class Warming:
         """
         if failed:
             self._failed = source
-            self._pause()
+            if self._task is not None:
+                self._task.cancel()
         elif source == self._failed:
             self._failed = ""
-
-    def _pause(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
     def keep_back(self, source: str = "") -> None:
         """Keep memory back where a limit leaves some, and none is kept yet.
@@ -203,7 +203,7 @@ class Warming:
         yield from steps(self._config)
         # The objects of so many modules have the collector go through all that there are, 0.2 s for a large program: it
         # would do so at the next burst of new objects, which is the first traceback.
-        yield _collect
+        yield lambda: gc.isenabled() and gc.collect()
         while "torch" not in sys.modules:
             yield _LATER
         for name in _ON_TENSORS:
@@ -211,7 +211,7 @@ class Warming:
         yield partial(_rehearse, self._config)
         # Else each copy loads it for itself. Where pages are counted, what is too much ends the process.
         if self._pages is None and self._has_room(_SHARE_TO_LOAD * _FORECASTS):
-            yield _load_forecast
+            yield lambda: importlib.import_module("oomdoctor.forecast.child").warm_up()
 
     @property
     def to_load(self) -> int:
@@ -235,11 +235,6 @@ def _LATER() -> None:  # noqa: N802 - a constant that is told by its identity
     """Stand for a step that has to wait."""
 
 
-def _collect() -> None:
-    if gc.isenabled():
-        gc.collect()
-
-
 def _rehearse_traceback(shell: Any) -> None:
     """Have the shell render a traceback, and show it to nobody."""
     renderer = shell.InteractiveTB
@@ -255,9 +250,7 @@ def _rehearse_traceback(shell: Any) -> None:
 
 def _rehearse(config: OomDoctor) -> None:
     """Diagnose a failure that there was not, and show it to nobody: what that loads by the way is there then."""
-    from oomdoctor import pipeline
     from oomdoctor.model.session import Cell, Cells
-    from oomdoctor.retry.release import release
     from oomdoctor.shell.showing import retry_of
     from oomdoctor.views import bundle
 
@@ -268,12 +261,6 @@ def _rehearse(config: OomDoctor) -> None:
     case = pipeline.plan(case, session, lambda: None, time_budget_s=0, reserve=0)
     bundle(case, None, retry_of(case))
     release(failure)
-
-
-def _load_forecast() -> None:
-    from oomdoctor.forecast import child
-
-    child.warm_up()
 
 
 def _begin_collector() -> None:

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 
 from oomdoctor.model.fix import Effect
+from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import RANDOM, Leaf
 from oomdoctor.program.definitions import bound_in_other_loops
@@ -30,11 +31,7 @@ from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory
 from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
 from oomdoctor.trial.run import End, run
-from oomdoctor.trial.stage import Stage
-
-if TYPE_CHECKING:
-    from oomdoctor.model.session import Attempt, Session
-    from oomdoctor.trial.on_host import HostCopies
+from oomdoctor.trial.stage import HostCopies, Stage
 
 _FEW_ROWS: Final = 13
 """A number that no usual number of parts divides: the last part is smaller than the others."""
@@ -106,8 +103,9 @@ def compare(
         keep_one_thread()
         warm_up()
         stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
-        terms = _Terms(session=session, stage=stage, before=before, effect=effect, leaves=leaves)
-        return json.dumps(asdict(_found(terms, changed, rows, time.monotonic() + aim_s)))
+        deadline = time.monotonic() + aim_s
+        first = _Comparison(session=session, stage=stage, before=before, effect=effect, leaves=leaves, rows=rows)
+        return json.dumps(asdict(_found(first, changed, deadline)))
 
     answer, why = answered(tried, limit_s=limit_s)
     if answer is None:
@@ -123,20 +121,9 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """What all comparisons of a trial have in common: the arguments of ``compare``."""
-
-    session: Session
-    stage: Stage
-    before: Attempt
-    effect: Effect
-    leaves: tuple[str, ...]
-
-
-def _found(terms: _Terms, changed: Sequence[Attempt], rows: int, deadline: float) -> Trial:
+def _found(comparison: _Comparison, changed: Sequence[Attempt], deadline: float) -> Trial:
     """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
-    comparison, at, first = _Comparison(terms, rows, _FEW_STEPS), 0, None
+    at, first = 0, None
     while at < len(changed):
         begun = time.monotonic()
         trial = comparison.of(changed[at])
@@ -155,20 +142,30 @@ def _found(terms: _Terms, changed: Sequence[Attempt], rows: int, deadline: float
     return first or Trial(same=None, why="there is nothing to try")
 
 
+@dataclass(kw_only=True, eq=False)
 class _Comparison:
-    """The unchanged program on so many rows, and what others leave beside it.
+    """The unchanged program on so many rows, and what others leave beside it. For other arguments see ``compare``.
 
     Attributes:
-        rows: how many of a batch are taken.
+        rows: how many of a batch are taken; ``steps``: of an optimizer.
+        is_precise: whether autocast is left off.
         took_s: what the runs of the unchanged program took.
     """
 
-    def __init__(self, terms: _Terms, rows: int, steps: int, *, is_precise: bool = False) -> None:
-        self.rows, self.took_s, self._terms, self._steps = rows, 0.0, terms, steps
-        self._is_precise = is_precise
+    session: Session
+    stage: Stage
+    before: Attempt
+    effect: Effect
+    leaves: tuple[str, ...]
+    rows: int
+    steps: int = _FEW_STEPS
+    is_precise: bool = False
+
+    def __post_init__(self) -> None:
+        self.took_s = 0.0
         self._known: dict[Attempt, Trial] = {}
         self._runs: dict[tuple[int, bool], End] = {}
-        self._unchanged = self._ended(terms.before)
+        self._unchanged = self._ended(self.before)
 
     @property
     def is_whole(self) -> bool:
@@ -178,17 +175,17 @@ class _Comparison:
     def wider(self) -> _Comparison | None:
         """Return one of more rows, or of more steps where the batches are whole; None where this is all there is."""
         if not self.is_whole:
-            return _Comparison(self._terms, self.rows * _FASTER, self._steps)
-        is_all = not self._unchanged.was_cut or self._steps >= _MOST_STEPS
-        return None if is_all else _Comparison(self._terms, self.rows, min(self._steps * _FASTER, _MOST_STEPS))
+            return replace(self, rows=self.rows * _FASTER)
+        is_all = not self._unchanged.was_cut or self.steps >= _MOST_STEPS
+        return None if is_all else replace(self, steps=min(self.steps * _FASTER, _MOST_STEPS))
 
     @cached_property
     def _without_autocast(self) -> _Comparison:
-        return _Comparison(self._terms, self.rows, self._steps, is_precise=True)
+        return replace(self, is_precise=True)
 
     @cached_property
     def _whole(self) -> _Comparison:
-        return _Comparison(self._terms, _ALL, self._steps, is_precise=self._is_precise)
+        return replace(self, rows=_ALL)
 
     def of(self, after: Attempt) -> Trial:
         """Return what comes of a changed program."""
@@ -200,10 +197,10 @@ class _Comparison:
         unchanged, basis = self._unchanged, self._basis()
         if unchanged.error is not None and not self.is_whole:  # its batches may have to be of one size
             return self._whole.of(after)
-        on_host = self._terms.stage.copies is not None  # a kernel may be missing there
+        on_host = self.stage.copies is not None  # a kernel may be missing there
         if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes or on_host):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
-        own = _own_names(self._terms.session, self._terms.before, after)
+        own = _own_names(self.session, self.before, after)
         given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
         changed = self._ended(after, **given)
         if changed.is_ours or (on_host and changed.error is not None):
@@ -214,7 +211,7 @@ class _Comparison:
             return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
         if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
             return self._whole.of(after)
-        if unchanged.computes_in_16_bits and not self._is_precise and self._terms.effect is not Effect.EXACT:
+        if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
             precise = self._without_autocast.of(after)
             if precise.same is False:
                 return precise
@@ -226,7 +223,7 @@ class _Comparison:
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
         of_its = {one.path for one in found if _is_of(one.path, beside & of_part) and left[one.path].is_tensor}
-        excused = beside | of_its | {one.path for one in found if one.path.endswith(self._terms.leaves)}
+        excused = beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
             begun = self._again(begins=True).begun, self._ended(after, **given, begins=True).begun
@@ -247,7 +244,7 @@ class _Comparison:
     def _beyond_rounding(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> list[Difference] | None:
         """Return what differs by more than rounding, None where that alone changes too much of what is left."""
         found, controls = list(differences(left, after, None)), list[Mapping[str, Leaf]]()
-        while found and self._terms.effect is not Effect.EXACT and len(controls) < _CONTROLS:
+        while found and self.effect is not Effect.EXACT and len(controls) < _CONTROLS:
             if controls and not any(one.size is not None and one.size <= _FAR for one in found):
                 break
             control = self._again(nudged=len(controls) + 1)
@@ -264,23 +261,23 @@ class _Comparison:
         if (nudged, begins) not in self._runs:
             unchanged = self._unchanged
             given = {"known": unchanged.known, "names": unchanged.names, "is_coarse": unchanged.computes_in_16_bits}
-            self._runs[nudged, begins] = self._ended(self._terms.before, **given, nudged=nudged, begins=begins)
+            self._runs[nudged, begins] = self._ended(self.before, **given, nudged=nudged, begins=begins)
         return self._runs[nudged, begins]
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()
         end = _end_of(
             lambda: run(
-                self._terms.session,
-                self._terms.stage,
+                self.session,
+                self.stage,
                 attempt,
                 rows=self.rows,
-                steps=self._steps,
-                is_precise=self._is_precise,
+                steps=self.steps,
+                is_precise=self.is_precise,
                 **given,
             )
         )
-        self.took_s += time.monotonic() - begun if attempt is self._terms.before else 0.0
+        self.took_s += time.monotonic() - begun if attempt is self.before else 0.0
         return end
 
     def _basis(self) -> str:

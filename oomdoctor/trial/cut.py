@@ -2,8 +2,9 @@
 
 A loop of the unchanged program ends after so many optimizer steps, or one batch more where it runs a model and takes
 none; a loop that only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of
-the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch (see
-``rows``), fetched in this process.
+the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch, fetched in this
+process, and unlike each other: a wrong weight of a part's loss shows on the row with the most and the one with the
+fewest entries that are padding or ignored, and on labels of several kinds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from oomdoctor.objects.leaves import Leaf
-from oomdoctor.objects.rows import batch_size
+from oomdoctor.objects.leaves import Leaf, tensor_leaf
+from oomdoctor.objects.rows import batch_size, cut, tensors_in
 from oomdoctor.program.compiled import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
-from oomdoctor.trial.ends import gradients_of
-from oomdoctor.trial.rows import few_rows
 
 _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
@@ -75,7 +74,7 @@ class Progress:
         self.forwards += 1
 
     def _steps(self, optimizer: Any, *_args: Any) -> None:
-        for at, leaf in enumerate(gradients_of(optimizer)):
+        for at, leaf in enumerate(_gradients_of(optimizer)):
             self.gradients[f"step {self.steps + 1}, gradient {at}.grad"] = leaf
 
     def _stepped(self, *_args: Any) -> None:
@@ -96,6 +95,14 @@ class Progress:
             over = gives_batches and loop.turns > self.most and self.forwards > loop.forwards
         self.was_cut = self.was_cut or over
         return over
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Leaf]:
+    """Yield the gradients that an optimizer is about to step by."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield tensor_leaf(parameter.grad, is_gradient=True)
 
 
 class Loop:
@@ -209,3 +216,51 @@ class _Few:
         batch = next(self._batches)
         self._sizes.append(batch_size(batch) or 0)
         return few_rows(batch, self._most)
+
+
+_IGNORED: Final = -100
+"""The label that losses pass over. Source: ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
+
+
+def few_rows(batch: Any, most: int) -> Any:
+    """Return a batch of at most ``most`` of its rows, the same structure; in their order, as few as they are."""
+    size = batch_size(batch)
+    if size is None or size <= most:
+        return batch
+    rows = _unlike([tensor for tensor in tensors_in(batch) if tensor.ndim and tensor.shape[0] == size], size, most)
+
+    def taken(whole: Any) -> Any:
+        if isinstance(whole, list):
+            return [whole[row] for row in rows]
+        return whole[rows] if whole.ndim and whole.shape[0] == size else whole
+
+    return cut(batch, size, taken)
+
+
+def _unlike(tensors: list[torch.Tensor], size: int, most: int) -> list[int]:
+    features = torch.stack([feature for tensor in tensors for feature in _features(tensor, size)], 1)
+    spread = features.std(0, unbiased=False)
+    features = (features - features.mean(0)) / torch.where(spread > 0, spread, torch.ones_like(spread))
+    chosen = [int(features[:, 0].argmax())]
+    distance = (features - features[chosen[0]]).square().sum(1)
+    while len(chosen) < most:
+        distance[chosen] = -1.0
+        chosen.append(int(distance.argmax()))
+        distance = torch.minimum(distance, (features - features[chosen[-1]]).square().sum(1))
+    return sorted(chosen)
+
+
+def _features(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yield what tells the rows of a tensor apart: how much is padding or ignored, and what stands there on average."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(size, -1)
+        if flat.shape[1] and not flat.is_complex():
+            if not flat.is_floating_point():
+                commonest = flat.flatten().mode().values if flat.dtype is not torch.bool else flat.new_ones(())
+                yield 2.0 * (flat == _IGNORED).double().sum(1)
+                yield (flat == commonest).double().sum(1)
+            else:
+                yield (flat == 0).double().sum(1)
+            yield flat.double().nan_to_num(0.0, 0.0, 0.0).mean(1)
+        else:
+            yield torch.zeros(size, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""One run of a trial: a program executed on real values in a copy of the process, and the end state that it leaves."""
+"""One run of a trial: a program executed on real values in a copy of the process, and the end that it leaves."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ import linecache
 import os
 import re
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, MappingProxyType, ModuleType
+from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from oomdoctor.objects.leaves import Leaf
+from oomdoctor.model.session import Attempt, Session
+from oomdoctor.objects.leaves import Leaf, Leaves, generators, plain_leaf, text_leaf
+from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.program.compiled import HOOK_PREFIX, compile_hooked
 from oomdoctor.program.magics import mask
 from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.ends import TooMuch, end_of, names_of
-
-if TYPE_CHECKING:
-    from oomdoctor.model.session import Attempt, Session
-    from oomdoctor.trial.stage import Stage
+from oomdoctor.trial.stage import Stage
 
 _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
@@ -265,3 +263,52 @@ class _Nudge:
                 if found.is_floating_point() and found.device.type == "cpu":
                     by = torch.rand(found.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
                     found.data.mul_((1 + by * max(self._size, _NUDGES.get(found.dtype, 0.0))).to(found.dtype))
+
+
+_MOST_LEAVES: Final = 50_000
+
+
+class TooMuch(Exception):
+    """There is more to compare than is looked at."""
+
+
+def names_of(namespace: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the user's, sorted."""
+    return tuple(sorted(name for name in namespace if is_users(name)))
+
+
+def end_of(
+    namespace: Mapping[str, Any], names: Collection[str], said: str, beside: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Leaf]:
+    """Return the leaves of what ``names`` lead to, of the generators, and of what was printed.
+
+    Args:
+        namespace: the user's; what leads back to it is not followed.
+        names: those of the unchanged program: what the changed one binds besides is its own.
+        said: the text that the run has printed.
+        beside: more values, by what they are called.
+    """
+    found: dict[str, Leaf] = {}
+    leaves = Leaves(namespace)
+    for name, value in ({name: namespace[name] for name in names if name in namespace} | {**beside}).items():
+        for path, leaf in leaves.below(value, name):
+            found[path] = leaf
+            if len(found) >= _MOST_LEAVES:
+                break
+    for module in own_modules():
+        for name, value in vars(module).items():
+            if is_users(name) and type(value) is not ModuleType and len(found) < _MOST_LEAVES:
+                found.update(leaves.below(value, f"{module.__name__}.{name}"))
+    if len(found) >= _MOST_LEAVES:
+        raise TooMuch(f"the names lead to more than {_MOST_LEAVES:,} values")
+    found["what is printed"] = text_leaf(said)
+    found["the modes of torch"] = plain_leaf([*map(str, _modes())])
+    found.update(generators())
+    return found
+
+
+def _modes() -> Iterator[object]:
+    """Yield the modes and settings of torch that results depend on."""
+    yield from (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled())
+    yield from (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
+    yield from (torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled())

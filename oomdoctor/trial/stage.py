@@ -3,6 +3,12 @@
 It writes, shows and starts nothing (see ``sandbox.silence``), and what is printed or written is kept as part of the end
 of a run. How often hooks of the user's run is counted, as a hook may reach what no name leads to. The user's functions
 that loop have loops that ask (see ``cut``).
+
+A program whose tensors lie on a device is tried in host memory, as a copy of the process must not touch the device.
+Before the process is copied, what its tensors hold there is copied to host memory, each storage once. In the copy every
+such tensor keeps its Python object and points there, whatever is asked for on the device is made in host memory, and
+what is asked of the device itself does nothing. Limits: one device, plain tensors. Kernels that only the device has,
+and graphs that were recorded there, end the trial.
 """
 
 from __future__ import annotations
@@ -13,23 +19,116 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.session import Session
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.named import is_users_file, own_modules
+from oomdoctor.sandbox import device_calls
+from oomdoctor.sandbox.autograd import mend_autograd
+from oomdoctor.sandbox.card import Card, in_use
 from oomdoctor.sandbox.silence import keep_to_itself
 from oomdoctor.trial.cut import cut_functions
 
-if TYPE_CHECKING:
-    from oomdoctor.model.session import Session
-    from oomdoctor.trial.on_host import HostCopies
+_CPU = torch.device("cpu")
+_kept: list[Any] = []
+"""What must not be freed in the copy of the process: that would be a call to the device."""
+
+
+class HostCopies:
+    """Copies in host memory of what lies on the device, made in the user's process.
+
+    Args:
+        room: how many bytes they may take.
+
+    Raises:
+        OomDoctorError: they cannot be made; the text says why in one sentence.
+    """
+
+    def __init__(self, room: int) -> None:
+        card = in_use()
+        if card is None:
+            raise OomDoctorError("only what lies on a CUDA device is copied to the host")
+        self._card: Card = card
+        self._tensors = list({id(tensor): tensor for tensor in _tensors_on(card.device)}.values())
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors}
+        needed = sum(storage.nbytes() for storage in storages.values())
+        if needed > room:
+            raise OomDoctorError(f"{needed >> 20:,} MiB lie on {card.device}, and the host has room for {room >> 20:,}")
+        self._storages = list(storages.values())
+        try:
+            self._copies = {key: storage.cpu() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
+        except (MemoryError, RuntimeError) as error:
+            raise OomDoctorError(f"what lies on {card.device} could not be copied: {type(error).__name__}") from error
+
+    def put_in_place(self) -> None:
+        """Have the tensors of this process, which was forked, lie in host memory."""
+        _kept.extend(self._storages)
+        held = self._card.held or 0
+        device_calls.replace(SimpleNamespace(live=held, peak=held), self._card)
+        if torch.get_default_device().type != "cpu":
+            torch.set_default_device("cpu")
+        with torch.no_grad():
+            for tensor in self._tensors:
+                there = torch.empty(0, dtype=tensor.dtype)
+                copy = self._copies[tensor.untyped_storage()._cdata]
+                there.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+                tensor.data = there
+
+    def on_host(self) -> TorchDispatchMode:
+        """Return the mode that a run in a further copy of the process takes place in."""
+        mend_autograd(self._card)
+        return _OnHost()
+
+
+def _tensors_on(device: torch.device) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for tensor in alive(torch.Tensor):
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is None or one.device.type in ("cpu", "meta"):
+                continue
+            if one.device != device:
+                raise OomDoctorError(f"tensors lie on {one.device} and on {device}")
+            if one.layout is not torch.strided or one.is_quantized or one.is_nested:
+                raise OomDoctorError(f"a tensor of layout {one.layout} lies on {device}")
+            found.append(one)
+    return found
+
+
+class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes in host memory what is asked for on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
+            return args[0]
+        given = {name: self._moved(value) for name, value in (kwargs or {}).items()}
+        if given.get("pin_memory"):
+            given["pin_memory"] = False
+        return func(*map(self._moved, args), **given)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return _CPU if value.type != "meta" else value
+        if isinstance(value, torch.Generator) and value.device.type != "cpu":
+            if id(value) not in self._generators:
+                self._generators[id(value)] = torch.Generator().manual_seed(value.initial_seed())
+            return self._generators[id(value)]
+        return value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,18 +197,10 @@ def _keep_what_is_shown(shell: Any, said: io.StringIO) -> None:
         object.__setattr__(publisher, "publish", publish)
 
 
-class _Text(io.StringIO):
-    """A file that stays readable when it is closed."""
-
-    def close(self) -> None:
-        """Stay open."""
-
-
-class _Bytes(io.BytesIO):
-    """Likewise."""
-
-    def close(self) -> None:
-        """Stay open."""
+def _unclosed(file: Any) -> Any:
+    """Return a file that stays readable when it is closed."""
+    file.close = lambda: None
+    return file
 
 
 def _keep_what_is_written(files: dict[str, Any]) -> None:
@@ -120,28 +211,24 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
     def kept(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not set(mode) & set("wax+") or str(file) == os.devnull:  # where the streams of a copy lead to
             return opened(file, mode, *args, **kwargs)
-        made = files.setdefault(str(file), (_Bytes if "b" in mode else _Text)())
+        made = files.setdefault(str(file), _unclosed(io.BytesIO() if "b" in mode else io.StringIO()))
         made.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
         if "w" in mode:
             made.truncate()
         return made
 
     def saved(value: Any, file: Any, *_args: Any, **_kwargs: Any) -> None:
-        files.setdefault(str(file), _Text()).write(f"saved {type(value).__name__}\n")
+        files.setdefault(str(file), _unclosed(io.StringIO())).write(f"saved {type(value).__name__}\n")
 
     names["open"] = module["open"] = kept
     vars(torch)["save"] = saved
-
-
-def _first(given: Any = None, *_args: Any, **kwargs: Any) -> Any:
-    return kwargs.get("input", given)
 
 
 def _drop_nothing() -> None:
     """Have dropout leave everything as it is."""
     names = vars(functional)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        names[name] = _first
+        names[name] = lambda given=None, *_args, **kwargs: kwargs.get("input", given)
     attention = names["scaled_dot_product_attention"]
 
     def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, _dropout_p: float = 0.0, **kwargs: Any) -> Any:

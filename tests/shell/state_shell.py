@@ -51,7 +51,7 @@ def cleared(shell: InteractiveShell) -> Iterator[InteractiveShell]:
     shell.run_cell("%reload_ext oomdoctor")
     shell.reset(new_session=True)
     shell.rl_next_input = None
-    pipeline.history._cases.clear()
+    pipeline.failure._cases.clear()
     shell.run_cell("%config OomDoctor.auto = 'off'\n%config OomDoctor.forecast_time_s = 0")
     gc.collect()
     seed()

@@ -7,7 +7,7 @@ from typing import Final
 from state_shell import besides, known, run, said, started
 
 from oomdoctor.program.compiled import on_their_lines
-from oomdoctor.shell.changed import changed_cells
+from oomdoctor.shell.cells import changed_cells
 
 MADE: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 torch.manual_seed(0)

@@ -16,7 +16,8 @@ from kernels import Kernel, Reply
 
 from oomdoctor.errors import UsageError
 from oomdoctor.shell.cells import cells_until, is_own, planned
-from oomdoctor.shell.memplan import Options
+from oomdoctor.shell.memplan import read_options
+from oomdoctor.shell.outputs import Options
 
 SETUP = """\
 import torch
@@ -313,12 +314,12 @@ def test_a_cell_that_was_only_planned_has_not_run() -> None:
 )
 def test_options_that_cannot_be_used_are_refused(words: list[str], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        Options.read(words)
+        read_options(words)
 
 
 def test_options_are_read_in_both_spellings() -> None:
-    assert Options.read(["--device-memory=2g", "--json"]) == Options(memory=2 << 30, prints_json=True)
-    assert Options.read(["--json", "-", "--run", "--device", "cuda:1"]) == Options(
+    assert read_options(["--device-memory=2g", "--json"]) == Options(memory=2 << 30, prints_json=True)
+    assert read_options(["--json", "-", "--run", "--device", "cuda:1"]) == Options(
         prints_json=True, run=True, device="cuda:1"
     )
 

@@ -11,7 +11,7 @@ import pytest
 from kernels import Kernel
 
 from oomdoctor.errors import UsageError
-from oomdoctor.shell.memreport import Options
+from oomdoctor.shell.memreport import read_options
 from oomdoctor.shell.verbs import VERBS
 
 LONG = "n" * 300
@@ -91,7 +91,7 @@ def _tree(folder: Path) -> list[tuple[str, int, int]]:
 
 def _refusal(words: list[str]) -> str:
     with pytest.raises(UsageError) as refused:
-        Options.read(words)
+        read_options(words)
     return str(refused.value)
 
 
@@ -134,18 +134,18 @@ def test_what_may_not_be_written_is_refused(folder: Path) -> None:
 
 def test_what_can_be_used_is_read_and_leaves_no_trace(folder: Path) -> None:
     before = _tree(folder)
-    found = Options.read(shlex.split("--top 0012 --device cuda --diff --json to_nothing --html=new --snapshot file"))
+    found = read_options(shlex.split("--top 0012 --device cuda --diff --json to_nothing --html=new --snapshot file"))
     assert (found.top, found.device, found.diff, found.prints_json) == (12, "cuda", True, False)
     assert list(map(str, found.paths)) == ["to_nothing", "new", "file"]
     assert _tree(folder) == before, "a link that leads to nothing stays, and so does the nothing"
-    assert Options.read(["--top", "999999999"]).top == 999999999
-    assert Options.read(["--json"]).prints_json
+    assert read_options(["--top", "999999999"]).top == 999999999
+    assert read_options(["--json"]).prints_json
 
 
 @pytest.mark.parametrize("output", ["-", "/dev/stdout", "/dev/fd/1"])
 def test_json_for_the_output_is_printed_and_opens_no_file(folder: Path, output: str) -> None:
     before = _tree(folder)
-    found = Options.read(["--json", output, "--html", "page.html"])
+    found = read_options(["--json", output, "--html", "page.html"])
     assert found.prints_json
     assert list(map(str, found.paths)) == ["page.html"]
     assert _tree(folder) == before
@@ -154,7 +154,7 @@ def test_json_for_the_output_is_printed_and_opens_no_file(folder: Path, output: 
 def test_names_as_people_type_them_are_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     words = shlex.split('--json "folder/it\'s a name.json" --html ~/page.html --snapshot ./-')
-    found = Options.read(words)
+    found = read_options(words)
     assert list(map(str, found.paths)) == ["folder/it's a name.json", str(folder / "page.html"), "-"]
 
 

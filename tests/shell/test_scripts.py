@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,8 @@ import oomdoctor
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.shell import script_watch
+from oomdoctor.shell import borders, script_watch
+from oomdoctor.shell.config import OomDoctor
 
 BUDGET, AMPLE = "12MiB", "512MiB"
 
@@ -143,7 +144,7 @@ def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
     few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward", "checkpoint_blocks")}
     monkeypatch.setattr(fixes, "catalogue", lambda: few)
-    monkeypatch.setattr(script_watch, "_config", lambda: SimpleNamespace(forecast_time_s=0.0, snapshot_share=0.25))
+    monkeypatch.setattr(script_watch, "_config", lambda: OomDoctor(forecast_time_s=0.0))
 
 
 @pytest.fixture
@@ -617,7 +618,7 @@ def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_call_is_made_agai
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The closure of ``_call_impl.<locals>.inner`` has it.
-    alive, release = [], script_watch._release
+    alive, release = [], script_watch.release
 
     def released(failure: BaseException) -> None:
         inputs = sys.modules["script_0"].inputs
@@ -625,7 +626,7 @@ def test_what_a_hooked_layer_was_given_is_let_go_of_before_the_call_is_made_agai
         release(failure)
         alive.append(sum(one() is not None for one in inputs))
 
-    monkeypatch.setattr(script_watch, "_release", released)
+    monkeypatch.setattr(script_watch, "release", released)
     with pytest.raises(out_of_memory()):
         load(SETUP.replace("12MiB", "32MiB") + HOOKED)
     assert alive == [1, 0]
@@ -694,7 +695,7 @@ def test_nothing_of_ours_is_left_set(load: Any) -> None:
         with pytest.raises(ValueError, match="mine"):
             module.evaluate(module.model, 2, "raise", ValueError("mine"))
     assert hooks() == before
-    assert not script_watch.is_left_alone()
+    assert not borders.is_left_alone()
 
 
 def test_in_a_notebook_one_of_the_two_acts(capsys: pytest.CaptureFixture[str]) -> None:

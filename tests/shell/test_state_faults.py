@@ -21,7 +21,7 @@ from state_shell import differing, run, seed, started
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.objects.leaves import state_digests
-from oomdoctor.retry.remedies import Remedies
+from oomdoctor.retry.heal import Remedies
 
 ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
     "OOM": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -31,7 +31,7 @@ ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
 }
 BEFORE: Final = {
     "evidence": "oomdoctor.pipeline.observe",
-    "release": "oomdoctor.retry.release.release",
+    "release": "oomdoctor.shell.failing.release",
     "diagnosis": "oomdoctor.pipeline.diagnose",
     "forecast": "oomdoctor.pipeline.plan",
     "choice": "oomdoctor.pipeline.admitted",
