@@ -267,7 +267,7 @@ class Patches:
         self._kept: list[tuple[Any, str, Any]] = [(sys, name, getattr(sys, name)) for name in _STREAMS]
         self._later: list[_Write] = []
         self._unnamed: list[str] = []
-        self._left: list[Any] | None = None
+        self._left: dict[tuple[int, str], Any] | None = None
         writes = attributes_written(source)
         of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
         for write, names in (*((one, namespace) for one in writes), *of_codes):
@@ -282,7 +282,13 @@ class Patches:
 
     def end(self) -> None:
         """Note what the cell leaves. What a later cell has put there since is left alone."""
-        self._left = [_attribute(owner, name) for owner, name, _ in self._kept]
+        self._left = {(id(owner), name): _attribute(owner, name) for owner, name, _ in self._kept}
+
+    def leave(self, later: Patches) -> None:
+        """Have all that a later cell has exchanged stay as it is."""
+        left, kept = later._left or {}, later._kept
+        exchanged = {(id(owner), name) for owner, name, old in kept if left.get((id(owner), name), old) is not old}
+        self._kept = [(owner, name, old) for owner, name, old in self._kept if (id(owner), name) not in exchanged]
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
@@ -295,9 +301,9 @@ class Patches:
 
     def restore(self) -> None:
         """Put back what was there."""
-        for at, (owner, name, old) in enumerate(self._kept):
+        for owner, name, old in self._kept:
             now = _attribute(owner, name)
-            if now is old or (self._left is not None and now is not self._left[at]):
+            if now is old or (self._left is not None and now is not self._left[id(owner), name]):
                 continue
             with suppress(AttributeError, TypeError):
                 delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)

@@ -154,6 +154,7 @@ class Snapshot:
     def leave_settings(self, later: Snapshot) -> None:
         """Have settings stay as they are whenever the state is restored that a later cell has changed."""
         self._settings.leave(later._settings)
+        self._patches.leave(later._patches)
         variables = {one.variable for one in later._shape.mementos if isinstance(one, Variable) and one.is_set()}
         mine = self._shape.mementos
         mine[:] = [one for one in mine if not (isinstance(one, Variable) and one.variable in variables)]
