@@ -379,22 +379,12 @@ def _can_be_set(node: ast.Assign) -> bool:
 
 def _reads_entry(tree: ast.AST, root: str, keys: set[str]) -> bool:
     """Whether ``tree`` reads one of these entries of ``root``, or ``root`` as a whole."""
-    others = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute | ast.Subscript)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == root
-        ):
-            key = key_of(node)
-            if isinstance(node, ast.Attribute) and key == "get":
-                continue
-            if key is not None and key not in keys:
-                others.add(id(node.value))
-    return any(
-        isinstance(node, ast.Name) and node.id == root and isinstance(node.ctx, ast.Load) and id(node) not in others
-        for node in ast.walk(tree)
-    )
+    nodes = list(ast.walk(tree))
+    parts = [node for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
+    taken = [node for node in parts if not (isinstance(node, ast.Attribute) and node.attr == "get")]
+    others = {id(node.value) for node in taken if (key := key_of(node)) is not None and key not in keys}
+    names = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return any(node.id == root and id(node) not in others for node in names)
 
 
 def _is_update(node: ast.AST) -> bool:

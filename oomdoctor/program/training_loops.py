@@ -299,16 +299,13 @@ def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
         elif isinstance(value, ast.Call) and "scaler" in ast.unparse(value.func).lower() and value.args:
             value = value.args[0]
         if not isinstance(value, ast.Name):
-            made = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
-            return None, ast.unparse(made[0]) if made else None
-        return value.id, _made(loop, value.id)
+            first = next((node for node in ast.walk(value) if isinstance(node, ast.Call)), None)
+            return None, ast.unparse(first) if first is not None else None
+        nodes = (node for node in own_nodes(loop.body) if isinstance(node, ast.Assign))
+        made = [node.value for node in nodes if value.id in target_names(*node.targets)]
+        calls = [ast.unparse(one) for one in made if isinstance(one, ast.Call)]
+        return value.id, calls[-1] if calls else None
     return None, None
-
-
-def _made(loop: Loop, name: str) -> str | None:
-    made = [node for node in own_nodes(loop.body) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
-    calls = [ast.unparse(node.value) for node in made if name in target_names(*node.targets)]
-    return calls[-1] if calls else None
 
 
 def _accumulates(loop: Loop, roles: _Roles) -> bool:
