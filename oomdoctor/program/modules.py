@@ -197,27 +197,10 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None or spec.origin not in self._texts:
             return None
-        spec.loader = _Loader(fullname, spec.origin, self._texts[spec.origin], self._make)
+        file, loader = spec.origin, SourceFileLoader(fullname, spec.origin)
+        loader.get_code = lambda fullname: self._make(self._texts[file], file)  # type: ignore[method-assign]
+        spec.loader = loader
         return spec
-
-
-class _Loader(SourceFileLoader):
-    """Loads a module from another text; afterwards it is one of its file."""
-
-    def __init__(self, name: str, file: str, text: str, make: Compile) -> None:
-        super().__init__(name, file)
-        self._text, self._make = text, make
-
-    def get_code(self, fullname: str) -> CodeType:
-        del fullname
-        return self._make(self._text, str(self.path))
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        plain = SourceFileLoader(module.__name__, str(self.path))
-        module.__loader__ = plain
-        if module.__spec__ is not None:
-            module.__spec__.loader = plain
 
 
 def _swaps(module: ModuleType, edit: Edit, make: Compile) -> Iterator[tuple[FunctionType, CodeType]]:
