@@ -144,27 +144,18 @@ class Light:
             yield from copy.lost() if type(copy) is SetCopy else ()
 
 
-class _Gone:
-    """Stands for a value that was held weakly and died."""
-
-    def __repr__(self) -> str:
-        return "<released>"
+GONE: Final[Any] = object()
+"""Stands for a value that was held weakly and died."""
 
 
-GONE: Final = _Gone()
-
-
-class Weak:
+class Weak(ref[Any]):
     """A value that its owner alone keeps alive."""
 
-    __slots__ = ("_ref",)
-
-    def __init__(self, value: Any) -> None:
-        self._ref = ref(value)
+    __slots__ = ()
 
     def get(self) -> Any:
         """Return the value, ``GONE`` if it died."""
-        value = self._ref()
+        value = self()
         return GONE if value is None else value
 
 
