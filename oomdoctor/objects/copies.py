@@ -11,6 +11,7 @@ import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from oomdoctor.errors import StateError
@@ -41,6 +42,7 @@ _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
 
 
+@dataclass(slots=True)
 class Allowance:
     """How much of what is large may be copied before a cell.
 
@@ -48,19 +50,19 @@ class Allowance:
         may_write: tells of a path whether the cell's text writes into what it leads to.
     """
 
-    def __init__(self, may_write: Callable[[str], bool]) -> None:
-        self._may_write, self._left = may_write, _MOST_COPIED
+    may_write: Callable[[str], bool]
+    _left: int = _MOST_COPIED
 
     def copies(self, path: str, length: int) -> bool:
         """Return whether a container of this length is copied, and count it."""
         if length <= self._left:
             self._left -= length
             return True
-        return self._may_write(path)
+        return self.may_write(path)
 
     def sums(self, path: str, size: int) -> bool:
         """Return whether the whole of an array of this many bytes is looked at."""
-        return size <= _SUMMED_BYTES or (size <= _MOST_SUMMED_BYTES and self._may_write(path))
+        return size <= _SUMMED_BYTES or (size <= _MOST_SUMMED_BYTES and self.may_write(path))
 
 
 class Long(Memento):

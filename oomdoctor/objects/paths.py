@@ -8,7 +8,7 @@ few, there is no such line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from keyword import iskeyword
@@ -215,7 +215,14 @@ class Ways:
         todo = list(forks.values())
         roots: dict[Root, None] = {}
         for holder in todo:  # it grows on the way
-            for fork in map(self._fork, self._leading(holder)):
+            leading = [*self._again.get(holder.key, ())] if holder.is_graph else []
+            step: Path | None = holder.path
+            while step is not None:
+                leading += self._again.get((id(step), False), ())
+                self._steps += 1
+                step = step.parent
+            self._steps += len(leading)
+            for fork in map(self._fork, leading):
                 if fork.key not in seen:
                     seen[fork.key] = fork
                     todo.append(fork)
@@ -224,17 +231,6 @@ class Ways:
             if self._steps > _MOST_STEPS or len(roots) > _MOST_ROOTS:
                 return None
         return tuple(roots)
-
-    def _leading(self, holder: Holder) -> Iterator[Holder]:
-        """Yield what leads to a holder, or to a step of the way there."""
-        if holder.is_graph:
-            yield from self._again.get(holder.key, ())
-        step: Path | None = holder.path
-        while step is not None:
-            again = self._again.get((id(step), False), ())
-            self._steps += 1 + len(again)
-            yield from again
-            step = step.parent
 
 
 def line(roots: Iterable[Root], first: str | None = None) -> str | None:
