@@ -144,7 +144,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     del dose
     found = need(evidence.code.first("batch_to_device"), _NOWHERE)
     told = need(place_at(cells, found.cell, found.line))
-    if told.around is not None:
+    if isinstance(told.scope, cst.FunctionDef):
         raise Unfit("the data is put on the device in a function: which of its callers use it is not known")
     last = {cell.source: cell for cell in cells.history}  # one that is run again stands for its earlier runs
     kept = [(cell, rewriting.read(cell.source)) for cell in cells.history if last[cell.source] is cell]

@@ -159,7 +159,7 @@ def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: 
         case _:
             raise Unfit(f"line {place.line} of {place.cell} loads something that is not followed")
     others = [cell for cell in cells.history if cell.number > place.cell.number and cell.source != place.cell.source]
-    if place.around is None and any(re.search(rf"\b{name}\b", cell.source) for cell in others):
+    if isinstance(place.scope, cst.Module) and any(re.search(rf"\b{name}\b", cell.source) for cell in others):
         raise Unfit(f"`{name}` is used in other cells than the one that loads it")
     return _followed(place, name)
 

@@ -135,20 +135,18 @@ class Book:
                     return node, Place(page=page, line=node.lineno)
         return None
 
-    def value(self, name: str, at: Place) -> tuple[ast.expr, Place] | None:
-        """Return the expression that ``name`` was last assigned before ``at``, or that is passed for it."""
-        given = self.values(name, at)
-        return given[0] if len(given) == 1 else None
-
     def values(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return the expressions that ``name`` may stand for at ``at``: several where calls differ."""
-        if at.function is not None and name in parameters_of(at.function) | bound(at.function):
-            return self._local(name, at, at.function)
-        found = self.binding(name, at)
-        if found is None:
-            return []
-        value = _assigned(found[0], name)
-        return [(value, found[1])] if value is not None else []
+        function, where = at.function, at
+        if function is not None and name in parameters_of(function) | bound(function):
+            made = [node for node in own_nodes(function.body) if isinstance(node, ast.stmt) and binds(node, name)]
+            if not made:
+                return list(self._passed(name, at.page, function))
+            node = made[0] if len(made) == 1 else None
+        else:
+            node, where = self.binding(name, at) or (None, at)
+        value = _assigned(node, name) if node is not None else None
+        return [(value, where)] if value is not None else []
 
     def of_self(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return what methods of the class that ``at`` stands in assign to ``self.name``."""
@@ -161,13 +159,6 @@ class Book:
             for node in own_nodes(method.body)
             if isinstance(node, ast.Assign) and any(ast.unparse(one) == f"self.{name}" for one in node.targets)
         ]
-
-    def _local(self, name: str, at: Place, function: Function) -> list[tuple[ast.expr, Place]]:
-        made = [node for node in own_nodes(function.body) if isinstance(node, ast.stmt) and binds(node, name)]
-        if made:
-            value = _assigned(made[-1], name) if len(made) == 1 else None
-            return [(value, at)] if value is not None else []
-        return list(self._passed(name, at.page, function))
 
     def _passed(self, name: str, page: Page, function: Function) -> Iterator[tuple[ast.expr, Place]]:
         default = _default_of(function, name)

@@ -148,29 +148,18 @@ def text_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def enclosing(parsed: ParsedCell, line: int) -> Definition | None:
-    """Return the function or class at the top level of the cell that ``line`` stands in."""
-    path = path_to(parsed, line)
-    return path[0] if path and isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EditPlace:
     """A line of a cell that can be changed.
 
     Attributes:
-        around: the function at the top level of the cell that it stands in, None outside of functions.
+        scope: the function at the top level of the cell that it stands in, or the whole cell.
     """
 
     cell: Cell
     parsed: ParsedCell
     line: int
-    around: cst.FunctionDef | None
-
-    @property
-    def scope(self) -> cst.CSTNode:
-        """The function, or the whole cell."""
-        return self.around or self.parsed.module
+    scope: cst.CSTNode
 
 
 def place_at(cells: Cells, number: int, line: int) -> EditPlace | Refused:
@@ -181,12 +170,11 @@ def place_at(cells: Cells, number: int, line: int) -> EditPlace | Refused:
     parsed = read(cell.source)
     if isinstance(parsed, Refused):
         return parsed
-    around = enclosing(parsed, line)
+    around = next(iter(path_to(parsed, line)), None)
     if isinstance(around, cst.ClassDef) and cell.number != cells.failing.number:
         return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
-    return EditPlace(
-        cell=cell, parsed=parsed, line=line, around=around if isinstance(around, cst.FunctionDef) else None
-    )
+    scope = around if isinstance(around, cst.FunctionDef) else parsed.module
+    return EditPlace(cell=cell, parsed=parsed, line=line, scope=scope)
 
 
 def statements(text: str, parsed: ParsedCell) -> tuple[Statement, ...]:
