@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Final
 
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._unfit import Unfit, need
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.sizes import format_size
@@ -23,30 +23,24 @@ _OVERHEAD: Final = 0.02
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
 _DRAWS: Final = re.compile(r"^torch\.(rand|randn|randint)$")
-_SHAPES: Final = frozenset(
-    {"view", "reshape", "expand", "repeat", "zeros", "ones", "rand", "randn", "full", "empty", "init_hidden", "randint"}
-)
 
 
-def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...] | Refused:
+def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
     """Return the numbers that set the batch size of a loop, or why none can be told."""
-    found = book.loop(facts)
-    if found is None:
-        return Refused("the loop is not where it was found before")
-    place, loop = found
+    place, loop = need(book.loop(facts), "the loop is not where it was found before")
     loaders = loader_calls(book, facts.loader, place)
     if loaders:
         return _of_loaders(book, facts.loader, loaders)
     if isinstance(loop, ast.For) and (step := _step(loop.iter)) is not None:
         if (data := _cut_across(loop)) is not None:
-            return Refused(
+            raise Unfit(
                 f"the loop cuts `{data}` along a later dimension: how many samples a batch has was decided where "
                 f"`{data}` was made"
             )
         if literal(step) is not None:
             return _literal_slices(place, loop, step)
         named = book.numbers(step, place)
-        return tuple(named) if named else Refused(f"`{ast.unparse(step)}` is not set by a number in the cells")
+        return tuple(need(named or None, f"`{ast.unparse(step)}` is not set by a number in the cells"))
     return _of_name(book, place, loop, facts)
 
 
@@ -59,7 +53,7 @@ def loader_calls(book: Book, text: str, place: Place) -> list[tuple[ast.Call, Pl
     return list(dict.fromkeys(_loaders(book, node, place, depth=6)))
 
 
-def loader_sizes(book: Book, node: ast.expr, place: Place) -> tuple[Number, ...] | Refused | None:
+def loader_sizes(book: Book, node: ast.expr, place: Place) -> tuple[Number, ...] | None:
     """Return the numbers behind the batch size of what ``node`` stands for, None where it is no loader of the cells."""
     loaders = list(dict.fromkeys(_loaders(book, node, place, depth=6)))
     return _of_loaders(book, ast.unparse(node), loaders) if loaders else None
@@ -120,32 +114,29 @@ def _returned(function: Function, index: int | None) -> Iterator[ast.expr]:
             yield node.value.elts[index] if several else node.value  # type: ignore[attr-defined]
 
 
-def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]) -> tuple[Number, ...] | Refused:
-    if (own := own_class(book)) is not None:
-        return own
+def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]) -> tuple[Number, ...]:
+    check_class(book)
     numbers: list[Number] = []
     for call, place in loaders:
-        size = _size(book, call, place)
-        if isinstance(size, Refused):
-            return size
-        found = book.numbers(*size)
+        size, there = _size(book, call, place)
+        found = book.numbers(size, there)
         if not found:
-            return Refused(f"the batch size of `{text}`, `{ast.unparse(size[0])}`, is not set by a number in the cells")
+            raise Unfit(f"the batch size of `{text}`, `{ast.unparse(size)}`, is not set by a number in the cells")
         numbers += found
     return tuple({id(number.node): number for number in numbers}.values())
 
 
-def own_class(book: Book) -> Refused | None:
-    """Return a refusal where the cells define a ``DataLoader`` themselves, whose arguments are not known."""
-    is_there = any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for p in book.pages for n in ast.walk(p.tree))
-    return Refused("`DataLoader` is a class of the cells' own") if is_there else None
+def check_class(book: Book) -> None:
+    """Raise ``Unfit`` where the cells define a ``DataLoader`` themselves, whose arguments are not known."""
+    if any(isinstance(n, ast.ClassDef) and n.name == "DataLoader" for p in book.pages for n in ast.walk(p.tree)):
+        raise Unfit("`DataLoader` is a class of the cells' own")
 
 
-def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place] | Refused:
+def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place]:
     """Return the expression for the batch size of a loader and where it stands."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     if "batch_sampler" in given:
-        return Refused("the loader has a sampler of batches, which decides on their size")
+        raise Unfit("the loader has a sampler of batches, which decides on their size")
     if "batch_size" in given:
         return given["batch_size"], place
     if len(call.args) > 1:
@@ -156,8 +147,8 @@ def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place] | 
         key = ast.Subscript(value=unpacked, slice=ast.Constant("batch_size"), ctx=ast.Load())
         if book.numbers(key, place):
             return key, place
-        return Refused(f"the batch size is somewhere in `**{unpacked.id}`")
-    return Refused("the loader gives single samples: there is no batch to make smaller")
+        raise Unfit(f"the batch size is somewhere in `**{unpacked.id}`")
+    raise Unfit("the loader gives single samples: there is no batch to make smaller")
 
 
 def _step(node: ast.expr) -> ast.expr | None:
@@ -181,7 +172,7 @@ def _cut_across(loop: ast.For) -> str | None:
     return None if False in found else found.get(True)
 
 
-def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number, ...] | Refused:
+def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number, ...]:
     """Return the step and the same number in the slices ``x[i:i + 64]`` of the loop."""
     size = literal(step)
     widths = [
@@ -190,12 +181,12 @@ def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number
         if isinstance(part, ast.Slice) and isinstance(part.upper, ast.BinOp) and isinstance(part.upper.op, ast.Add)
     ]
     if not widths or any(literal(width) != size for width in widths):
-        return Refused("the slices of the loop are not of the step that it takes")
+        raise Unfit("the slices of the loop are not of the step that it takes")
     found = [node for node in (step, *widths) if isinstance(node, ast.Constant)]
     return tuple(Number(page=place.page, node=node) for node in found)
 
 
-def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple[Number, ...] | Refused:
+def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple[Number, ...]:
     """Return the number behind the name of a batch size that the loop, or what it calls, cuts batches with."""
     if (drawn := _drawn(book, place, loop, facts.batch)) is not None:
         return drawn
@@ -205,12 +196,12 @@ def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple
     for tree, where in parts:
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _NAMED.match(n.id)}
         if names & bound(loop):
-            return Refused(f"`{min(names & bound(loop))}` is bound anew in the loop")
+            raise Unfit(f"`{min(names & bound(loop))}` is bound anew in the loop")
         for name in sorted(names):
             found = book.numbers(ast.Name(id=name, ctx=ast.Load()), where)
             if found:
                 return tuple(found)
-    return Refused(f"what made the batches of `{facts.loader}` was not found in the cells")
+    raise Unfit(f"what made the batches of `{facts.loader}` was not found in the cells")
 
 
 def _drawn(book: Book, place: Place, loop: Loop, batch: Sequence[str]) -> tuple[Number, ...] | None:
@@ -233,35 +224,6 @@ def _first_extent(call: ast.Call) -> ast.expr | None:
     if sizes:
         return sizes[0].elts[0]
     return call.args[0] if call.args and len(call.args) > 1 and not call_name(call).endswith("randint") else None
-
-
-def hard_coded(book: Book, facts: TrainingLoop, numbers: Sequence[Number]) -> str | None:
-    """Return a call in the loop, its function or what it calls that has the batch size written into it once more."""
-    found = book.loop(facts)
-    if found is None:
-        return None
-    place, loop = found
-    called = {call_name(call).rpartition(".")[2] for call in calls(loop)}
-    trees: list[tuple[ast.AST, Place]] = [(place.function or loop, place)]
-    trees += [(node, Place(page=page, function=node)) for page, node in book.functions() if node.name in called]
-    for tree, where in trees:
-        for call in calls(tree):
-            if getattr(call.func, "attr", call_name(call)) in _SHAPES and any(
-                _is_another(book, part, where, numbers) for arg in call.args for part in ast.walk(arg)
-            ):
-                return ast.unparse(call)
-    return None
-
-
-def _is_another(book: Book, part: ast.AST, where: Place, numbers: Sequence[Number]) -> bool:
-    """Whether ``part`` is the batch size by its value, and not by way of one of ``numbers``."""
-    values, nodes = {number.value for number in numbers}, [number.node for number in numbers]
-    if literal(part) in values:
-        return not any(part is node for node in nodes)
-    if not isinstance(part, ast.Name) or not _NAMED.match(part.id):
-        return False
-    found = book.numbers(part, where)
-    return bool(found) and all(one.value in values and one.node not in nodes for one in found)
 
 
 def fixed_schedule(book: Book) -> str | None:
@@ -305,9 +267,7 @@ def _steps(code: CodeFacts, loop: TrainingLoop) -> Steps:
     return Steps.FIXED if all(literal(arg) is not None for arg in node.args) else Steps.UNKNOWN
 
 
-def smaller(
-    size: int, scales: int, *, least: int = 1, steps: Steps = Steps.OF_EPOCHS
-) -> tuple[Proposal, ...] | Refused:
+def smaller(size: int, scales: int, *, least: int = 1, steps: Steps = Steps.OF_EPOCHS) -> tuple[Proposal, ...]:
     """Propose batches of a whole part of ``size`` samples.
 
     Args:
@@ -315,7 +275,7 @@ def smaller(
         least: samples that a batch must keep.
         steps: what goes on with their number.
     """
-    return tuple(
+    found = tuple(
         Proposal(
             dose=Dose.of(batch_size=size // one),
             effect=Effect.CHANGES_RESULT,
@@ -328,4 +288,5 @@ def smaller(
         )
         for one in _DIVISORS
         if size % one == 0 and size // one >= least
-    ) or Refused(f"a batch of {size} samples has no half")
+    )
+    return need(found or None, f"a batch of {size} samples has no half")

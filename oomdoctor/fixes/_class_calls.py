@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 import libcst as cst
@@ -140,23 +139,26 @@ def exchanged(
     cells: Cells,
     new: Mapping[Call, cst.Call],
     imports: Sequence[str] = (),
-    live: Mapping[Call, Sequence[str]] = MappingProxyType({}),
+    live: Mapping[Call, Sequence[str]] | None = None,
 ) -> Patch | Refused:
     """Return the cells with other calls in the places of these.
 
     Args:
         imports: what each of the cells has to import.
-        live: lines that do the same to what an earlier cell has made already.
+        live: lines that do the same to what an earlier cell has made already; None where no retry ever runs them.
     """
-    edits = []
+    edits = list[Edit | Refused]()
     for number in dict.fromkeys(one.cell.number for one in new):
         here = [one for one in new if one.cell.number == number]
         parsed = here[0].parsed
         module = import_lines.insert_at_top(
             parsed, exchange(parsed.module, {one.node: new[one] for one in here}), imports
         )
-        lines = [line for one in here for line in live.get(one, ())]
-        edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
+        if live is None:
+            edits.append(advised(here[0].cell, parsed, module))
+        else:
+            lines = [line for one in here for line in live.get(one, ())]
+            edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
     return rewriting.join(cells, edits)
 
 

@@ -8,8 +8,9 @@ from typing import TypeAlias, TypeVar
 
 import libcst as cst
 
-from oomdoctor.fixes._samples import CannotSplit, Shape
+from oomdoctor.fixes._samples import Shape
 from oomdoctor.fixes._step import Step
+from oomdoctor.fixes._unfit import Unfit
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound
@@ -64,7 +65,7 @@ class Writer:
         """Return the statements of the region, given as they were, taken apart.
 
         Raises:
-            CannotSplit: what is used after the step cannot be put together again.
+            Unfit: what is used after the step cannot be put together again.
         """
         step, self._opening = self._step, self._head()
         start = [f"{self._sum} = 0.0"] if self._sum else []
@@ -75,9 +76,7 @@ class Writer:
         joins = {name: self._join if name in step.carried or step.dim else "torch.cat" for name in self._lists}
         end += [f"{name} = {joins[name]}({parts})" for name, parts in self._lists.items()]
         if "torch.cat" in joins.values() and not knows_torch(self._cells):
-            raise CannotSplit(
-                f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it"
-            )
+            raise Unfit(f"`{next(iter(self._lists))}` is used after the step, and `torch` is not imported to join it")
         pairs = list(zip(self._region.body, lines, strict=True))
         of_part = _renamed(cst.IndentedBlock(body=lines), self._micro).body
         inner = self._chosen(list(zip(self._region.body, of_part, strict=True)), "inner")
@@ -161,7 +160,7 @@ class Writer:
             head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
         if self._counted is not None:
             if self._lists:
-                raise CannotSplit("the loss passes over some targets, and results are used after the step")
+                raise Unfit("the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")
             first += [f"{self._kept} = {self._counts(micro=True)}", f"if not {self._kept}:", "    continue"]
         return head, first
@@ -170,7 +169,7 @@ class Writer:
         target, ignored = self._counted or ("", "0")
         names = {node.id for node in ast.walk(ast.parse(target)) if isinstance(node, ast.Name)}
         if not names <= set(self._step.names):
-            raise CannotSplit(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
+            raise Unfit(f"`{target}`, whose entries of {ignored} do not count, is not a part of the batch itself")
         text = self._quoted(target)
         if micro:
             text = _renamed(cst.parse_module(text), self._micro).code

@@ -19,10 +19,6 @@ from oomdoctor.program.dataflow import bound
 from oomdoctor.program.words import Result
 
 
-class CannotSplit(Exception):
-    """A step is not taken apart; the text is the reason in one sentence. Never leaves the fixes."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForm:
     """How a loss of ``torch.nn`` reduces.

@@ -191,33 +191,23 @@ def join(path: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
         if any(part != first for part in parts):
             raise OomDoctorError(f"{path} returns {first!r} for one part of the batch and another value for the next")
         return first
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first) if field.init]
-        values = [{name: getattr(part, name) for name in names} for part in parts]
-        return type(first)(**_join_mapping(path, values, rows))
-    return _join_container(path, parts, rows)
-
-
-def _join_container(path: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return _remade(path, type(first), _join_mapping(path, parts, rows))
-    if isinstance(first, tuple | list) and not isinstance(first, torch.Size):
-        if any(len(part) != len(first) for part in parts):
-            raise OomDoctorError(f"{path} returns a different number of values for the parts of the batch")
-        joined = [join(path, values, rows) for values in zip(*parts, strict=True)]
-        return type(first)(*joined) if hasattr(first, "_fields") else _remade(path, type(first), joined)
-    raise OomDoctorError(f"{path} returns a {type(first).__name__}, which cannot be put together from parts")
-
-
-def _join_mapping(path: str, parts: Sequence[Mapping[Any, Any]], rows: Sequence[int]) -> dict[Any, Any]:
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise OomDoctorError(f"{path} returns different keys for the parts of the batch")
-    return {key: join(path, [part[key] for part in parts], rows) for key in parts[0]}
-
-
-def _remade(path: str, cls: Callable[[Any], Any], content: Any) -> Any:
+    items = [_items(path, part) for part in parts]
+    if any(one.keys() != items[0].keys() for one in items):
+        raise OomDoctorError(f"{path} returns different keys or numbers of values for the parts of the batch")
+    whole = {name: join(path, [one[name] for one in items], rows) for name in items[0]}
+    cls, is_row = type(first), isinstance(first, tuple | list) and not hasattr(first, "_fields")
     try:
-        return cls(content)
+        return cls(whole.values()) if is_row else cls(whole) if isinstance(first, Mapping) else cls(**whole)
     except TypeError as error:
         raise OomDoctorError(f"{path} returns a {cls.__name__}, which cannot be made anew: {error}") from error
+
+
+def _items(path: str, output: Any) -> Mapping[Any, Any]:
+    """Return what an output is made of, by key, field or place."""
+    if isinstance(output, Mapping):
+        return output
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output) if field.init}
+    if isinstance(output, tuple | list) and not isinstance(output, torch.Size):
+        return dict(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
+    raise OomDoctorError(f"{path} returns a {type(output).__name__}, which cannot be put together from parts")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.fixes._samples import CannotSplit, LossForm, Samples, Shape, Value, called
+from oomdoctor.fixes._samples import LossForm, Samples, Shape, Value, called
 from oomdoctor.fixes._step_statements import (
     MOVES,
     TO_DEVICE,
@@ -33,6 +33,7 @@ from oomdoctor.fixes._step_statements import (
     takes_out,
     units_of,
 )
+from oomdoctor.fixes._unfit import Unfit
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first
@@ -109,7 +110,7 @@ def plan(
         late: begin the parts where the model is called: what is made of the batch before is made of all of it.
 
     Raises:
-        CannotSplit: the step cannot be taken apart with its meaning kept.
+        Unfit: the step cannot be taken apart with its meaning kept.
     """
     needed = set[str]()
     for one in following:
@@ -127,7 +128,7 @@ class _Planner:
         self._backwards = {id(unit): loss_of(unit.value) for unit in self.units if backwards_in(unit)}  # type: ignore[attr-defined]
         names = [ast.unparse(loss) for loss in self._backwards.values() if called(loss)]
         if names and len(self._backwards) > 1:
-            raise CannotSplit("backward is called on one of several losses")
+            raise Unfit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
         self.leading = self._lead()
@@ -160,12 +161,12 @@ class _Planner:
                 if made and is_literal(made[-1]) and id(made[-1]) not in again:
                     again.add(id(made[-1]))
                 elif name in carried or name in self._split.plain:
-                    raise CannotSplit(f"`{name}` is carried from one part to the next")
+                    raise Unfit(f"`{name}` is carried from one part to the next")
                 else:
                     carried.append(name)
         names = tuple(name for name in names if any(name in reads(unit) for unit in inner))
         if not names:
-            raise CannotSplit("no name is known to hold the batch")
+            raise Unfit("no name is known to hold the batch")
         return self._of(names, places, inner, used, weigh, [name for name in carried if name in names])
 
     def _of(
@@ -297,7 +298,7 @@ class _Planner:
                 places[id(unit)] = "before"
                 continue
             if leads and not depends:
-                raise CannotSplit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
+                raise Unfit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
             anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
             is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
             places[id(unit)] = "inner" if is_inner else "after"
@@ -314,7 +315,7 @@ class _Planner:
             return
         heads = [node.test] if isinstance(node, ast.If) else [item.context_expr for item in node.items]  # type: ignore[attr-defined]
         if any(reads(head) & tainted for head in heads):
-            raise CannotSplit(f"line {node.lineno} decides by what the model has made whether backward is called")
+            raise Unfit(f"line {node.lineno} decides by what the model has made whether backward is called")
         for block in blocks_of(node):
             for inner in block:
                 self._check_heads(inner, tainted)
@@ -322,10 +323,10 @@ class _Planner:
     def _check_after(self, node: ast.stmt) -> None:
         leaves = any(isinstance(part, ast.Continue | ast.Break | ast.Return | ast.Raise) for part in ast.walk(node))
         if leaves:
-            raise CannotSplit(f"line {node.lineno} decides between the batch and backward how the step goes on")
+            raise Unfit(f"line {node.lineno} decides between the batch and backward how the step goes on")
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and called(part.func) in self._split.models:
-                raise CannotSplit(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
+                raise Unfit(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
 
     def _used(self, places: Mapping[int, str]) -> set[str]:
         """Return the names that are read outside of the statements for each part, and not bound anew before."""

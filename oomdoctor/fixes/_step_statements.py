@@ -6,7 +6,8 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from oomdoctor.fixes._samples import CannotSplit, called
+from oomdoctor.fixes._samples import called
+from oomdoctor.fixes._unfit import Unfit
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import blocks_of
@@ -42,7 +43,7 @@ def loss_of(call: ast.Call) -> ast.expr:
     if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
         return call.args[0]
     if call.args or call.keywords:
-        raise CannotSplit("backward is called with arguments")
+        raise Unfit("backward is called with arguments")
     if isinstance(receiver, ast.Call) and words.last_name(receiver) == "scale" and len(receiver.args) == 1:
         return receiver.args[0]
     return receiver

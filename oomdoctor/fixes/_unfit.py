@@ -5,11 +5,14 @@ A reader of code goes some calls deep before it finds that a change cannot be wr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Proposal
+from oomdoctor.model.incident import Incident
 
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
@@ -39,6 +42,21 @@ def refusing(write: Callable[Given, Found]) -> Callable[Given, Found | Refused]:
     def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found | Refused:
         try:
             return write(*args, **kwargs)
+        except Unfit as why:
+            return Refused(str(why))
+
+    return asked
+
+
+def proposing(
+    propose: Callable[[Incident, Evidence], Iterable[Proposal]],
+) -> Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]:
+    """Return what gives the proposals that ``propose`` yields, or a refusal where it raises ``Unfit``."""
+
+    @wraps(propose)
+    def asked(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+        try:
+            return tuple(propose(incident, evidence))
         except Unfit as why:
             return Refused(str(why))
 

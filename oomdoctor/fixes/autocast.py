@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Final
@@ -29,11 +29,10 @@ from typing import Final
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes import _trainer_source, _trainer_terms
-from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._precision_dtype import ROUNDS, kind_of_device, native
+from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._preconditions import ROUNDS, kind_of_device, native, why_not_training
 from oomdoctor.fixes._step_lines import StepLines, runs, step_lines
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -238,37 +237,33 @@ _NO_BCE: Final = (
 )
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@_trainers.first("autocast")
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the one precision that the device is made for."""
-    if (through := _trainer_terms.proposed("autocast", incident, evidence)) is not None:
-        return through
     code = evidence.code
-    trainer = _trainer_source.owner(code, "autocast")
+    trainer = _trainers.owner(code, "autocast")
     if trainer is None and (why := _why_not(evidence)) is not None:
-        return Refused(why)
-    dtype = native(evidence)
-    if isinstance(dtype, Refused):
-        return dtype
+        raise Unfit(why)
+    dtype = need(native(evidence))
     if trainer is None and not any(loop.in_failing_run for loop in code.loops):
-        return Refused("no training loop was found in what the failing cell runs")
-    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _trainer_terms.weights(code)
+        raise Unfit("no training loop was found in what the failing cell runs")
+    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _trainers.weights(code)
     saves = activations // 2 - weights // 2
     if saves <= 0:
-        return Refused(
+        raise Unfit(
             f"16-bit copies of {format_size(weights)} of weights would take no less than halving "
             f"{format_size(activations)} of activations gives"
         )
     once = trainer is not None and trainer.library == "accelerate"
     caveat = "accelerate keeps the precision that a process began with: restart the kernel; " if once else ""
-    return (
-        Proposal(
-            dose=Dose.of(dtype=dtype),
-            effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
-            saves=saves,
-            basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
-            f"{format_size(weights)} of weights",
-            caveat=caveat + ROUNDS[dtype],
-        ),
+    yield Proposal(
+        dose=Dose.of(dtype=dtype),
+        effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
+        saves=saves,
+        basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
+        f"{format_size(weights)} of weights",
+        caveat=caveat + ROUNDS[dtype],
     )
 
 
@@ -294,7 +289,7 @@ def _why_not(evidence: Evidence) -> str | None:
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with their steps under autocast."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    through = _trainer_source.patched("autocast", cells, evidence, dose)
+    through = _trainers.patched("autocast", cells, evidence, dose)
     if not loops and through is None:
         raise Unfit("no training loop was found in what the failing cell runs")
     for cell in cells.history:

@@ -15,10 +15,10 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_room
 from oomdoctor.fixes._class_calls import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import check_host_room
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -49,23 +49,20 @@ _DEVICE: Final = re.compile(r"""['"](cuda|mps|xpu)|\w*dev\w*$""", re.IGNORECASE)
 _DATASETS: Final = frozenset({"TensorDataset", "DataLoader", "Subset", "random_split", "StackDataset"})
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found the data on the device."""
-    del incident
     if evidence.code.first("batch_to_device") is None:
-        return Refused(_NOWHERE)
+        raise Unfit(_NOWHERE)
     held = sum(holding.bytes for holding in evidence.census.holdings if _is_data(holding, evidence))
     if not held:
-        return Refused("the census found no tensors of a data set on the device")
-    if (refused := _host_room.refuse(evidence, held)) is not None:
-        return refused
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=held,
-            slowdown=_COPIES,
-            basis=f"the census found {format_size(held)} of tensors that batches are cut from",
-        ),
+        raise Unfit("the census found no tensors of a data set on the device")
+    check_host_room(evidence, held)
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=held,
+        slowdown=_COPIES,
+        basis=f"the census found {format_size(held)} of tensors that batches are cut from",
     )
 
 
@@ -83,7 +80,6 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     What is put there counts as a data set if batches are cut from it, if it is handed to a ``Dataset``, or if it is
     called one.
     """
-    del objects
     under = ground(program)
     data = {name for scope in under.basis for name in _data_sets(scope)}
     for scope in under.basis:
@@ -141,7 +137,6 @@ def _is_device(value: ast.expr) -> bool:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the data left on the host and its batches moved."""
-    del dose
     found = need(evidence.code.first("batch_to_device"), _NOWHERE)
     told = need(place_at(cells, found.cell, found.line))
     if isinstance(told.scope, cst.FunctionDef):

@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes import _trainer_source, _trainer_terms
-from oomdoctor.fixes._activations import found_or_asked, why_not_short
-from oomdoctor.fixes._chunks import model_facts
+from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._preconditions import found_or_asked, model_facts, why_not_short
 from oomdoctor.fixes._recompute_choice import choices
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
@@ -35,9 +36,6 @@ from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import bound_names, call_name, imported
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
 
 _EVERY: Final = (2, 1)
 """Every other part, then all."""
@@ -55,32 +53,33 @@ _SWITCHES: Final = frozenset(
 _HOMES: Final = ("torch.utils.checkpoint.", "oomdoctor.recompute")
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@_trainers.first("checkpoint_blocks")
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose parts to recompute, fewest first, where a model has parts and gradients are on."""
-    if (through := _trainer_terms.proposed("checkpoint_blocks", incident, evidence)) is not None:
-        return through
     code = evidence.code
     if code.grad_disabled:
-        return Refused("gradients are off: nothing is kept for a backward pass")
+        raise Unfit("gradients are off: nothing is kept for a backward pass")
     models = _trained(code)
     if not models:
-        return Refused("no model was found with parts that keep more than their input")
+        raise Unfit("no model was found with parts that keep more than their input")
     if all(model.switches and not model.training for model in models):
-        return Refused(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
+        raise Unfit(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
     if (why := why_not_short(incident, evidence)) is not None:
-        return Refused(why)
+        raise Unfit(why)
     activations = found_or_asked(incident, evidence)
     if not activations:
-        return Refused("no activations were found that recomputing could save")
+        raise Unfit("no activations were found that recomputing could save")
     # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
-    switched = any(model.switches for model in models) or _trainer_source.owner(code, "checkpoint_blocks")
+    switched = any(model.switches for model in models) or _trainers.owner(code, "checkpoint_blocks")
     parts = [] if switched else [(model, part) for model in models for part in model.segments]
     if not switched and evidence.modules:
-        return _measured(evidence, models)
+        yield from _measured(evidence, models)
+        return
     # In the backward pass one part after the other comes back whole.
     returned = 1 - 1 / len(parts) if len(parts) > 1 else 1.0
-    return tuple(
-        Proposal(
+    for every in _EVERY if len(parts) != 1 else (1,):
+        yield Proposal(
             dose=_dose(parts[::every]) if parts else Dose.of(every=every),
             effect=Effect.EQUIVALENT if switched else Effect.EXACT,
             saves=int(activations * (1 - _KEPT_RATIO) * returned / every),
@@ -88,26 +87,22 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
             basis=f"estimate: {'every part' if every == 1 else 'every other part'} keeps its inputs only, "
             f"of {format_size(activations)} of activations",
         )
-        for every in (_EVERY if len(parts) != 1 else (1,))
-    )
 
 
-def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> tuple[Proposal, ...] | Refused:
+def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> Iterator[Proposal]:
     """Return the cheapest parts for more and more bytes, where a dry run has told what each of them keeps."""
     by_type = {(model.type_name, model.parameter_bytes): model for model in models}
     found = choices([row for row in evidence.modules if row.model in by_type])
     if not found:
-        return Refused("what the calls of its modules keep is their input and output alone")
-    return tuple(
-        Proposal(
+        raise Unfit("what the calls of its modules keep is their input and output alone")
+    for choice in found:
+        yield Proposal(
             dose=_dose([(by_type[part.model], part.name) for part in choice.parts]),
             effect=Effect.EXACT,
             saves=choice.saves,
             slowdown=1 + choice.cost,
             basis=f"estimate: {len(choice.parts)} parts keep {format_size(choice.saves)} less, by what each keeps",
         )
-        for choice in found
-    )
 
 
 def _dose(parts: Sequence[tuple[ModelFacts, str]]) -> Dose:
@@ -121,12 +116,13 @@ def _trained(code: CodeFacts) -> list[ModelFacts]:
     return [model for model in every if model in called] or every
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a line that marks the parts behind the one that makes each model."""
     if _recomputes(cells):
-        return Refused("the code recomputes activations already")
+        raise Unfit("the code recomputes activations already")
     asked = dict(dose.values)
-    through = _trainer_source.patched("checkpoint_blocks", cells, evidence, dose) if asked.get("every") == 1 else None
+    through = _trainers.patched("checkpoint_blocks", cells, evidence, dose) if asked.get("every") == 1 else None
     if through is not None:
         return through
     models = _trained(evidence.code)
@@ -135,16 +131,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     imports: tuple[str, ...] = ()
     for model in models:
         if model.switches and "every" in asked:
-            line = _switch(model, dose.number("every"))
-            if isinstance(line, Refused):
-                return line
-            lines[model] = line
+            lines[model] = _switch(model, dose.number("every"))
         elif chosen := _chosen(model, asked):
             texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
             lines[model] = f"{name}({model.path}, {texts})\n"
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
     if not lines:
-        return Refused("no model was found with parts that keep more than their input")
+        raise Unfit("no model was found with parts that keep more than their input")
     return _placed(cells, lines, imports)
 
 
@@ -166,13 +159,13 @@ def _shortened(model: ModelFacts, chosen: Sequence[str]) -> list[str]:
     return texts
 
 
-def _switch(model: ModelFacts, every: int) -> str | Refused:
+def _switch(model: ModelFacts, every: int) -> str:
     lines = []
     for path, may_leave_out in model.switches:
         owner, _, method = path.rpartition(".")
         for norm in model.batch_norm if model.training else ():
             if not owner or norm.startswith(f"{owner}."):
-                return Refused(f"plain checkpoint would count each batch twice in the running statistics of {norm}")
+                raise Unfit(f"plain checkpoint would count each batch twice in the running statistics of {norm}")
         argument = method.replace("enable", "kwargs") + '={"use_reentrant": False}'
         some = f", every_n_layers={every}" if may_leave_out and every > 1 else ""
         lines.append(f"{reduce(child_path, path.split('.'), model.path)}({argument}{some})\n")
@@ -183,9 +176,7 @@ def _placed(cells: Cells, lines: dict[ModelFacts, str], imports: tuple[str, ...]
     """Return the patch that runs each line where its model has just been made or handed over."""
     places: dict[int, list[tuple[_Place, str]]] = {}
     for model, line in lines.items():
-        place = _in_function(cells, model) if model.scope is not None else _at_top(cells, model.path)
-        if isinstance(place, Refused):
-            return place
+        place = need(_in_function(cells, model) if model.scope is not None else _at_top(cells, model.path))
         places.setdefault(place.cell.number, []).append((place, line))
     edits = []
     for found in places.values():
@@ -212,43 +203,32 @@ class _Place(NamedTuple):
     in_function: bool = False
 
 
-def _at_top(cells: Cells, path: str) -> _Place | Refused:
+def _at_top(cells: Cells, path: str) -> _Place:
     """Return the place right after a name of the notebook is bound, or first in the failing cell."""
     root = re.split(r"[.\[]", path, maxsplit=1)[0]
     for cell in reversed(cells.beside(cells.failing).history):
         text = rewriting.read(cell.source)
         if isinstance(text, Refused):
-            if cell is cells.failing:
-                return text
             continue
         before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
         if (bound := last_binding(text, root, bound_before=before)) is not None:
             return _Place(cell, text, bound.whole)
-    text = rewriting.read(cells.failing.source)
-    return text if isinstance(text, Refused) else _Place(cells.failing, text)
+    return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
 
 
-def _in_function(cells: Cells, model: ModelFacts) -> _Place | Refused:
+def _in_function(cells: Cells, model: ModelFacts) -> _Place:
     """Return the place in a function where its model is bound last, at its beginning where it is handed over."""
     assert model.scope is not None
     cell = cells.get(model.scope[0])
-    text = rewriting.read(cell.source)
-    if isinstance(text, Refused):
-        return text
+    text = need(rewriting.read(cell.source))
     root = model.path.partition(".")[0]
     found = [one for one in rewriting.within(text.module, cst.FunctionDef) if model.scope[1] in text.lines_of(one)]
     if not found or not isinstance(found[-1].body, cst.IndentedBlock):
-        return Refused(f"where {cell} makes `{model.path}` was not found")
+        raise Unfit(f"where {cell} makes `{model.path}` was not found")
     body: Any = found[-1].body.body
-    target = m.AssignTarget(target=m.Name(root))
-    bound = [
-        line
-        for line in rewriting.within(found[-1].body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
-        if any(
-            m.matches(one, m.Assign() | m.AnnAssign()) and m.findall(one, target | m.AnnAssign(target=m.Name(root)))
-            for one in line.body
-        )
-    ]
+    target = m.AssignTarget(target=m.Name(root)) | m.AnnAssign(target=m.Name(root))
+    lines = rewriting.within(found[-1].body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
+    bound = [line for line in lines if m.findall(line, target)]
     if bound:
         return _Place(cell, text, bound[-1], in_function=True)
     at = 1 if found[-1].get_docstring() is not None and len(body) > 1 else 0
@@ -257,23 +237,19 @@ def _in_function(cells: Cells, model: ModelFacts) -> _Place | Refused:
 
 def _recomputes(cells: Cells) -> bool:
     """Return whether a cell uses what recomputes activations, or calls a model's switch for it."""
-    trees = [tree for cell in cells.history if (tree := parsed(cell.source)) is not None]
+    nodes = [node for cell in cells.history if (tree := parsed(cell.source)) is not None for node in ast.walk(tree)]
     # Names are of one namespace: one cell imports what another one calls.
-    aliases = dict(alias for tree in trees for node in ast.walk(tree) for alias in imported(node))
-    return any(_uses(node, aliases) for tree in trees for node in ast.walk(tree))
-
-
-def _uses(node: ast.AST, aliases: dict[str, str]) -> bool:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SWITCHES:
-        return not _turns_off(node.args)
-    if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
-        return False
-    root, dot, rest = call_name(node).partition(".")
-    return f"{aliases.get(root, root)}{dot}{rest}".startswith(_HOMES)
-
-
-def _turns_off(args: Sequence[ast.expr]) -> bool:
-    return bool(args) and isinstance(args[0], ast.Constant) and args[0].value is False
+    aliases = dict(alias for node in nodes for alias in imported(node))
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name), args=args) if name in _SWITCHES:
+                if [ast.unparse(one) for one in args[:1]] != ["False"]:
+                    return True
+            case ast.Name(ctx=ast.Load()) | ast.Attribute(ctx=ast.Load()):
+                root, dot, rest = call_name(node).partition(".")
+                if f"{aliases.get(root, root)}{dot}{rest}".startswith(_HOMES):
+                    return True
+    return False
 
 
 FIX: Final = Fix(
@@ -282,7 +258,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="one more forward of each recomputed part",
     propose=propose,
-    apply=None,
     patch=patch,
     is_measured=True,
     leaves=("._forward_hooks", ".gradient_checkpointing", "._gradient_checkpointing_func"),

@@ -16,28 +16,26 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._activations import HELD, NUMBER_BYTES
+from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import call_name, own_nodes
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program, Scope
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: the mean over the rows is taken in another order."""
@@ -71,36 +69,35 @@ def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]
             yield site("cross_entropy", scope, node, (name, stands))
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose 2 to 16 chunks, no more than there are rows."""
     code = evidence.code
     if code.first("chunked_loss") is None:
-        return Refused("no cell takes a cross-entropy: what a library does cannot be changed in the source")
+        raise Unfit("no cell takes a cross-entropy: what a library does cannot be changed in the source")
     if code.compiles is not None:
-        return Refused("torch.compile takes the loss together with what is around it")
+        raise Unfit("torch.compile takes the loss together with what is around it")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
-        return Refused("a gradient is taken of gradients, which a recomputed loss does not give")
+        raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
     logits = [_logits(held, code) for held in evidence.census.holdings]
     size, rows = max([_asked_for(incident, evidence), *logits])
     if _in_frame(incident) and (incident.requested or 0) > size:
         size, rows = incident.requested or 0, rows or _CHUNKS[-1]
     if not size:
-        return Refused("no logits over the classes of a model were found")
+        raise Unfit("no logits over the classes of a model were found")
     if size < _WORTH * evidence.census.found:
-        return Refused(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
+        raise Unfit(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
     doses = [chunks for chunks in _CHUNKS if chunks <= rows]
     if not doses:
-        return Refused("the loss is over one row: there is nothing to split")
-    return tuple(
-        Proposal(
+        raise Unfit("the loss is over one row: there is nothing to split")
+    for chunks in doses:
+        yield Proposal(
             dose=Dose.of(chunks=chunks),
             effect=Effect.EQUIVALENT,
             saves=size * (chunks - 1) // chunks,
             slowdown=1 + _OVERHEAD,
             basis=f"estimate: 1/{chunks} of {format_size(size)} of log-probabilities at a time",
         )
-        for chunks in doses
-    )
 
 
 def _in_frame(incident: Incident) -> bool:
@@ -150,15 +147,16 @@ def _loss_bytes(each: int, code: CodeFacts) -> int:
     return max(each, 4) if code.autocast else each
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return each cross-entropy of the failing run as one that is taken in chunks."""
     code, sites = evidence.code, evidence.code.sites.get("chunked_loss", ())
     if code.half_weights and not code.autocast:
-        return Refused("the loss is taken in half precision: sums of its chunks would round otherwise")
+        raise Unfit("the loss is taken in half precision: sums of its chunks would round otherwise")
     if any(re.search(r"\bchunked_loss\(", cell.source) for cell in cells.history):
-        return Refused("the code takes its cross-entropy in chunks already")
+        raise Unfit("the code takes its cross-entropy in chunks already")
     if not sites:
-        return Refused("no cell takes the cross-entropy: what a library does cannot be changed in the source")
+        raise Unfit("no cell takes the cross-entropy: what a library does cannot be changed in the source")
     known = {loss.path for loss in code.losses}
 
     def changed(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module | Refused:
@@ -168,7 +166,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         for one in here:
             called, stands_for = one.names
             if stands_for not in known and import_lines.qualified_name(beside, called) != _FUNCTION:
-                return Refused(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
+                raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
             for call in rewriting.within(parsed.module, cst.Call):
                 if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
                     new[call.func] = cst.parse_expression(f"{by}({called}, {dose.number('chunks')})")
@@ -185,7 +183,6 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="each chunk's log-probabilities once more",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
 )

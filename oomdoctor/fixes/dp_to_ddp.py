@@ -12,15 +12,15 @@ first named by its number. Everything else is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes import _class_calls, _ddp_ranks
+from oomdoctor.fixes import _class_calls, ddp_memory
 from oomdoctor.fixes._class_calls import with_keyword
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -45,28 +45,27 @@ _OTHERWISE: Final = ("sampler", "batch_sampler")
 """What says already which samples come."""
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found more passing tensors on the first device than on the others."""
     told = evidence.code.data_parallel
     if told is None:
-        return Refused("no model is wrapped in nn.DataParallel")
+        raise Unfit("no model is wrapped in nn.DataParallel")
     first, *others = [census for census in evidence.censuses if census.device.startswith("cuda")] or [evidence.census]
     if not first.device.endswith(":0") or (incident.device or first.device) != first.device:
-        return Refused("it is not the first device that ran out, where DataParallel gathers the outputs")
+        raise Unfit("it is not the first device that ran out, where DataParallel gathers the outputs")
     if not others:
-        return Refused("one device is in use, so DataParallel gathers nothing there")
+        raise Unfit("one device is in use, so DataParallel gathers nothing there")
     most = max(map(_passing, others))
     more = _passing(first) - most
     if more <= 0:
-        return Refused(f"{first.device} holds no more activations than the other devices")
-    return (
-        Proposal(
-            effect=Effect.ADVICE,
-            saves=more,
-            basis=f"the census found {format_size(_passing(first))} of activations and batches on {first.device}, and "
-            f"{format_size(most)} at most on another device",
-            caveat=_CAVEAT,
-        ),
+        raise Unfit(f"{first.device} holds no more activations than the other devices")
+    yield Proposal(
+        effect=Effect.ADVICE,
+        saves=more,
+        basis=f"the census found {format_size(_passing(first))} of activations and batches on {first.device}, and "
+        f"{format_size(most)} at most on another device",
+        caveat=_CAVEAT,
     )
 
 
@@ -77,7 +76,6 @@ def _passing(census: Census) -> int:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells as a program with a process for each device."""
-    del dose
     for cell in cells.history:
         if (used := _STARTS.search(cell.source)) is not None:
             raise Unfit(f"the cells start processes already: `{used[0]}`")
@@ -140,19 +138,10 @@ class _Program:
         if given.star or (given.keyword and given.keyword.value != "module"):
             raise Unfit(f"{one.where} gives the model in a way that is not followed")
         processes = need(_processes(others), f"{one.where} names the devices in a way that is not followed")
-        value: cst.CSTNode | None = None
-        if isinstance(one.statement, cst.SimpleStatementLine):
-            value = getattr(one.statement.body[0], "value", None)
-        moved = value.func.value if value is not None and m.matches(value, _MOVE) else None  # type: ignore[attr-defined]
-        if value is None or one.node not in (value, moved):
-            raise Unfit(f"{one.where} does more than to wrap the model")
+        wrapper = self._import(one.cell, "torch.nn.parallel", ddp_memory.DDP)
         model = _class_calls.code_of(given.value)
-        if moved is one.node:
-            model += "." + _class_calls.code_of(value).removeprefix(_class_calls.code_of(one.node)).lstrip(".")
-        elif not m.matches(given.value, _MOVE):
-            model += self._move(one, model)
-        wrapper = self._import(one.cell, "torch.nn.parallel", _ddp_ranks.DDP)
-        self._exchange(one.cell, value, cst.parse_expression(f"{wrapper}({model})"))
+        there = "" if m.matches(given.value, _MOVE) else self._move(one, model)
+        self._exchange(one.cell, one.node, cst.parse_expression(f"{wrapper}({model}{there})"))
         return processes
 
     def _move(self, one: _class_calls.Call, model: str) -> str:
@@ -182,8 +171,6 @@ class _Program:
         text = _class_calls.code_of(size)
         if not isinstance(size, cst.Name | cst.Attribute | cst.Integer):
             raise Unfit(f"`{text}` of {one.where} is no plain number of samples")
-        if (where := _also_used(text, self._cells)) is not None:
-            raise Unfit(f"`{text}` is the size of a batch elsewhere as well, in `{where}`")
         told = _given(call, "shuffle")
         how = "" if told == "True" else f", shuffle={told or False}"
         sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
@@ -245,16 +232,6 @@ def _given(call: cst.Call, name: str) -> str | None:
     return None if given is None else _class_calls.code_of(given)
 
 
-def _also_used(name: str, cells: Cells) -> str | None:
-    """Return the line that reads a size of batches for something else than a loader."""
-    reads = re.compile(rf"(?<![\w.]){re.escape(name)}\b(?!\s*=(?!=))")
-    for line in (line for cell in cells.history if not name.isdigit() for line in cell.source.splitlines()):
-        code = re.sub(rf"\bbatch_size\s*=\s*{re.escape(name)}\b|DataLoader\([^)]*", "", line.partition("#")[0])
-        if reads.search(code):
-            return line.strip()
-    return None
-
-
 FIX: Final = Fix(
     id="dp_to_ddp",
     title="Train in a process for each device instead of gathering on the first",
@@ -262,5 +239,5 @@ FIX: Final = Fix(
     cost="a program that torchrun starts, in the place of a notebook",
     propose=propose,
     patch=patch,
-    guard=_ddp_ranks.never_applied,
+    guard=ddp_memory.never_applied,
 )

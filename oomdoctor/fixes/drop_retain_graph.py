@@ -14,29 +14,27 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, words
 from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.dataflow import ancestors
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.gradients import Graphs
 from oomdoctor.program.ground import ground
 from oomdoctor.program.names import blocks_of, own_nodes
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program, Scope
 
 _NOTHING: Final = "no backward keeps its graph"
 _CARRIED: Final = "a state carried over steps needs the graphs of the steps before: it has to be cut first"
@@ -47,7 +45,6 @@ _DROPS: Final = "retain_graph"
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find each ``backward`` that keeps its graph: ``retain_graph`` where that can be dropped, else named why not."""
-    del objects
     calls = [
         (scope, node)
         for scope in ground(program).reach
@@ -88,14 +85,15 @@ def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
                 yield from block[block.index(inner) + 1 :]
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where a backward keeps its graph and graphs take memory."""
     code, census = evidence.code, evidence.census
     place = code.first("drop_retain_graph")
     if place is None:
-        return Refused(_NOTHING)
+        raise Unfit(_NOTHING)
     if code.first("detach_state") is not None:
-        return Refused(_CARRIED)
+        raise Unfit(_CARRIED)
     loss = _LOSS.match(place.text)
     held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
     kept = held + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
@@ -104,21 +102,22 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         kept = census.bytes_of(Role.ACTIVATION) // 2
         basis = f"estimate: half of the {format_size(2 * kept)} of activations, as two steps share the device"
     if not kept:
-        return Refused("the census found no graphs or activations that a backward keeps")
-    return (Proposal(dose=Dose(), effect=Effect.EXACT, saves=kept, slowdown=1.0, basis=basis),)
+        raise Unfit("the census found no graphs or activations that a backward keeps")
+    yield Proposal(effect=Effect.EXACT, saves=kept, basis=basis)
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Take the argument out of every call that does not need it."""
     sites = evidence.code.sites.get("drop_retain_graph", ())
     dropped = [one for one in sites if one.kind == _DROPS]
     if not sites:
-        return Refused(_NOTHING)
+        raise Unfit(_NOTHING)
     if evidence.code.first("detach_state") is not None:
-        return Refused(_CARRIED)
+        raise Unfit(_CARRIED)
     if not dropped:
         why = "the gradients are differentiated themselves (create_graph)"
-        return Refused(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
+        raise Unfit(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
         lines = {(one.line, one.end_line) for one in here}
@@ -142,7 +141,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="nothing",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
 )

@@ -14,32 +14,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import libcst as cst
 
+from oomdoctor.fixes._preconditions import sites_of
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.containers import pairs_of
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submodules
+from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
+from oomdoctor.objects.paths import Root
+from oomdoctor.objects.walk import Walk
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.compiled import is_in_definition
-from oomdoctor.program.definitions import site
+from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.names import FirstUse, first_assignments, first_uses, names_in, read_names
 
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells, Session
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
-
 _HEAVY: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER})
-_CONTAINERS: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE, Kind.SET})
 _ROLES: Final = frozenset({Role.PARAMETER, Role.GRADIENT, Role.BUFFER, Role.OPTIMIZER_STATE})
 _NOTHING: Final = "no old model or optimizer that could be let go of is bound while the failing cell builds a new one"
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
@@ -49,8 +48,8 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find models, optimizers and schedulers that are still bound while the failing cell makes their successors.
 
     Those that the cell is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use
-    are ``left``; models come first. There are none where another object of the namespace, looked for two levels deep,
-    would keep the same thing alive.
+    are ``left``; models come first. There are none where another object of the namespace would keep the
+    same thing alive.
     """
     namespace, line = objects.namespace, objects.line
     top = next((s for s in program.scopes if s.cell == program.failing and s.function is None), None)
@@ -69,7 +68,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
                 if name in read:
                     return ()  # the cell uses what keeps the old one alive
                 named.append(name)
-    if not weights or _is_held_elsewhere([heavy[name] for name in named], weights, namespace, set(named)):
+    if not weights or _is_held_elsewhere(weights, namespace, set(named)):
         return ()
     named.sort(key=lambda name: kind_of(type(heavy[name])) is not Kind.MODULE)
     first = min((bound[name] for name in rebound), key=lambda node: node.lineno)
@@ -103,37 +102,16 @@ def _belongs(value: Any, weights: set[int]) -> bool:
     return bool(own) and own <= weights
 
 
-def _is_held_elsewhere(objects: list[Any], weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether another name leads to one of ``objects``, or to one of the parameters."""
-    wanted = {id(one) for one in objects} | weights
-    for name, value in namespace.items():
-        if not is_users(name) or name in names:
-            continue
-        level = [value]
-        for _ in range(3):
-            if any(id(one) in wanted or (kind_of(type(one)) in _HEAVY and _shares(one, weights)) for one in level):
-                return True
-            level = [inner for one in level for inner in _inside(one)]
-    return False
+def _is_held_elsewhere(weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
+    """Whether another name leads to one of the parameters."""
+    others = [(Root(name), value) for name, value in namespace.items() if is_users(name) and name not in names]
+    return any(id(tensor) in weights for found in Walk().run(others) for tensor in found.tensors)
 
 
-def _shares(value: Any, weights: set[int]) -> bool:
-    return any(id(one) in weights for one in _weights(value))
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    kind = kind_of(type(value))
-    if kind in _CONTAINERS:
-        yield from (item for _, item in pairs_of(value, kind)[:64])
-    elif kind is Kind.OBJECT:
-        yield from list((plain_dict(value) or {}).values())[:64]
-
-
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it, by name, where the census found what the old objects hold."""
-    sites = evidence.code.sites.get("free_stale", ())
-    if not sites:
-        return Refused(_NOTHING)
+    sites = sites_of(evidence, "free_stale", _NOTHING)
     names = [one.names[0] for one in sites]
     held = sum(
         one.bytes
@@ -141,20 +119,17 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
         if one.role in _ROLES and (root := _ROOT.match(one.path)) is not None and root[0] in names
     )
     if not held:
-        return Refused(f"the census found no parameters or optimizer state on the device that {_listed(names)} holds")
+        raise Unfit(f"the census found no parameters or optimizer state on the device that {_listed(names)} holds")
     unbound = [one.names[0] for one in sites if one.kind == "left"]
     caveat = f"deletes {_listed(names)} as they stand, for good: save what you still need of them"
     if unbound:
         caveat += f"; the cell does not make {_listed(unbound)} anew, do so afterwards"
-    return (
-        Proposal(
-            dose=Dose.of(names=", ".join(names)),
-            effect=Effect.CHANGES_RESULT,
-            saves=held,
-            slowdown=1.0,
-            basis=f"measured: the census found {format_size(held)} that the old {_listed(names)} hold",
-            caveat=caveat,
-        ),
+    yield Proposal(
+        dose=Dose.of(names=", ".join(names)),
+        effect=Effect.CHANGES_RESULT,
+        saves=held,
+        basis=f"measured: the census found {format_size(held)} that the old {_listed(names)} hold",
+        caveat=caveat,
     )
 
 
@@ -163,21 +138,18 @@ def _listed(names: Iterable[str]) -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Set the names to None right before the first of them is bound anew."""
-    sites = evidence.code.sites.get("free_stale", ())
-    if not sites:
-        return Refused(_NOTHING)
+    sites = sites_of(evidence, "free_stale", _NOTHING)
     cell = cells.failing
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
+    parsed = need(rewriting.read(cell.source))
     names = [one.names[0] for one in sites]
     first = rewriting.statement_at(parsed, min(one.line for one in sites if one.kind == "rebound"))
     if not isinstance(first, cst.SimpleStatementLine):
-        return Refused(f"no statement of {cell} that binds {_listed(names)} was found")
+        raise Unfit(f"no statement of {cell} that binds {_listed(names)} was found")
     if any(one.text.endswith("= None") for one in sites):
-        return Refused(f"{_listed(names)} are set to None already")
+        raise Unfit(f"{_listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()\n"
     added = rewriting.statements(text, parsed)
     lead = added[0].with_changes(leading_lines=first.leading_lines)
@@ -205,7 +177,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="the old ones cannot be brought back",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
     guard=guard,

@@ -18,13 +18,13 @@ Sources: https://numpy.org/doc/stable/reference/generated/numpy.load.html, https
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import check_host
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -64,30 +64,28 @@ _RANDOM: Final = frozenset({"rand", "randn"})
 _MAKES_NONE: Final = "the line that ran out of memory makes no float64 of which the type can be said there"
 
 
-@refusing
-def _propose_mapped(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where reading the array is what failed."""
-    _host_room.check_host(incident)
+    check_host(incident)
     dose = _line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS))
     if dose is None:
         raise Unfit(_READS_NONE)
     if not incident.requested:
         raise Unfit("how large the array is that was read is not known")
-    return (
-        Proposal(
-            dose=dose,
-            effect=Effect.EXACT,
-            saves=incident.requested,
-            slowdown=_SLOWER,
-            basis=f"the array asked for {format_size(incident.requested)}, which stay in its file",
-        ),
+    yield Proposal(
+        dose=dose,
+        effect=Effect.EXACT,
+        saves=incident.requested,
+        slowdown=_SLOWER,
+        basis=f"the array asked for {format_size(incident.requested)}, which stay in its file",
     )
 
 
-@refusing
-def _propose_narrow(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where float64 is what was asked for."""
-    _host_room.check_host(incident)
+    check_host(incident)
     if _WHOLE.search(incident.message):
         raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
     dose = _line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
@@ -95,14 +93,12 @@ def _propose_narrow(incident: Incident, evidence: Evidence) -> tuple[Proposal, .
         raise Unfit("nothing shows that float64 was asked for")
     if not incident.requested:
         raise Unfit("how much memory was asked for is not known")
-    return (
-        Proposal(
-            dose=dose,
-            effect=Effect.CHANGES_RESULT,
-            saves=incident.requested // 2,
-            basis=f"half of the {format_size(incident.requested)} that were asked for in float64",
-            caveat="numbers keep 7 digits instead of 16, and what is computed from them becomes float32 as well",
-        ),
+    yield Proposal(
+        dose=dose,
+        effect=Effect.CHANGES_RESULT,
+        saves=incident.requested // 2,
+        basis=f"half of the {format_size(incident.requested)} that were asked for in float64",
+        caveat="numbers keep 7 digits instead of 16, and what is computed from them becomes float32 as well",
     )
 
 
@@ -119,7 +115,6 @@ def _line(incident: Incident, evidence: Evidence, is_it: Callable[[str], bool]) 
 @refusing
 def _patch_mapped(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with the array mapped from its file."""
-    del evidence
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = need(rewriting.statement_at(place.parsed, place.line), _READS_NONE)
     loads = [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
@@ -157,7 +152,6 @@ def _check_mappable(cells: Cells, load: cst.Call) -> None:
 @refusing
 def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cell with float32 in the call that asked for float64."""
-    del evidence
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = rewriting.statement_at(place.parsed, place.line)
     calls = within(statement, cst.Call) if isinstance(statement, cst.SimpleStatementLine) else ()

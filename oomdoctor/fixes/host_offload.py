@@ -28,9 +28,10 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _class_calls, _host_room
+from oomdoctor.fixes import _class_calls
+from oomdoctor.fixes._preconditions import check_host_room, running_loops
 from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -69,22 +70,21 @@ _REGISTER: Final = """\
 """
 
 
-def _propose_saved(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose page-locked copies where the device is CUDA's, and plain ones."""
-    del incident
     code = evidence.code
     if code.grad_disabled:
-        return Refused("gradients are off: nothing is kept for a backward pass")
+        raise Unfit("gradients are off: nothing is kept for a backward pass")
     if code.cuda_graphs is not None:
-        return Refused(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
+        raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
     activations = evidence.census.bytes_of(Role.ACTIVATION)
     if not activations:
-        return Refused("the census found no activations that could wait in host memory")
-    if (refused := _host_room.refuse(evidence, activations)) is not None:
-        return refused
+        raise Unfit("the census found no activations that could wait in host memory")
+    check_host_room(evidence, activations)
     doses = (True, False) if evidence.device.tensor_device.startswith("cuda") else (False,)
-    return tuple(
-        Proposal(
+    for pinned in doses:
+        yield Proposal(
             dose=Dose.of(pin_memory=pinned),
             effect=Effect.EQUIVALENT if pinned else Effect.EXACT,
             saves=activations,
@@ -92,8 +92,6 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> tuple[Proposal, ..
             basis=f"the census found {format_size(activations)} of activations, which would wait in host memory",
             caveat=_CONTIGUOUS if pinned else None,
         )
-        for pinned in doses
-    )
 
 
 @contextmanager
@@ -101,7 +99,6 @@ def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
     """Save in host memory whatever operations of this thread save for a backward pass."""
     from torch.autograd.graph import save_on_cpu
 
-    del session
     with save_on_cpu(pin_memory=bool(dose["pin_memory"])):
         yield
 
@@ -109,9 +106,7 @@ def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with ``save_on_cpu`` around forward and backward."""
-    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if not loops:
-        raise Unfit("no training loop was found in what the failing cell runs")
+    loops = running_loops(evidence)
     if any(_HOOKED.search(cells.get(loop.cell).source) for loop in loops):
         raise Unfit("the code says already where saved tensors are kept")
 
@@ -137,27 +132,25 @@ def _goes_back(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Call) and ast.unparse(part.func).endswith("backward") for part in own_nodes([node]))
 
 
-def _propose_state(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found state on the device and the memory ran out outside of a step."""
     state = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
     if not state:
-        return Refused("the census found no optimizer state on the device")
+        raise Unfit("the census found no optimizer state on the device")
     if in_the_step(incident):
-        return Refused("the memory ran out in the step itself, where the state has to be on the device")
+        raise Unfit("the memory ran out in the step itself, where the state has to be on the device")
     for one in evidence.code.steppers:
         if one.type_name == "LBFGS" or not one.home.startswith("torch.optim."):
-            return Refused(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
+            raise Unfit(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
     if evidence.code.distributed is not None:
-        return Refused(f"{evidence.code.distributed} may keep the state of the optimizer itself")
-    if (refused := _host_room.refuse(evidence, state)) is not None:
-        return refused
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=state,
-            slowdown=_COPIED,
-            basis=f"the census found {format_size(state)} of optimizer state, which would wait in host memory",
-        ),
+        raise Unfit(f"{evidence.code.distributed} may keep the state of the optimizer itself")
+    check_host_room(evidence, state)
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=state,
+        slowdown=_COPIED,
+        basis=f"the census found {format_size(state)} of optimizer state, which would wait in host memory",
     )
 
 
@@ -171,7 +164,6 @@ def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import optimizer as optim
 
-    del dose
     known = {id(optimizer): optimizer for _, optimizer in session.optimizers}
     for path, optimizer in session.optimizers:
         if any(not isinstance(held, dict) for held in optimizer.state.values()) or type(optimizer).__name__ == "LBFGS":
@@ -249,7 +241,6 @@ def _on_device(data: Any, device: Any) -> Any:
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with hooks on the optimizers that it makes."""
-    del dose
     found = [_class_calls.made(cells, facts) for facts in evidence.code.steppers]
     if not found:
         raise Unfit("no optimizer was found among the notebook's objects")

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._precision_dtype import native
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import native
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
@@ -95,67 +95,58 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
                 yield site("numpy", scope, node, (ast.unparse(node.func),))
 
 
-def _may_train(fix: str, code: CodeFacts) -> Refused | None:
+def _check_not_training(fix: str, code: CodeFacts) -> None:
     if any(loop.in_failing_run for loop in code.loops):
-        return Refused(_TRAINS[fix])
+        raise Unfit(_TRAINS[fix])
     if not code.grad_disabled:
-        return Refused("the failing line does not run under no_grad or inference_mode, so it may be training")
-    return None
+        raise Unfit("the failing line does not run under no_grad or inference_mode, so it may be training")
 
 
-def _propose_half(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def _propose_half(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the one 16-bit type that the device computes in."""
-    del incident
     code, census = evidence.code, evidence.census
-    if (refused := _may_train("half_weights", code)) is not None:
-        return refused
+    _check_not_training("half_weights", code)
     if code.half_weights or code.autocast:
-        return Refused("the model computes in 16 bits already")
+        raise Unfit("the model computes in 16 bits already")
     if not code.models:
-        return Refused("no model was found among the notebook's objects")
+        raise Unfit("no model was found among the notebook's objects")
     weights, passing = census.bytes_of(Role.PARAMETER), census.bytes_of(Role.ACTIVATION)
     if not weights:
-        return Refused(f"the census found no weights on {census.device}")
-    dtype = native(evidence)
-    if isinstance(dtype, Refused):
-        return dtype
-    return (
-        Proposal(
-            dose=Dose.of(dtype=dtype),
-            effect=Effect.CHANGES_RESULT,
-            saves=(weights + passing) // 2,
-            basis=f"half of {format_size(weights)} of weights and {format_size(passing)} of activations in the census",
-            caveat=f"weights and results are rounded to {dtype}, {_DIGITS[dtype]} significant bits in place of 24, and "
-            "the weights stay so",
-        ),
+        raise Unfit(f"the census found no weights on {census.device}")
+    dtype = need(native(evidence))
+    yield Proposal(
+        dose=Dose.of(dtype=dtype),
+        effect=Effect.CHANGES_RESULT,
+        saves=(weights + passing) // 2,
+        basis=f"half of {format_size(weights)} of weights and {format_size(passing)} of activations in the census",
+        caveat=f"weights and results are rounded to {dtype}, {_DIGITS[dtype]} significant bits in place of 24, and "
+        "the weights stay so",
     )
 
 
-def _propose_quantized(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the one dose: every linear layer of the models that are run."""
-    del incident
     code = evidence.code
     if any(loop.in_failing_run for loop in code.loops):
-        return Refused(_TRAINS["dynamic_quantization"])
+        raise Unfit(_TRAINS["dynamic_quantization"])
     if evidence.device.tensor_device != "cpu" or evidence.device.simulated:
-        return Refused("the kernels of dynamic quantization run on the CPU alone")
-    if (refused := _may_train("dynamic_quantization", code)) is not None:
-        return refused
+        raise Unfit("the kernels of dynamic quantization run on the CPU alone")
+    _check_not_training("dynamic_quantization", code)
     if code.half_weights:
-        return Refused("the weights take 2 bytes each already, and are quantized from 4")
+        raise Unfit("the weights take 2 bytes each already, and are quantized from 4")
     linear = sum(model.linear_bytes for model in code.models)
     if not linear:
-        return Refused("no model with linear layers was found among the notebook's objects")
+        raise Unfit("no model with linear layers was found among the notebook's objects")
     if find_spec("torch.ao.quantization.quantize") is None:
-        return Refused("this torch has no dynamic quantization: it has moved to torchao")
-    return (
-        Proposal(
-            dose=Dose.of(dtype="qint8"),
-            effect=Effect.CHANGES_RESULT,
-            saves=linear * 3 // 4,
-            basis=f"analytic estimate: 1 byte in place of 4 for each of {format_size(linear)} of linear layers",
-            caveat="weights of linear layers, and what goes into them, are rounded to 8 bits, and the weights stay so",
-        ),
+        raise Unfit("this torch has no dynamic quantization: it has moved to torchao")
+    yield Proposal(
+        dose=Dose.of(dtype="qint8"),
+        effect=Effect.CHANGES_RESULT,
+        saves=linear * 3 // 4,
+        basis=f"analytic estimate: 1 byte in place of 4 for each of {format_size(linear)} of linear layers",
+        caveat="weights of linear layers, and what goes into them, are rounded to 8 bits, and the weights stay so",
     )
 
 
@@ -285,7 +276,6 @@ def _guard(session: Session, dose: Dose) -> Iterator[None]:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Do nothing."""
 
-    del session, dose
     original: Callable[..., nn.Module] = nn.Module._apply
     is_due = not is_shadow_run()
 

@@ -1,9 +1,8 @@
 """Reads a checkpoint into host memory, mapped from its file, instead of onto the device or into memory as a whole.
 
 ``load_state_dict`` copies from wherever the tensors are, so the model gets the same values. With ``mmap=True`` the
-tensors are pages of the file that the system drops when memory is short. Where the model was made just before, its
-fresh parameters are replaced and not written over, ``assign=True``, and only one copy of the weights is ever there; a
-guard refuses that while the changed cell runs if type, layout or sharing of a parameter would change.
+tensors are pages of the file that the system drops when memory is short. The parameters are written and not replaced:
+pages in their place would change with the file, which a later cell may save to.
 
 Only checkpoints that go into ``load_state_dict`` and nowhere else are followed: what is used by itself would stay on
 the host. A file that the notebook may write to is not mapped, since its pages would change or vanish below the tensors.
@@ -17,21 +16,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
 from typing import Any, Final
 
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
@@ -49,7 +45,6 @@ _FILLS: Final = m.Call(func=m.Attribute(attr=m.Name("load_state_dict")), args=[m
 _ITEMS: Final = m.Call(func=m.Attribute(attr=m.Name("items")), args=[])
 _PART: Final = m.Name() | m.Subscript() | m.DictComp(for_in=m.CompFor(iter=_ITEMS))
 """A part of a checkpoint under another name, or with other keys."""
-_A_PATH: Final = m.Name() | m.Attribute(value=m.Name()) | m.Attribute(value=m.Attribute(value=m.Name()))
 _NOWHERE: Final = "no torch.load was found in what the failing cell runs that reads a checkpoint as a whole"
 _SAVES: Final = re.compile(r"\b(?:torch\.save|save_file|save_pretrained|save_checkpoint|save_model)\s*\(")
 
@@ -79,8 +74,8 @@ def _loads_to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
     return "'cpu'" in text or "'meta'" in text or re.fullmatch(r"lambda \w+, \w+: \w+", text) is not None
 
 
-@refusing
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where a checkpoint was loaded, onto the device or in the line that failed."""
     cell, line = need(_where(incident, evidence), _NOWHERE)
     held = evidence.census.bytes_of(Role.USER_TENSOR)
@@ -92,7 +87,7 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
         if held
         else f"estimate: the {format_size(saves)} that the checkpoint asked for"
     )
-    return (Proposal(dose=Dose.of(cell=cell, line=line), effect=Effect.EXACT, saves=saves, basis=basis),)
+    yield Proposal(dose=Dose.of(cell=cell, line=line), effect=Effect.EXACT, saves=saves, basis=basis)
 
 
 def _where(incident: Incident, evidence: Evidence) -> tuple[int, int] | None:
@@ -115,28 +110,20 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if len(loads) != 1 or any(arg.star for arg in loads[0].args):
         raise Unfit(_NOWHERE)
     (load,) = loads
-    into = _destinations(cells, place, statement, load)
-    mapped = _can_map(cells, load)
-    nodes: dict[cst.CSTNode, rewriting.New] = {load: lambda call: _to_host(call, mapped)}
-    models = {model.path for model in evidence.code.models}
-    nodes |= {call: _assigning for call in into if mapped and _is_fresh(place, call, models)}
-    module = rewriting.exchange(place.parsed.module, nodes)
+    for call in _destinations(cells, place, statement, load):
+        if any(arg.keyword is not None and arg.keyword.value == "assign" for arg in call.args):
+            raise Unfit("the checkpoint takes the place of the parameters (`assign`), which would then be on the host")
+    module = rewriting.replace(place.parsed.module, load, _to_host(load, _can_map(cells, load)))
     return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
 
 
-def _to_host(node: cst.CSTNode, mapped: bool) -> cst.Call:
-    call = cst.ensure_type(node, cst.Call)
+def _to_host(call: cst.Call, mapped: bool) -> cst.Call:
     if len([arg for arg in call.args if arg.keyword is None]) > 1:
         second = call.args[1].with_changes(value=cst.SimpleString('"cpu"'))
         call = call.with_changes(args=[call.args[0], second, *call.args[2:]])
     else:
         call = with_keyword(call, "map_location", '"cpu"')
     return with_keyword(call, "mmap", "True") if mapped else call
-
-
-def _assigning(node: cst.CSTNode) -> cst.CSTNode:
-    call = cst.ensure_type(node, cst.Call)
-    return call if any(arg.star for arg in call.args) else with_keyword(call, "assign", "True")
 
 
 def _can_map(cells: Cells, load: cst.Call) -> bool:
@@ -198,76 +185,6 @@ def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from _below(child)
 
 
-def _is_fresh(place: EditPlace, call: cst.Call, models: set[str]) -> bool:
-    """Whether it is a model that was made in the same block before, and not touched since."""
-    model = text_of(cst.ensure_type(call.func, cst.Attribute).value)
-    made = m.SimpleStatementLine(
-        body=[m.Assign(targets=[m.AssignTarget(target=m.Name(model))], value=m.Call(func=_A_PATH))]
-    )
-    blocks = [place.parsed.module.body, *(one.body for one in within(place.parsed.module, cst.IndentedBlock))]
-    for body in blocks:
-        at = next((i for i, one in enumerate(body) if call in within(one, cst.Call)), None)
-        if at is not None and isinstance(body[at], cst.SimpleStatementLine):
-            before = [one for one in body[:at] if m.findall(one, m.Name(model))]
-            is_made = bool(before) and m.matches(before[-1], made) and len(m.findall(before[-1], m.Name(model))) == 1
-            return model in models and is_made
-    return False
-
-
-@contextmanager
-def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Watch that a parameter which is replaced by a checkpoint's is so by one like it.
-
-    Raises:
-        OomDoctorError: where one would differ, share its memory, or is stepped by an optimizer.
-    """
-    from torch import nn
-
-    del dose
-    original = nn.Module.load_state_dict
-    optimizers = [optimizer for _, optimizer in session.optimizers]
-
-    @wraps(original)
-    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        if assign and (why := _differs(self, state_dict, optimizers)) is not None:
-            raise OomDoctorError(f"the checkpoint cannot stand in the place of the parameters: {why}")
-        return original(self, state_dict, strict=strict, assign=assign)
-
-    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.load_state_dict = original  # type: ignore[method-assign]
-
-
-def _differs(module: Any, state_dict: Any, optimizers: list[Any]) -> str | None:
-    import torch
-
-    from oomdoctor.fixes._forward import is_shadow_run
-
-    stepped = {id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]}
-    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    if len({id(tensor) for _, tensor in held}) < len(held):
-        return "some of them are one"
-    seen: set[int] = set()
-    for name, tensor in held:
-        new = state_dict.get(name)
-        if id(tensor) in stepped:
-            return f"an optimizer steps `{name}` already"
-        if not isinstance(new, torch.Tensor):
-            continue
-        for what in ("dtype", "device", "layout"):
-            if getattr(new, what) != getattr(tensor, what):
-                return f"`{name}` has another {what}"
-        if new.stride() != tensor.stride() and new.shape == tensor.shape:
-            return f"`{name}` has other strides"
-        if not is_shadow_run() and new.numel():
-            if new.data_ptr() in seen:
-                return f"`{name}` shares its memory with another one in the file"
-            seen.add(new.data_ptr())
-    return None
-
-
 FIX: Final = Fix(
     id="load_mmap",
     title="Read the checkpoint into host memory, mapped from its file",
@@ -276,5 +193,4 @@ FIX: Final = Fix(
     detect=detect,
     propose=propose,
     patch=patch,
-    guard=guard,
 )

@@ -25,9 +25,9 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._batch_sizes import loader_calls, own_class
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._batch_sizes import check_class, loader_calls
+from oomdoctor.fixes._preconditions import check_host
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -65,8 +65,8 @@ _NOT_LESS: Final = {
 """Why nothing is changed, by the keyword of ``DataLoader``, with the number of the dose."""
 
 
-@refusing
-def _fewer_workers(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _fewer_workers(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose a half of the workers, a half of those, and so on to none."""
     used = _in_use(incident, evidence)
     loaders = [loader for loader in used if not loader.iterable]
@@ -75,17 +75,15 @@ def _fewer_workers(incident: Incident, evidence: Evidence) -> tuple[Proposal, ..
     taken = {loader: _uss(evidence, loader, len(used) == 1) for loader in loaders}
     if not any(map(sum, taken.values())):
         raise Unfit("what the worker processes take could not be measured")
-    found = []
     for count in _halves(max(one.num_workers for one in loaders), least=0):
         fewer = [loader for loader in loaders if loader.num_workers > count]
         # Of what is there, the share of the workers that are told to go: one that was killed is not counted again.
         saves = sum(sum(taken[one]) * (one.num_workers - count) // one.num_workers for one in fewer)
         sizes = [size for one in fewer for size in taken[one]]
         basis = f"estimate: {len(sizes)} workers were measured to take {format_size(sum(sizes))} for themselves"
-        reasons = [_why_others(loader, count) for loader in fewer]
-        slowdown = 1.2 if count else _WITHOUT
-        found += [_proposal(fewer, saves, basis, reasons, slowdown, num_workers=count)] if saves else []
-    return tuple(found)
+        if saves:
+            reasons = [_why_others(loader, count) for loader in fewer]
+            yield _proposal(fewer, saves, basis, reasons, 1.2 if count else _WITHOUT, num_workers=count)
 
 
 def _why_others(loader: LoaderFacts, count: int) -> str | None:
@@ -99,8 +97,8 @@ def _why_others(loader: LoaderFacts, count: int) -> str | None:
     return None
 
 
-@refusing
-def _prefetch(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _prefetch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose a half of the batches ahead, a half of those, and so on to one for each worker."""
     used = _in_use(incident, evidence)
     ahead_of = {loader: loader.prefetch for loader in used if (loader.prefetch or 0) > 1}
@@ -109,14 +107,12 @@ def _prefetch(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     batch = max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
     if not batch:
         raise Unfit("the census found no batch, so what those that wait take is not known")
-    found = []
     for ahead in _halves(max(filter(None, ahead_of.values())), least=1):
         fewer = {loader: now for loader, now in ahead_of.items() if now and now > ahead}
         waiting = sum(loader.num_workers * (now - ahead) for loader, now in fewer.items())
         basis = f"analytic estimate: {waiting} batches fewer wait, of {format_size(batch)} each by the census"
         reasons = [_why_not_same(loader) for loader in fewer]
-        found.append(_proposal(fewer, waiting * batch, basis, reasons, prefetch_factor=ahead))
-    return tuple(found)
+        yield _proposal(fewer, waiting * batch, basis, reasons, prefetch_factor=ahead)
 
 
 def _halves(most: int, least: int) -> Iterator[int]:
@@ -125,10 +121,10 @@ def _halves(most: int, least: int) -> Iterator[int]:
         yield most
 
 
-@refusing
-def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _pin_memory_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found pinned memory, or pinning is what was refused."""
-    _host_room.check_host(incident)
+    check_host(incident)
     loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
     if not loaders:
         raise Unfit("no loader that the notebook has a name for pins its batches")
@@ -141,11 +137,11 @@ def _pin_memory_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, .
     # What is pinned does not depend on who makes the samples, nor when: only workers that stay matter.
     staying = [loader for loader in loaders if loader.persistent and loader.num_workers]
     reasons = [_why_not_same(loader, moves_order=False) for loader in staying]
-    return (_proposal(loaders, pinned + asked, f"estimate: {' and '.join(found)}", reasons),)
+    yield _proposal(loaders, pinned + asked, f"estimate: {' and '.join(found)}", reasons)
 
 
-@refusing
-def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _persistent_workers_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where workers of several loaders are there at once."""
     used = _in_use(incident, evidence)
     kept = [loader for loader in used if loader.persistent]
@@ -162,7 +158,7 @@ def _persistent_workers_off(incident: Incident, evidence: Evidence) -> tuple[Pro
         "from the second epoch on, each loader draws a seed for its new workers, so that the order of the "
         "samples and all other random numbers are others"
     )
-    return (_proposal(kept, idle, basis, [why]),)
+    yield _proposal(kept, idle, basis, [why])
 
 
 def _proposal(
@@ -187,7 +183,7 @@ def _proposal(
 
 def _in_use(incident: Incident, evidence: Evidence) -> tuple[LoaderFacts, ...]:
     """Return the loaders with workers that the failing cell goes through, or whose workers are there."""
-    _host_room.check_host(incident)
+    check_host(incident)
     known = [loader for loader in evidence.code.loaders if loader.num_workers]
     if not known:
         raise Unfit("no loader that the notebook has a name for has worker processes")
@@ -272,8 +268,7 @@ def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch 
         held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
     book = Book.read(cells)
     end = Place(page=book.failing)
-    if (own := own_class(book)) is not None:
-        raise Unfit(own.reason)
+    check_class(book)
     wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
     live: dict[int, list[str]] = {}
     for loader in loaders:

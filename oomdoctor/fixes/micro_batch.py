@@ -13,37 +13,36 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _trainer_source, _trainer_terms
-from oomdoctor.fixes._activations import why_not_short, why_not_training
-from oomdoctor.fixes._chunks import model_facts, why_not
-from oomdoctor.fixes._micro_names import facts_of, known_names
+from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._samples import CannotSplit
-from oomdoctor.fixes._step import plan
+from oomdoctor.fixes._preconditions import model_facts, why_no_parts, why_not_short, why_not_training
+from oomdoctor.fixes._samples import LossForm, called, loss_made_by
+from oomdoctor.fixes._step import Split, plan
+from oomdoctor.fixes._step_statements import unmoved
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.book import Book
-from oomdoctor.program.definitions import site
+from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.names import bound_by, imported
 from oomdoctor.program.regions import Region, regions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cell, Cells
-    from oomdoctor.model.site import Site
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
+from oomdoctor.program.training_loops import batch_of, called_like_a_model
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -70,46 +69,50 @@ _FEW: Final = 3
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 
+_LAYER: Final = re.compile(r"(torch\.)?nn\.[A-Z]\w+$")
+_NO_FORWARD: Final = frozenset(
+    {"parameters", "named_parameters", "zero_grad", "train", "eval", "state_dict", "load_state_dict", "to", "cuda"}
+    | {"modules", "children", "buffers", "requires_grad_", "item", "size", "step"}
+)
+"""Methods of a model that run none of its layers."""
+
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the steps that end in a backward pass in what the failing cell runs."""
-    del objects
     return tuple(site("backward", one.scope, one.body[-1]) for one in regions(program))
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@_trainers.first("micro_batch")
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose 2 to 32 parts, no more than the batch has samples where that is known."""
-    if (through := _trainer_terms.proposed("micro_batch", incident, evidence)) is not None:
-        return through
     code = evidence.code
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops and not code.sites.get("micro_batch"):
-        return Refused("no backward pass was found in what the failing cell runs")
+        raise Unfit("no backward pass was found in what the failing cell runs")
     if (why := why_not_training(evidence)) is not None:
-        return Refused(why)
+        raise Unfit(why)
     for loop in loops:
-        if (why := why_not(code, loop)) is not None:
-            return Refused(why)
+        if (why := why_no_parts(code, loop)) is not None:
+            raise Unfit(why)
     if (why := why_not_short(incident, evidence)) is not None:
-        return Refused(why)
+        raise Unfit(why)
     activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
     splittable = activations + (incident.requested or 0)
     if not splittable:
-        return Refused("no activations were found that splitting the batch could save")
+        raise Unfit("no activations were found that splitting the batch could save")
     sizes = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
     doses = [parts for parts in _PARTS if parts <= max(sizes, default=_PARTS[-1])]
     if not doses:
-        return Refused("the batch has one sample: there is nothing to split")
-    return tuple(
-        Proposal(
+        raise Unfit("the batch has one sample: there is nothing to split")
+    for parts in doses:
+        yield Proposal(
             dose=Dose.of(parts=parts),
             effect=Effect.EQUIVALENT,
             saves=splittable * (parts - 1) // parts,
             slowdown=1 + _OVERHEAD * parts,
             basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
         )
-        for parts in doses
-    )
 
 
 def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
@@ -118,29 +121,25 @@ def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
     return bool(loop.draws) or any(model is None or (model.training and model.dropout) for model in models)
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with an inner loop over ``dose["parts"]`` parts of each batch."""
     if "through" in dict(dose.values):
-        through = _trainer_source.patched("micro_batch", cells, evidence, dose)
+        through = _trainers.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
     found = regions(definitions.read(cells))
     if not found:
-        return Refused("no backward pass was found in what the failing cell runs")
-    try:
-        numbers = dict.fromkeys(region.scope.cell for region in found)
-        return rewriting.join(
-            cells,
-            [_cell(cells, cells.get(n), evidence.code, [r for r in found if r.scope.cell == n], dose) for n in numbers],
-        )
-    except CannotSplit as why:
-        return Refused(str(why))
+        raise Unfit("no backward pass was found in what the failing cell runs")
+    numbers = dict.fromkeys(region.scope.cell for region in found)
+    return rewriting.join(
+        cells,
+        [_cell(cells, cells.get(n), evidence.code, [r for r in found if r.scope.cell == n], dose) for n in numbers],
+    )
 
 
 def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], dose: Dose) -> Edit | Refused:
     """Return the edit of a cell whose ``found`` regions are taken apart."""
-    parsed = rewriting.read(cell.source)
-    if isinstance(parsed, Refused):
-        return parsed
+    parsed = need(rewriting.read(cell.source))
     beside = cells.beside(cell)
     names = {name: import_lines.name_for("oomdoctor", name, beside, other) for name, other in _HELPERS.items()}
     changes: dict[cst.CSTNode, rewriting.New] = {}
@@ -151,7 +150,7 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], do
     for several in blocks.values():
         block = block_at(parsed, several[0])
         if block is None:
-            return Refused("the step is not where it was found before")
+            raise Unfit("the step is not where it was found before")
         writers = [
             (one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several)
         ]
@@ -177,10 +176,10 @@ def _writer(
     given, program, book = dict(dose.values), definitions.read(cells), Book.read(cells)
     region = found[0]
     if region.loop is not None and _goes_through_parts(region.loop):
-        raise CannotSplit("the batch is taken in parts already")
+        raise Unfit("the batch is taken in parts already")
     facts = facts_of(program, code, region)
-    if why := why_not(code, facts):
-        raise CannotSplit(why)
+    if why := why_no_parts(code, facts):
+        raise Unfit(why)
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
     cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
@@ -207,6 +206,140 @@ def _rewritten(writers: Sequence[tuple[Region, Writer]], block: cst.CSTNode) -> 
     return rewriting.block(block, new) if isinstance(block, cst.BaseSuite) else block.with_changes(body=new)
 
 
+def facts_of(program: Program, code: CodeFacts, region: Region) -> TrainingLoop:
+    """Return the facts of the loop that a region stands in, or such facts of its own."""
+    line, scope = region.block[region.start].lineno, region.scope
+    for loop in code.loops:
+        if loop.cell == scope.cell and loop.line <= line <= (loop.end_line or loop.line):
+            return loop
+    return TrainingLoop(
+        cell=scope.cell,
+        line=line,
+        function=scope.tail or None,
+        in_failing_run=True,
+        loader="",
+        batch=(),
+        models=(),
+        optimizers=(),
+        loss=None,
+        loss_call=None,
+        order=(),
+        stands_for=tuple(program.given(scope).items()),
+    )
+
+
+def known_names(book: Book, program: Program, code: CodeFacts, region: Region, dim: int | None = None) -> Split:
+    """Collect what is known of the names in a region.
+
+    A name that the region's function binds itself hides the object that the namespace has under it.
+
+    Args:
+        dim: the dimension of the batch, None where it is to be guessed.
+    """
+    facts = facts_of(program, code, region)
+    trees = [page.tree for page in book.pages]
+    function, page = region.function, book.page(region.scope.cell)
+    scope: ast.AST = function or page.tree
+    local = bound(scope) | {part.arg for part in ast.walk(scope) if isinstance(part, ast.arg)} if function else set()
+    local -= set(dict(facts.stands_for))
+    texts = {called(node.func) for unit in region.body for node in ast.walk(unit) if isinstance(node, ast.Call)}
+    known = {text: model_facts(code, facts, text) for text in (*facts.models, *texts) if text not in local}
+    models = {text: known.get(text) for text in (*facts.models, *texts) if text in facts.models or known.get(text)}
+    losses_known = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}
+    attributes = {name: form for one in trees for name, form in _constructed(one).items() if "." in name}
+    constructed = _constructed(scope)
+    losses = {**attributes, **(losses_known | constructed if function else constructed | losses_known)}
+    functions = {n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local}
+    named = dict.fromkeys(_layers(trees), "") if not function else {}
+    named |= {text: facts.type_name if facts else "" for text, facts in models.items()}
+    named = {text: kind for text, kind in named.items() if text not in losses}
+
+    def is_model(text: str) -> bool:
+        return text in named or (text not in losses and text not in functions and called_like_a_model(text))
+
+    def of_model(text: str) -> bool:
+        """Tell whether a call of ``text`` runs layers of a model: it is one, or a method of one."""
+        owner, _, method = text.rpartition(".")
+        path = model_facts(code, facts, owner) if owner and owner not in local else None
+        return is_model(text) or (method not in _NO_FORWARD and bool(owner) and (path is not None or is_model(owner)))
+
+    def makes_graph(node: ast.AST, depth: int = 2) -> bool:
+        roots = {text.partition(".")[0] for text in named if not text.startswith("self.")} - {"self"}
+        if roots & reads(node) and not roots & bound(node):
+            return True
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+            text = called(call.func)
+            if of_model(text) or any(is_model(called(argument)) for argument in call.args if called(argument)):
+                return True
+            own = program.function(text.rpartition(".")[2]) if text and program.is_own(text) else None
+            if depth and own is not None and any(makes_graph(one, depth - 1) for one in own.body):
+                return True
+        return False
+
+    sequence_first = [one for one in known.values() if one is not None and one.sequence_first]
+    dim = dim if dim is not None else int(any(one.training for one in sequence_first))
+    plain = {*texts, *functions, *losses, *named, *(text.partition(".")[0] for text in named), "self"}
+    plain |= {name for tree in trees for node in ast.walk(tree) for name, _ in imported(node)}
+    plain |= {n.name for one in trees for n in ast.walk(one) if isinstance(n, ast.ClassDef)}
+    plain |= {model.path for model in code.models} | {path for path, _ in code.optimizers} if not function else set()
+    constants = set(_constants(book, program, region))
+    batch = tuple(name for name in batch_of(region) if name not in plain | constants)
+    return Split(
+        batch=batch,
+        models=named,
+        losses=losses,
+        makes_graph=makes_graph,
+        masks_targets=any("-100" in page.cell.source for page in book.pages),
+        functions=functions,
+        plain=plain | constants,
+        dim=dim,
+    )
+
+
+def _layers(trees: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that are bound to layers of torch."""
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Assign) and _LAYER.match(called(getattr(unmoved(node.value), "func", node))):
+            yield ast.unparse(node.targets[0])
+
+
+def _constants(book: Book, program: Program, region: Region) -> Iterator[str]:
+    """Yield the names that stand for a number or a text in all that the program shows."""
+    given = program.given(region.scope)
+    place = book.place(book.page(region.scope.cell), region.block[region.start])
+    for name in {one for unit in region.body for one in reads(unit)} - {n for u in region.body for n in bound_by(u)}:
+        try:
+            node = ast.parse(given.get(name, name), mode="eval").body
+        except SyntaxError:
+            continue
+        values: list[ast.expr] = [node] if isinstance(node, ast.Constant) else []
+        if isinstance(node, ast.Name):
+            values = [value for value, _ in book.values(node.id, place)]
+        if values and all(isinstance(value, ast.Constant) for value in values):
+            yield name
+
+
+def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
+    known = {
+        facts.path: LossForm(
+            name=facts.type_name,
+            reduction=facts.reduction or "",
+            ignored=None if facts.ignore_index is None else str(facts.ignore_index),
+        )
+        for facts in code.losses
+    }
+    return known | {name: known[path] for name, path in loop.stands_for if path in known}
+
+
+def _constructed(scope: ast.AST) -> dict[str, LossForm]:
+    """Return losses by the names that ``scope`` assigns their constructors to."""
+    return {
+        ast.unparse(node.targets[0]): form
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign) and (form := loss_made_by(node.value)) is not None
+    }
+
+
 FIX: Final = Fix(
     id="micro_batch",
     title="Take each batch in parts and accumulate their gradients",
@@ -216,7 +349,6 @@ FIX: Final = Fix(
     tolerance=TOLERANCE,
     cost="the same arithmetic in smaller pieces",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
 )

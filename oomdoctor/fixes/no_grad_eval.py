@@ -15,31 +15,31 @@ gradients is a matter of the source.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from itertools import groupby
+from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._activations import found_or_asked
+from oomdoctor.fixes._preconditions import found_or_asked, sites_of
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
+from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.definitions import Program
 from oomdoctor.program.kept_tensors import outliving, undifferentiated
-
-if TYPE_CHECKING:
-    from oomdoctor.model.incident import Incident
-    from oomdoctor.model.session import Cells
-    from oomdoctor.objects.known import Objects
-    from oomdoctor.program.definitions import Program
 
 _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
@@ -95,33 +95,28 @@ def _wants_grad(value: Any) -> bool:
     return bool(members["is_leaf"].__get__(value) and members["requires_grad"].__get__(value))
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where activations are kept and the failing cell runs a model for which nobody needs them."""
     code = evidence.code
     if code.grad_disabled:
-        return Refused("gradients are off already at the line that failed")
-    sites = code.sites.get("no_grad_eval", ())
-    if not sites:
-        return Refused(_NO_PLACE)
+        raise Unfit("gradients are off already at the line that failed")
+    sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     found = evidence.census.bytes_of(Role.ACTIVATION)
     kept = found or found_or_asked(incident, evidence)
     if not kept:
-        return Refused("the census found no activations that are kept for a backward pass")
+        raise Unfit("the census found no activations that are kept for a backward pass")
     if (loop := _only_trains(evidence)) is not None:
-        return Refused(f"the activations that were found are those of a step of the training loop of line {loop.line}")
+        raise Unfit(f"the activations that were found are those of a step of the training loop of line {loop.line}")
     fused, kept_on = _fused(code), _kept_on(sites)
     is_trained_on = kept_on is not None and sites[0].kind == "trainable"
-    return (
-        Proposal(
-            dose=Dose(),
-            effect=Effect.CHANGES_RESULT if fused or is_trained_on else Effect.EXACT,
-            saves=kept,
-            slowdown=1.0,
-            basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass"
-            if found
-            else f"at least the {format_size(kept)} that a layer asked for",
-            caveat="; ".join(filter(None, (kept_on, fused))) or None,
-        ),
+    yield Proposal(
+        effect=Effect.CHANGES_RESULT if fused or is_trained_on else Effect.EXACT,
+        saves=kept,
+        basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass"
+        if found
+        else f"at least the {format_size(kept)} that a layer asked for",
+        caveat="; ".join(filter(None, (kept_on, fused))) or None,
     )
 
 
@@ -165,34 +160,34 @@ def _only_trains(evidence: Evidence) -> TrainingLoop | None:
     return loop if is_beside and is_of_step else None
 
 
+@refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put every place under ``no_grad``."""
-    sites = evidence.code.sites.get("no_grad_eval", ())
-    if not sites:
-        return Refused(_NO_PLACE)
+    sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     return rewriting.at_sites(cells, sites, partial(_changed, cells=cells))
 
 
-def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> cst.Module | Refused:
+def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> cst.Module:
     cell = cells.get(sites[0].cell)
-    torch = import_lines.torch_name(cells.beside(cell))
-    if isinstance(torch, Refused):
-        return torch
-    name, imports = torch
-    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
-    wrapped: list[rewriting.Statement] = []
-    for line, text in ((one.line, one.text) for one in sites):
-        node = _starting_at(parsed, line, text)
-        if node is None or not _block_around(parsed, node):
-            return Refused(f"line {line} of {cell} is no statement of its own")
+    name, imports = need(import_lines.torch_name(cells.beside(cell)))
+    blocks: list[Any] = [
+        parsed.module.body,
+        *(one.body for one in parsed.positions if isinstance(one, cst.IndentedBlock)),
+    ]
+    wrapped = [_starting_at(parsed, one.line, one.text) for one in sites]
+    for node, one in zip(wrapped, sites, strict=True):
+        if node is None or not any(node is other for block in blocks for other in block):
+            raise Unfit(f"line {one.line} of {cell} is no statement of its own")
         if isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
-            return Refused(f"line {line} of {cell} has several statements")
-        wrapped.append(node)
-    if imports and any(parsed.code(node) in dict(parsed.masked.hidden) for node in wrapped):
-        return Refused("torch would have to be imported before a line of IPython's own syntax")
-    for group in _neighbours(parsed, wrapped):
-        changes |= dict.fromkeys(group[1:], ())
-        changes[group[0]] = [_under_no_grad(group, name)]
+            raise Unfit(f"line {one.line} of {cell} has several statements")
+        if imports and parsed.code(node) in dict(parsed.masked.hidden):
+            raise Unfit("torch would have to be imported before a line of IPython's own syntax")
+    changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
+    for block in blocks:
+        for is_wrapped, group in groupby(block, key=lambda node: any(node is one for one in wrapped)):
+            if is_wrapped:
+                first, *rest = group
+                changes |= {first: [_under_no_grad([first, *rest], name)], **dict.fromkeys(rest, ())}
     return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
 
@@ -202,25 +197,6 @@ def _starting_at(parsed: rewriting.ParsedCell, line: int, text: str) -> rewritin
     found = next((node for node in path if parsed.positions[node].start.line == line), None)
     is_block = re.match(r"(?:async |for |while |if |with |try:|def )", text) is not None
     return found if is_block == isinstance(found, cst.BaseCompoundStatement) else None
-
-
-def _block_around(parsed: rewriting.ParsedCell, node: cst.CSTNode) -> Sequence[cst.BaseStatement]:
-    """Return the block that ``node`` is a statement of; empty if it stands on the line of what it belongs to."""
-    blocks = [parsed.module.body, *(one.body for one in parsed.positions if isinstance(one, cst.IndentedBlock))]
-    return next((block for block in blocks if any(one is node for one in block)), ())
-
-
-def _neighbours(parsed: rewriting.ParsedCell, nodes: Sequence[rewriting.Statement]) -> list[list[rewriting.Statement]]:
-    """Return the statements in groups that follow directly on one another."""
-    groups: list[list[rewriting.Statement]] = []
-    for node in nodes:
-        block = list(_block_around(parsed, node))
-        before = block[block.index(node) - 1] if block.index(node) else None
-        if groups and groups[-1][-1] is before:
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return groups
 
 
 def _under_no_grad(group: Sequence[rewriting.Statement], torch: str) -> cst.With:
@@ -240,7 +216,6 @@ FIX: Final = Fix(
     effect=Effect.EXACT,
     cost="nothing: it is faster",
     propose=propose,
-    apply=None,
     patch=patch,
     detect=detect,
 )

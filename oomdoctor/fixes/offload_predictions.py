@@ -17,8 +17,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from oomdoctor.fixes import _trainer_source, _trainer_terms
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -225,11 +225,10 @@ def _fills(node: ast.AST, name: str) -> bool:
     return False
 
 
-@refusing
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@_trainers.first("offload_predictions")
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found on the device what the collection holds."""
-    if (through := _trainer_terms.proposed("offload_predictions", incident, evidence)) is not None:
-        return through
     first, device = evidence.code.first("offload_predictions"), evidence.device
     if first is not None and device.tensor_device.partition(":")[0] == "cpu":
         raise Unfit(f"the tensors of `{first.names[0]}` are in host memory already")
@@ -238,13 +237,11 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Re
     held = sum(one.bytes for one in evidence.census.holdings if _is_of(one, name) and not one.path.endswith("→ graph"))
     if not held:
         raise Unfit(f"the census found nothing on {device.name} that `{name}` holds")
-    return (
-        Proposal(
-            effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
-            saves=held,
-            basis=f"measured: the census found {format_size(held)} on {device.name} that `{name}` holds",
-            caveat=f"`{name}` is in host memory then: later cells that need it on the device have to move it",
-        ),
+    yield Proposal(
+        effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
+        saves=held,
+        basis=f"measured: the census found {format_size(held)} on {device.name} that `{name}` holds",
+        caveat=f"`{name}` is in host memory then: later cells that need it on the device have to move it",
     )
 
 
@@ -263,7 +260,7 @@ def _is_of(holding: Holding, name: str) -> bool:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Move what is collected to host memory, and what is compared with it."""
-    if (through := _trainer_source.patched("offload_predictions", cells, evidence, dose)) is not None:
+    if (through := _trainers.patched("offload_predictions", cells, evidence, dose)) is not None:
         return through
     found = _gathers(evidence)
     detached = {(one.cell, one.line) for one in evidence.code.sites.get("detach_history", ())}

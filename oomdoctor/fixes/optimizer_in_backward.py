@@ -22,7 +22,8 @@ from functools import wraps
 from typing import Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.fixes._preconditions import running_loops
+from oomdoctor.fixes._unfit import Unfit, proposing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -44,14 +45,11 @@ _USES_GRADIENTS: Final = re.compile(r"\.grad\b(?!\s*=\s*None)|clip_grad|get_tota
 _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
-@refusing
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where gradients took memory and nothing but the step uses them."""
-    del incident
     code = evidence.code
-    loops = [loop for loop in code.loops if loop.in_failing_run]
-    if not loops:
-        raise Unfit("no training loop was found in what the failing cell runs")
+    loops = running_loops(evidence)
     if any("clip" in loop.order for loop in loops):
         raise Unfit("gradients are clipped, for which all of them have to be there")
     if any(loop.accumulates for loop in loops):
@@ -64,19 +62,16 @@ def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
     saves = gradients - max((one.largest_bytes for one in code.steppers), default=gradients)
     if saves <= 0:
         raise Unfit("the census found no gradients, or no more than the largest, which has to be there at its time")
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=saves,
-            slowdown=_LAUNCHES,
-            basis=f"the census found {format_size(gradients)} of gradients; the largest alone would be there at a time",
-        ),
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=saves,
+        slowdown=_LAUNCHES,
+        basis=f"the census found {format_size(gradients)} of gradients; the largest alone would be there at a time",
     )
 
 
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Refuse: it is done on the live parameters."""
-    del cells, evidence, dose
     return Refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run")
 
 
@@ -87,7 +82,6 @@ def apply(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: on entering, in the loop or on leaving, where the results would not be the same.
     """
-    del dose
     _check(session)
     early = [_Early(path, optimizer) for path, optimizer in session.optimizers]
     with ExitStack() as undo:

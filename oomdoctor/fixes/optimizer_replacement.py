@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,9 +23,9 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _class_calls, _trainer_source, _trainer_terms
-from oomdoctor.fixes._precision_dtype import kind_of_device
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.fixes import _class_calls, _trainers
+from oomdoctor.fixes._preconditions import kind_of_device
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -42,6 +43,8 @@ _LIBRARIES: Final = ("torchao", "bitsandbytes")
 _ANEW: Final = "it begins without what the optimizer has gathered so far, and its learning rate has to be found anew"
 _CAVEATS: Final = {
     "SGD": f"SGD with momentum takes steps of another size and direction than Adam: {_ANEW}",
+    "trainer": "Adafactor keeps a row and a column for each matrix and no momentum: it takes other steps than Adam, "
+    "and its learning rate has to be found anew",
     "Adafactor": f"Adafactor scales its steps by rows and columns and by the size of the weights: {_ANEW}",
 }
 
@@ -80,25 +83,22 @@ _LIGHTER: Final = {
 }
 
 
-@refusing
-def _propose_8bit(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_8bit(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the state in 8 bits by the first library that is installed."""
-    del incident
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
     if kind_of_device(evidence) != "cuda":
         raise Unfit("optimizers with a state of 8 bits are made for CUDA devices")
     library = next((name for name in _LIBRARIES if _has_optimizers(name)), None)
     if library is None:
         raise Unfit("neither torchao nor bitsandbytes is installed, which have optimizers with a state of 8 bits")
-    return (
-        Proposal(
-            dose=Dose.of(library=library),
-            effect=Effect.CHANGES_RESULT,
-            saves=2 * parameters * 3 // 4,
-            basis=f"analytic estimate: two values for each of {format_size(parameters)} of parameters, in 1 byte and "
-            "not in 4",
-            caveat="Adam's averages are rounded to 8 bits in each step, and begin anew",
-        ),
+    yield Proposal(
+        dose=Dose.of(library=library),
+        effect=Effect.CHANGES_RESULT,
+        saves=2 * parameters * 3 // 4,
+        basis=f"analytic estimate: two values for each of {format_size(parameters)} of parameters, in 1 byte and "
+        "not in 4",
+        caveat="Adam's averages are rounded to 8 bits in each step, and begin anew",
     )
 
 
@@ -109,11 +109,10 @@ def _has_optimizers(library: str) -> bool:
     return any((Path(place) / "optim").is_dir() for place in places or ())
 
 
-@refusing
-def _propose_lighter(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_lighter(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose SGD with momentum, which halves the state, and Adafactor, which leaves next to none of it."""
-    del incident
-    through = _trainer_source.owner(evidence.code, "lighter_optimizer")
+    through = _trainers.owner(evidence.code, "lighter_optimizer")
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
     import torch  # an optimizer of it is there: where it is not loaded, nothing loads it after a failure
 
@@ -122,26 +121,22 @@ def _propose_lighter(incident: Incident, evidence: Evidence) -> tuple[Proposal, 
     saves = {"SGD": parameters, "Adafactor": 2 * parameters}
     # Adafactor is in torch from 2.5 on.
     available = [name for name in _LIGHTER if hasattr(torch.optim, name)] if through is None else ["Adafactor"]
-    return tuple(
-        Proposal(
+    for name in available:
+        yield Proposal(
             dose=Dose.of(optimizer=name),
             effect=Effect.CHANGES_RESULT,
             saves=saves[name],
             basis=f"analytic estimate: Adam keeps two values for each of {format_size(parameters)} of parameters, "
             f"{name} {'one' if name == 'SGD' else 'next to none'}; {known}",
-            caveat=_CAVEATS[name] if through is None else _trainer_terms.ADAFACTOR,
+            caveat=_CAVEATS[name] if through is None else _CAVEATS["trainer"],
         )
-        for name in available
-    )
 
 
 def _adams(evidence: Evidence) -> tuple[OptimizerFacts, ...]:
     """Return the optimizers of the failing run that are Adam or AdamW of torch, with parameters."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     paths = {dict(loop.stands_for).get(text, text) for loop in loops for text in loop.optimizers}
-    through = _trainer_terms.adams(evidence)
-    if isinstance(through, Refused):
-        raise Unfit(through.reason)
+    through = _trainers.adams(evidence)
     if through is None:
         if not paths:
             raise Unfit("no training loop that steps an optimizer was found in what the failing cell runs")
@@ -162,7 +157,7 @@ def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
     """Return the cells with every Adam of the failing run made another way."""
     if fix == "optimizer_8bit" and any("8bit" in cell.source for cell in cells.history):
         raise Unfit("the cells have to do with optimizers of 8 bits already")
-    if (through := _trainer_source.patched(fix, cells, evidence, dose)) is not None:
+    if (through := _trainers.patched(fix, cells, evidence, dose)) is not None:
         return through
     if fix == "lighter_optimizer":
         maker = _LIGHTER[str(dose["optimizer"])]

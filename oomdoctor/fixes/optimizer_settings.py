@@ -27,7 +27,8 @@ import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.fixes._preconditions import sites_of
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -60,8 +61,8 @@ _KEEPING: Final = m.Call(
 )
 
 
-@refusing
-def _propose_one_by_one(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_one_by_one(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the memory ran out in a step that goes through lists."""
     listed = _listed(evidence)
     if not listed:
@@ -72,14 +73,12 @@ def _propose_one_by_one(incident: Incident, evidence: Evidence) -> tuple[Proposa
     most = max(listed, key=_spared)
     if _spared(most) <= 0:
         raise Unfit("most of what the optimizer steps is one or two parameters: a list is hardly larger")
-    return (
-        Proposal(
-            effect=Effect.EQUIVALENT,
-            saves=_spared(most),
-            slowdown=_LAUNCHES,
-            basis=f"estimate: an intermediate result of the {format_size(most.parameter_bytes)} of parameters of "
-            f"`{most.path}`, less two of the largest",
-        ),
+    yield Proposal(
+        effect=Effect.EQUIVALENT,
+        saves=_spared(most),
+        slowdown=_LAUNCHES,
+        basis=f"estimate: an intermediate result of the {format_size(most.parameter_bytes)} of parameters of "
+        f"`{most.path}`, less two of the largest",
     )
 
 
@@ -135,8 +134,8 @@ def _keeps(call: ast.Call) -> bool:
     return any(isinstance(value, ast.Constant) and value.value is False for value in values)
 
 
-@refusing
-def _propose_none(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where a call keeps the gradients and the census saw some."""
     if evidence.code.first("set_to_none") is None:
         raise Unfit(_NOWHERE)
@@ -145,12 +144,10 @@ def _propose_none(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     if not gradients:
         raise Unfit("the census found no gradients that setting them to None would free")
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=gradients,
-            basis=f"the census found {format_size(gradients)} of gradients, which would not be there in a forward pass",
-        ),
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=gradients,
+        basis=f"the census found {format_size(gradients)} of gradients, which would not be there in a forward pass",
     )
 
 
@@ -163,7 +160,6 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    del dose
     had: dict[int, ref[Any]] = {}
 
     def note(weights: Iterable[Any]) -> None:
@@ -194,12 +190,10 @@ def _weights(optimizer: Any) -> list[Any]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
+@refusing
 def _patch_none(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the gradients let go of where they are known to be kept."""
-    del dose
-    sites = evidence.code.sites.get("set_to_none", ())
-    if not sites:
-        return Refused(_NOWHERE)
+    sites = sites_of(evidence, "set_to_none", _NOWHERE)
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
         lines = {one.line for one in here}

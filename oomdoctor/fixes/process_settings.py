@@ -31,8 +31,8 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _host_room
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import check_host
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -61,8 +61,8 @@ _TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|se
 _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 
-@refusing
-def _propose_expandable(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the free pieces of partly used segments could have served the request, had they been one."""
     device = evidence.device
     if device.simulated or device.name.partition(":")[0] != "cuda":
@@ -79,16 +79,14 @@ def _propose_expandable(incident: Incident, evidence: Evidence) -> tuple[Proposa
     if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
         raise Unfit("the pool is not fragmented: one of its free blocks would have served the request")
     at_once = _setter() is not None
-    return (
-        Proposal(
-            dose=Dose.of(variable=_variable()),
-            effect=Effect.EXACT if at_once else Effect.ADVICE,
-            saves=split,
-            basis=f"measured: {format_size(split)} are unused in segments that are partly in use",
-            caveat="it holds for this cell at once, and for the whole notebook when the kernel is started again"
-            if at_once
-            else "it holds when the kernel is started again: this torch cannot set it at run time",
-        ),
+    yield Proposal(
+        dose=Dose.of(variable=_variable()),
+        effect=Effect.EXACT if at_once else Effect.ADVICE,
+        saves=split,
+        basis=f"measured: {format_size(split)} are unused in segments that are partly in use",
+        caveat="it holds for this cell at once, and for the whole notebook when the kernel is started again"
+        if at_once
+        else "it holds when the kernel is started again: this torch cannot set it at run time",
     )
 
 
@@ -186,10 +184,10 @@ def _imports_torch(source: str) -> bool:
     return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
 
 
-@refusing
-def _propose_by_name(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_by_name(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where descriptors are what ran out."""
-    _host_room.check_host(incident)
+    check_host(incident)
     if evidence.code.sharing_strategy is None:
         raise Unfit("no tensors are handed between processes here")
     if evidence.code.sharing_strategy == _BY_NAME:
@@ -199,13 +197,11 @@ def _propose_by_name(incident: Incident, evidence: Evidence) -> tuple[Proposal, 
         raise Unfit("descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy")
     if any(loader.spawns and loader.num_workers for loader in evidence.code.loaders):
         raise Unfit("workers that are spawned begin with the strategy of the platform, whatever is set here")
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=0,
-            basis=basis,
-            caveat="it frees descriptors and no memory; a worker that is killed may leave files in /dev/shm",
-        ),
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=0,
+        basis=basis,
+        caveat="it frees descriptors and no memory; a worker that is killed may leave files in /dev/shm",
     )
 
 
@@ -221,7 +217,6 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
 @refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with the strategy set before all else."""
-    del evidence, dose
     for cell in cells.history:
         if _CHOOSES.search(cell.source):
             raise Unfit(f"{cell} sets the sharing strategy itself")

@@ -28,11 +28,10 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._activations import HELD, NUMBER_BYTES, why_not_short
 from oomdoctor.fixes._attention_source import fused, operation
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, why_not_short
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -72,36 +71,34 @@ _SHAPES: Final = frozenset({"size", "dim", "shape", "sqrt"})
 _HELD: Final = "_attn_implementation_internal"
 
 
-def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+@proposing
+def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the one dose: the attention that evidence names."""
     code = evidence.code
-    found = code.sites.get("sdpa_attention", ())
-    if not found:
-        return Refused(_NO_PLACE)
-    drops = next((site.text for site in found if site.kind == DROPS), None)
+    first = need(code.first("sdpa_attention"), _NO_PLACE)
+    drops = next((site.text for site in code.sites["sdpa_attention"] if site.kind == DROPS), None)
     if code.compiles is not None:
-        return Refused("torch.compile has compiled the attention, or fuses it itself")
+        raise Unfit("torch.compile has compiled the attention, or fuses it itself")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
-        return Refused("a gradient is taken of gradients, which fused kernels do not give")
+        raise Unfit("a gradient is taken of gradients, which fused kernels do not give")
     if evidence.device.tensor_device == "cpu" and drops is not None:
-        return Refused(f"{drops} drops weights of attention, for which PyTorch has no fused kernel on the CPU")
+        raise Unfit(f"{drops} drops weights of attention, for which PyTorch has no fused kernel on the CPU")
     if (why := why_not_short(incident, evidence)) is not None:
-        return Refused(why)
+        raise Unfit(why)
     held = evidence.census.holdings
     samples = {one.shape[0] for one in held if one.role is Role.BATCH and one.shape}
     size = sum(_square_bytes(one, samples) for one in held)
-    asked = (incident.requested or 0) if _asked_there(incident, found[0]) else 0
+    asked = (incident.requested or 0) if _asked_there(incident, first) else 0
     if not size and not asked:
-        return Refused("no scores of attention over batch, heads and two lengths were found")
-    dropout = drops or _dropout(code)
-    return (
-        Proposal(
-            dose=Dose.of(attention=found[0].where),
-            effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
-            saves=size + asked,
-            basis=f"estimate: at least {format_size(size)} held as scores, and {format_size(asked)} asked for",
-            caveat=dropout and f"if it drops weights of attention, {dropout} draws other random numbers in the kernel",
-        ),
+        raise Unfit("no scores of attention over batch, heads and two lengths were found")
+    layers = (child_path(model.path, name) for model in code.models if model.training for name in model.dropout)
+    dropout = drops or next(layers, None)
+    yield Proposal(
+        dose=Dose.of(attention=first.where),
+        effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
+        saves=size + asked,
+        basis=f"estimate: at least {format_size(size)} held as scores, and {format_size(asked)} asked for",
+        caveat=dropout and f"if it drops weights of attention, {dropout} draws other random numbers in the kernel",
     )
 
 
@@ -124,15 +121,9 @@ def _square_bytes(held: Holding, samples: Collection[int]) -> int:
     return math.prod(shape) * each if is_scores else 0
 
 
-def _dropout(code: CodeFacts) -> str | None:
-    drops = [child_path(model.path, name) for model in code.models if model.training for name in model.dropout]
-    return drops[0] if drops else None
-
-
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the attention that evidence names as a call of the fused kernel."""
-    del dose
     found = need(evidence.code.first("sdpa_attention"), _NO_PLACE)
     cell = need(next((one for one in cells.history if one.number == found.cell), None), f"{found.where} is not there")
     if found.kind != ASKED:
@@ -162,7 +153,6 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     """
     from oomdoctor.fixes._attention_kernels import Checked
 
-    del session, dose
     with Checked():
         yield
 

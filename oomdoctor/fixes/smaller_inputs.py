@@ -19,10 +19,9 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._activations import why_not_training
-from oomdoctor.fixes._chunks import layer, model_facts
+from oomdoctor.fixes._preconditions import layer, model_facts, running_loops, why_not_training
 from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -58,9 +57,7 @@ _SIZES: Final = frozenset({"Resize", "CenterCrop", "RandomCrop", "RandomResizedC
 
 def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
     """Return the training loops of the failing run, whose models can be given less."""
-    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if not loops:
-        raise Unfit("no training loop was found in what the failing cell runs")
+    loops = running_loops(evidence)
     for text, model in ((text, model_facts(evidence.code, loop, text)) for loop in loops for text in loop.models):
         if not of_images and model is not None and model.sequence_first:
             where = layer(model, model.sequence_first[0])
@@ -82,14 +79,16 @@ def _scales(incident: Incident, evidence: Evidence) -> int:
     return scales
 
 
-@refusing
-def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _truncate(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
     scales = _scales(incident, evidence)
     _loops(evidence, of_images=False)
     length = need(_length(evidence), "the census found no batch of token numbers, samples by length")
-    found = tuple(
-        Proposal(
+    if length // _DIVISORS[0] < _SHORTEST:
+        raise Unfit(f"sequences of {length} tokens are short already")
+    for one in (one for one in _DIVISORS if length // one >= _SHORTEST):
+        yield Proposal(
             dose=Dose.of(length=length // one),
             effect=Effect.CHANGES_RESULT,
             saves=scales - scales // one,
@@ -98,10 +97,6 @@ def _truncate(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
             f"1/{one} of it remains",
             caveat=f"what stands beyond {length // one} of {length} tokens is cut off and not learnt from",
         )
-        for one in _DIVISORS
-        if length // one >= _SHORTEST
-    )
-    return need(found or None, f"sequences of {length} tokens are short already")
 
 
 def _length(evidence: Evidence) -> int | None:
@@ -173,15 +168,18 @@ def _cut(evidence: Evidence, length: int, loop: TrainingLoop, names: set[str]) -
     return f"{', '.join(long)} = {', '.join(f'{name}[:, :{length}].contiguous()' for name in long)}"
 
 
-@refusing
-def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _shrink(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose three quarters, a half and a quarter of the side of the images."""
     scales = _scales(incident, evidence)
     _loops(evidence, of_images=True)
     side = _side(evidence)
     sides = dict.fromkeys(side * part // whole // _MULTIPLE * _MULTIPLE for part, whole in _SHARES)
-    found = tuple(
-        Proposal(
+    smaller = [new for new in sides if _SMALLEST <= new < side]
+    if not smaller:
+        raise Unfit(f"images of {side} x {side} pixels are small already")
+    for new in smaller:
+        yield Proposal(
             dose=Dose.of(size=new),
             effect=Effect.CHANGES_RESULT,
             saves=int(scales * (1 - (new / side) ** 2)),
@@ -190,10 +188,6 @@ def _shrink(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
             caveat=f"the model sees images of {new} x {new} pixels and no longer of {side} x {side}: small things are "
             "lost, and results do not compare with those of the larger size",
         )
-        for new in sides
-        if _SMALLEST <= new < side
-    )
-    return need(found or None, f"images of {side} x {side} pixels are small already")
 
 
 def _images(evidence: Evidence) -> dict[str, tuple[int, ...]]:

@@ -10,18 +10,15 @@ from observed import facts
 from torch import nn
 
 from oomdoctor import fixes
-from oomdoctor.fixes import (
-    checkpoint_blocks,
-    chunked_forward,
-    micro_batch,
-)
-from oomdoctor.fixes._activations import why_not_short, why_not_training
+from oomdoctor.fixes import checkpoint_blocks, micro_batch
+from oomdoctor.fixes._preconditions import why_not_short, why_not_training
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 
+chunked_forward = fixes.get("chunked_forward")
 IN_STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:178 _init_group")
 
 
@@ -78,7 +75,7 @@ def test_fixes_ask(fix) -> None:
 
 
 def test_micro_batches_ask_once_the_loop_is_found_fit(monkeypatch) -> None:
-    monkeypatch.setattr(micro_batch, "why_not", lambda code, loop: None)
+    monkeypatch.setattr(micro_batch, "why_no_parts", lambda code, loop: None)
     assert isinstance(micro_batch.propose(IN_STEP, evidence(4, 100 << 20)), Refused)
     assert not isinstance(micro_batch.propose(live.INCIDENT, evidence(4, 100 << 20)), Refused)
 

@@ -12,15 +12,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _split
+from oomdoctor.fixes import _split, get
 from oomdoctor.fixes._split import in_parts
-from oomdoctor.fixes.chunked_forward import FIX, TOLERANCE, patch, propose
+from oomdoctor.fixes.chunked_runs import TOLERANCE
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions
+
+FIX = get("chunked_forward")
+patch, propose = FIX.patch, FIX.propose
 
 FOUR = Dose.of(chunks=4)
 
@@ -347,7 +350,7 @@ def patched(*sources: str, kinds: Any = None, dose: Dose = FOUR, **facts: Any) -
     cells = live.cells_of(*sources)
     models = kinds or {"model": Net()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds=dict.fromkeys(models, "model"))
-    sites = {FIX.id: detect_runs(definitions.read(cells), objects)}
+    sites = {"half_weights": detect_runs(definitions.read(cells), objects)}
     found = live.evidence(live.model_facts(), **facts)
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), dose)
 

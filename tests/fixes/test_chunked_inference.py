@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _split
+from oomdoctor.fixes import _split, get
 from oomdoctor.fixes._split import in_parts
-from oomdoctor.fixes.chunked_inference import FIX, TOLERANCE, patch, propose
+from oomdoctor.fixes.chunked_runs import TOLERANCE
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -24,6 +24,9 @@ from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions
+
+FIX = get("chunked_inference")
+patch, propose = FIX.patch, FIX.propose
 
 FOUR = Dose.of(chunks=4)
 
@@ -244,7 +247,7 @@ def run(*sources: str) -> dict[str, Any]:
 def patched(found: Evidence, *sources: str) -> Patch | Refused:
     cells, models = live.cells_of(*sources), {"model": made()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds={"model": "model"})
-    sites = {FIX.id: detect_runs(definitions.read(cells), objects)}
+    sites = {"half_weights": detect_runs(definitions.read(cells), objects)}
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), FOUR)
 
 

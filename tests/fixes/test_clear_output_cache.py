@@ -7,12 +7,14 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from oomdoctor.fixes import clear_output_cache
-from oomdoctor.fixes.clear_output_cache import FIX, patch, propose
+from oomdoctor.fixes import get, leftovers
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells, Session
+
+FIX = get("clear_output_cache")
+patch, propose = FIX.patch, FIX.propose
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_a_throwaway_underscore_of_the_failing_cell_is_no_reading(shell) -> None
 
 def test_an_entry_missed_would_keep_it(shell, monkeypatch) -> None:
     _show(shell, "made")
-    monkeypatch.setattr(clear_output_cache, "_LAST", ())
+    monkeypatch.setattr(leftovers, "_LAST", ())
     with FIX.apply(_session(shell), Dose()):
         assert _alive(shell) == [True]
 

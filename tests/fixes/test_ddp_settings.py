@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _ddp_ranks
-from oomdoctor.fixes.ddp_settings import FIX, patch, propose
+from oomdoctor.fixes import ddp_memory, get
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
+
+FIX = get("ddp_settings")
+patch, propose = FIX.patch, FIX.propose
 
 DDP = "DistributedDataParallel"
 VIEW = Dose.of(gradient_as_bucket_view=True)
@@ -277,7 +279,7 @@ def test_a_gradient_that_is_only_measured_or_scaled_is_no_hindrance(use) -> None
 
 
 def test_the_advice_of_the_group_is_never_applied() -> None:
-    with pytest.raises(OomDoctorError, match="never applied"), _ddp_ranks.never_applied(live.session(), VIEW):
+    with pytest.raises(OomDoctorError, match="never applied"), ddp_memory.never_applied(live.session(), VIEW):
         pass
 
 

@@ -6,7 +6,10 @@ import ast
 
 import pytest
 
-from oomdoctor.fixes.detach_history import _without_graph
+from oomdoctor.fixes import get
+from oomdoctor.fixes.detach import _without_graph
+
+FIX = get("detach_history")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from running import session_of
 
 from oomdoctor import fixes, pipeline
-from oomdoctor.fixes import _ddp_ranks, rank_sharding
+from oomdoctor.fixes import ddp_memory
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
@@ -169,7 +169,7 @@ def test_statistics_of_batches_and_old_versions_are_told(monkeypatch) -> None:
     (proposal,) = propose(live.INCIDENT, evidence(models=(model,)))
     assert proposal.caveat is not None
     assert "running statistics" in proposal.caveat
-    monkeypatch.setattr(rank_sharding, "version", lambda name: "2.5.1+cu124")
+    monkeypatch.setattr(ddp_memory, "version", lambda name: "2.5.1+cu124")
     assert propose(live.INCIDENT, evidence()) == Refused("this torch has no `fully_shard`, which came with 2.6")
 
 
@@ -201,7 +201,7 @@ def test_on_a_card_the_process_has_to_choose_its_device() -> None:
 
 
 def test_it_is_shown_as_a_diff_and_runs_neither_in_a_forecast_nor_in_a_retry() -> None:
-    assert (FIX.effect, FIX.apply, FIX.guard) == (Effect.ADVICE, None, _ddp_ranks.never_applied)
+    assert (FIX.effect, FIX.apply, FIX.guard) == (Effect.ADVICE, None, ddp_memory.never_applied)
     ran: list[int] = []
     source = "model = DistributedDataParallel(model)\nran.append(1)"
     cells = live.cells_of(source)

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from oomdoctor.fixes.release_cache import FIX, apply, patch, propose
+from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family
 from oomdoctor.model.session import Session
+
+FIX = get("release_cache")
+apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
 
 CUDA = Dose.of(kind="cuda")
 CUBLAS = dataclasses.replace(live.INCIDENT, family=Family.CUBLAS, requested=None)

@@ -392,10 +392,6 @@ REFUSALS = {
         (IMPORTS, DATA, LOADER, MODEL.replace("lr=0.1", "lr=0.1 * batch_size / 32"), LOOP),
         "line 3 of cell 4 made something",
     ),
-    "a shape written out": (
-        (IMPORTS, DATA, MODEL, LOADER, LOOP.replace("model(x)", "model(x.view(32, -1))")),
-        "`x.view(32, -1)` has the size of the batch written into it",
-    ),
     "a computed size": (
         (IMPORTS, DATA, MODEL, "train_loader = DataLoader(train_set, batch_size=len(X) // 3)", LOOP),
         "`len(X) // 3`, is not set by a number",

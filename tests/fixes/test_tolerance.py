@@ -11,7 +11,7 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes import chunked_forward, micro_batch
+from oomdoctor.fixes import get
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
 
@@ -30,7 +30,10 @@ PROGRAM = """
         optimizer.step()
         losses.append(loss.item())
 """
-FIXES = {"chunked_forward": (chunked_forward, Dose.of(chunks=4)), "micro_batch": (micro_batch, Dose.of(parts=4))}
+FIXES = {
+    "chunked_forward": (get("chunked_forward"), Dose.of(chunks=4)),
+    "micro_batch": (get("micro_batch"), Dose.of(parts=4)),
+}
 
 
 class Attending(nn.Module):
@@ -76,7 +79,7 @@ def furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("fix", FIXES)
 def test_losses_and_gradients_of_a_step_are_within_the_tolerance(fix: str) -> None:
     plain, changed = run(None, "Adam", torch.float32), run(fix, "Adam", torch.float32)
-    tolerance = FIXES[fix][0].TOLERANCE
+    tolerance = FIXES[fix][0].tolerance
     assert furthest(changed[2], plain[2]) <= tolerance
     assert changed[1][0] == pytest.approx(plain[1][0], rel=tolerance)
 
@@ -84,15 +87,15 @@ def test_losses_and_gradients_of_a_step_are_within_the_tolerance(fix: str) -> No
 @pytest.mark.parametrize("fix", FIXES)
 def test_what_sgd_has_moved_is_within_the_tolerance(fix: str) -> None:
     plain, changed = run(None, "SGD", torch.float32), run(fix, "SGD", torch.float32)
-    assert furthest([*changed[0].values()], [*plain[0].values()]) <= FIXES[fix][0].TOLERANCE
-    assert changed[1] == pytest.approx(plain[1], rel=FIXES[fix][0].TOLERANCE)
+    assert furthest([*changed[0].values()], [*plain[0].values()]) <= FIXES[fix][0].tolerance
+    assert changed[1] == pytest.approx(plain[1], rel=FIXES[fix][0].tolerance)
 
 
 @pytest.mark.parametrize("fix", FIXES)
 def test_adam_moves_by_its_learning_rate_what_has_no_gradient_but_rounding(fix: str) -> None:
     plain, changed = run(None, "Adam", torch.float32), run(fix, "Adam", torch.float32)
     apart = {name: (changed[0][name] - value).abs().max().item() for name, value in plain[0].items()}
-    assert FIXES[fix][0].TOLERANCE < apart.pop("k.bias") <= 2 * LR * STEPS
-    assert max(apart.values()) <= FIXES[fix][0].TOLERANCE * max(one.abs().max().item() for one in plain[0].values())
+    assert FIXES[fix][0].tolerance < apart.pop("k.bias") <= 2 * LR * STEPS
+    assert max(apart.values()) <= FIXES[fix][0].tolerance * max(one.abs().max().item() for one in plain[0].values())
     plain, changed = run(None, "Adam", torch.float64), run(fix, "Adam", torch.float64)
     assert furthest([*changed[0].values()], [*plain[0].values()]) <= 1e-9

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oomdoctor import fixes
-from oomdoctor.fixes import _ddp_ranks
+from oomdoctor.fixes import ddp_memory
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
@@ -129,15 +129,6 @@ def test_the_same_bits_with_half_of_the_state_on_each_rank(sources) -> None:
     for one in changed:
         assert one["outer"] == 0
         assert plain[0]["kept"] - one["kept"] == pytest.approx(proposal.saves, rel=0.1)
-
-
-def test_what_a_retry_runs_gives_each_rank_its_share_of_the_state_that_is_there() -> None:
-    sources = (SETUP, GROUPS, LOOP, LOOP)
-    (edit,) = fixed(*sources, code=ranks(*sources)[0]["code"]).edits
-    replayed = ranks(SETUP, GROUPS, LOOP, edit.replay + "\n" + LOOP)
-    assert same(ranks(*sources), replayed)
-    assert replayed[0]["kept"] < 0.6 * ranks(*sources)[0]["kept"]
-    assert edit.replay.endswith("optimizer.load_state_dict(state)\ndel state")
 
 
 GOLDEN = """\
@@ -277,14 +268,8 @@ def test_parameters_that_can_be_read_twice_are_taken(groups) -> None:
         assert "optimizer_class=optim.Adam" in fixed(TORCH + source).edits[0].after
 
 
-def test_an_optimizer_that_a_scheduler_of_before_holds_is_refused() -> None:
-    refused = patch(live.cells_of(SETUP, GROUPS + SCHEDULE, SCHEDULED), evidence(), NONE)
-    assert isinstance(refused, Refused)
-    assert "of cell 2 holds on to the optimizer" in refused.reason
-
-
 def test_one_process_of_several_does_not_run_it() -> None:
-    assert FIX.guard is _ddp_ranks.alone
+    assert FIX.guard is ddp_memory.alone
     assert FIX.apply is None
 
 

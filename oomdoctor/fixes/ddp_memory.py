@@ -1,40 +1,165 @@
-"""Shares of what DistributedDataParallel repeats in every process: the optimizer's state, or all of the training.
+"""What DistributedDataParallel holds twice in a process, and what it repeats in every process.
+
+``ddp_settings``: DDP copies each gradient into a bucket, exchanges the bucket, and copies it back: a second copy of all
+gradients, for as long as the model lives. With ``gradient_as_bucket_view=True`` the gradients are views of the buckets,
+and the exchange is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with the
+next step. The search for unused parameters, ``static_graph`` and sizes of buckets change the order of sums, and stay.
 
 ``zero_optimizer``: ``ZeroRedundancyOptimizer`` gives each parameter to one process, which keeps the state for it, steps
 it, and sends it to the others. Every process has the same gradients, so the numbers are the same to the bit as long as
 the optimizer treats each element for itself; those that look at several at once are refused. So is a program that reads
-or loads the optimizer's state, which no process has whole. There is no live form: the state would have to move on all
-processes at once.
+or loads the optimizer's state, which no process has whole.
 
 ``fsdp2``: with ``torch.distributed.fsdp.fully_shard`` each process keeps its share of everything that training keeps,
 and a block is gathered whole for as long as it is used. It is advice: parameters become ``DTensor``, which changes what
 a checkpoint holds and what code that looks at weights finds, and the program has to be started again on every process.
 The patch is the plain case: one model that DDP wraps, its repeated blocks, and an optimizer that is made afterwards.
 Numbers are those of DDP up to the order of sums: the gradients are reduced in other pieces.
+
+Processes that train together exchange gradients in lockstep. One that runs a cell again by itself would wait for the
+others, or they for it, without end. So these fixes refuse a retry in a single process of several.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _class_calls, _ddp_ranks
-from oomdoctor.fixes._unfit import Unfit, refusing
+from oomdoctor.errors import OomDoctorError
+from oomdoctor.fixes import _class_calls
+from oomdoctor.fixes._unfit import Unfit, proposing, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.code import ModelFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import import_lines, rewriting, words
+from oomdoctor.program.words import Result
+
+DDP: Final = "DistributedDataParallel"
+
+
+def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
+    """Return the models that DDP wraps, none where it is made in a function; Unfit where DDP is not in use."""
+    code = evidence.code
+    if code.distributed is None:
+        raise Unfit(f"no model is wrapped in {DDP}")
+    if code.distributed != DDP:
+        raise Unfit(f"{code.distributed} spreads the training, which has settings of its own")
+    return tuple(one for one in code.replicas if one.type_name == DDP)
+
+
+def shared_by(evidence: Evidence) -> int:
+    """Return how many processes could each keep a share of what DDP repeats in all of them."""
+    found = wrapped(evidence)
+    ranks = evidence.code.world_size
+    if ranks is None:
+        raise Unfit("this process is in no process group, so nothing is known of others to share with")
+    if ranks == 1:
+        raise Unfit("the process group has one process, so there is none to share with")
+    if any(one.ranks not in (None, ranks) for one in found):
+        raise Unfit("the model is trained by a part of the processes only, so whom to share with is not known")
+    return ranks
+
+
+@contextmanager
+def alone(session: Session, dose: Dose) -> Iterator[None]:
+    """Refuse to go on where other processes take part in the training.
+
+    Raises:
+        OomDoctorError: they do.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise OomDoctorError(
+                f"the training is shared by {ranks} processes, of which one cannot run the cell again on its own"
+            )
+    yield
+
+
+def never_applied(session: Session, dose: Dose) -> AbstractContextManager[None]:
+    """Refuse to run what is only advice.
+
+    Raises:
+        OomDoctorError: always.
+    """
+    raise OomDoctorError("this is advice, which is shown and never applied: start the changed program yourself")
+
+
+_VIEW: Final = "gradient_as_bucket_view"
+
+
+_PASSING: Final = re.compile(
+    rf"\.grad(\.data)?(\s*[-+*/]=|\.({'|'.join(sorted(words.names_of(Result.REDUCED, Result.DISCRETE)))}|abs|square|pow"
+    r"|clone|numel|item|size|dim|element_size|shape|dtype|device|is_sparse|ndim)\b)|\.grad(\s*=(?!=)|\s+is\b|\()"
+    r"|^\s*(if [^:\n]*: *)?[\w.\[\]]+\.grad(\.data)?\.(zero|mul|div|add|sub|clamp|copy|nan_to_num)_\(.*"
+    r"|\b(isnan|isfinite|isinf|norm|vector_norm|is_tensor)\([\w.\[\]]+\.grad\b",
+    re.MULTILINE,
+)
+"""What leaves nothing behind that shares the gradient's memory."""
+_KEEPING: Final = re.compile(r"\S*\.grad\b|create_graph\s*=\s*(?!False)\w+")
+
+
+@proposing
+def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where gradients were held beside their buckets."""
+    found = wrapped(evidence)
+    if found and all(one.bucket_views for one in found):
+        raise Unfit("the gradients lie in the buckets already")
+    gradients = evidence.census.bytes_of(Role.GRADIENT)
+    if not gradients:
+        raise Unfit("no gradient was held when the memory ran out, so the buckets are not a second copy")
+    yield Proposal(
+        dose=Dose.of(**{_VIEW: True}),
+        effect=Effect.EXACT,
+        saves=gradients,
+        basis=f"the census found {format_size(gradients)} of gradients, of which the buckets are a second copy",
+    )
+
+
+@refusing
+def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the settings where DDP is made."""
+    found = _class_calls.find(cells, DDP)
+    if not found:
+        raise Unfit(f"no cell makes a {DDP}: it is made by a library")
+    for cell in cells.history:
+        code = re.sub(r"#.*", "", cell.source)
+        if (kept := _KEEPING.search(_PASSING.sub("", code))) is not None:
+            line = next(one.strip() for one in code.splitlines() if kept[0] in one)
+            raise Unfit(f"`{line}` may hold on to a gradient, which as a view would change with the next step")
+    known = {one.path for one in evidence.code.replicas}
+    told = {one: _with_views(one) for one in found}
+    live = dict[_class_calls.Call, list[str]]()
+    for one in (one for one in found if one.around is None and one.is_live(cells)):
+        if one.target is None or one.target not in known:
+            raise Unfit(f"{one.where} makes it before the failing cell, under no name that leads to it")
+        model = next(arg.value for arg in told[one].args if arg.keyword is None or arg.keyword.value == "module")
+        anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
+        live[one] = [f"{one.target} = {_class_calls.code_of(anew)}"]
+    return _class_calls.exchanged(cells, told, live=live)
+
+
+def _with_views(one: _class_calls.Call) -> cst.Call:
+    given = _class_calls.keyword(one.node, _VIEW)
+    text = None if given is None else _class_calls.code_of(given)
+    if text not in (None, "True", "False"):
+        raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
+    return one.node if text == "True" else _class_calls.with_keyword(one.node, _VIEW, "True")
+
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"
 _OF_SHARDED: Final = "torch.distributed.optim"
@@ -66,10 +191,10 @@ _CAVEAT: Final = (
 )
 
 
-@refusing
-def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where processes repeat a state that the census found, or that the failing step was making."""
-    ranks, steppers = _ddp_ranks.shared_by(evidence), evidence.code.steppers
+    ranks, steppers = shared_by(evidence), evidence.code.steppers
     for one in steppers:
         if one.type_name == _SHARDED:
             raise Unfit(f"`{one.path}` shares its state among the processes already")
@@ -83,13 +208,11 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
     if share >= 1:
         raise Unfit("one parameter has all the state, and each parameter stays with one process")
-    return (
-        Proposal(
-            effect=Effect.EXACT,
-            saves=int(state * (1 - share)),
-            slowdown=_BROADCASTS,
-            basis=f"{basis}; each of {ranks} processes would keep about {share:.0%} of it",
-        ),
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=int(state * (1 - share)),
+        slowdown=_BROADCASTS,
+        basis=f"{basis}; each of {ranks} processes would keep about {share:.0%} of it",
     )
 
 
@@ -106,7 +229,6 @@ def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
 @refusing
 def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
-    del dose
     if any(_SHARDED in cell.source for cell in cells.history):
         raise Unfit("the cells share the state of an optimizer already")
     code = evidence.code
@@ -124,30 +246,13 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
             raise Unfit(f"`{text}` needs the whole state of the optimizer, which no process has then")
     name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
     shared = {one: _within(one, name) for one in found}
-    there = [one for one in found if one.around is None and one.is_live(cells)]
-    live = {one: [_with_its_state(cells, one, shared[one])] for one in there}
-    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)], live)
+    return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)])
 
 
 def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
     # A cell may take ``optim`` from a cell that is not known.
     name = import_lines.qualified_name(cells, _class_calls.code_of(one.node.func))
     return name.removeprefix("torch.") == f"optim.{one.name}"
-
-
-def _with_its_state(cells: Cells, one: _class_calls.Call, new: cst.Call) -> str:
-    """Return what makes the optimizer of an earlier cell anew from the state that it has by now."""
-    if one.target is None:
-        raise Unfit(f"{one.where} makes the optimizer under no name that leads to it")
-    kept = re.compile(rf"^[^\n#]*=[^\n#=]*\(\s*([^\n()#]*,\s*)?{one.target}\s*[,)]", re.MULTILINE)
-    for cell in cells.history[:-1]:
-        if (match := kept.search(cell.source)) is not None:
-            raise Unfit(f"`{match[0].strip()}…` of {cell} holds on to the optimizer that is there now")
-    state = rewriting.fresh_name("state", cells)
-    return (
-        f"{state} = {one.target}.state_dict()\n{one.target} = {_class_calls.code_of(new)}\n"
-        f"{one.target}.load_state_dict({state})\ndel {state}"
-    )
 
 
 def _within(one: _class_calls.Call, name: str) -> cst.Call:
@@ -176,11 +281,10 @@ def _within(one: _class_calls.Call, name: str) -> cst.Call:
     return added.with_changes(func=cst.Name(name))
 
 
-@refusing
-def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+@proposing
+def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where a model with repeated blocks is repeated in several processes."""
-    del incident
-    ranks = _ddp_ranks.shared_by(evidence)
+    ranks = shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
     if tuple(map(int, numbers)) < _SINCE:
         raise Unfit("this torch has no `fully_shard`, which came with 2.6")
@@ -189,21 +293,19 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...
     if not kept:
         raise Unfit("the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
-    return (
-        Proposal(
-            effect=Effect.ADVICE,
-            saves=int(kept * (1 - 1 / ranks)),
-            slowdown=_TRAFFIC,
-            basis=f"estimate: each of {ranks} processes keeps its share of {format_size(kept)} of parameters, "
-            "gradients and state; the blocks that are gathered at a time come on top",
-            caveat=_CAVEAT + coupled,
-        ),
+    yield Proposal(
+        effect=Effect.ADVICE,
+        saves=int(kept * (1 - 1 / ranks)),
+        slowdown=_TRAFFIC,
+        basis=f"estimate: each of {ranks} processes keeps its share of {format_size(kept)} of parameters, "
+        "gradients and state; the blocks that are gathered at a time come on top",
+        caveat=_CAVEAT + coupled,
     )
 
 
 def _model(evidence: Evidence) -> ModelFacts:
     """Return the one model that DDP wraps, with its repeated blocks."""
-    paths = {one.path for one in evidence.code.replicas if one.type_name == _ddp_ranks.DDP}
+    paths = {one.path for one in evidence.code.replicas if one.type_name == DDP}
     found = [one for one in evidence.code.models if one.path in paths]
     if len(found) != 1:
         raise Unfit("there is not one model, known by its name, that DDP wraps")
@@ -215,10 +317,9 @@ def _model(evidence: Evidence) -> ModelFacts:
 @refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the model sharded in the place of the wrapper."""
-    del dose
     if any(_SHARD in cell.source for cell in cells.history):
         raise Unfit("the cells shard a model already")
-    model, found = _model(evidence), _class_calls.find(cells, _ddp_ranks.DDP)
+    model, found = _model(evidence), _class_calls.find(cells, DDP)
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
         raise Unfit(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")
     (one,) = found
@@ -267,13 +368,23 @@ def _outermost(model: ModelFacts) -> Iterator[str]:
 
 FIXES: Final = (
     Fix(
+        id="ddp_settings",
+        title="Let the gradients lie in the buckets that DDP exchanges",
+        effect=Effect.EXACT,
+        cost="nothing",
+        propose=_propose_views,
+        patch=_patch_views,
+        guard=alone,
+        is_tried=False,
+    ),
+    Fix(
         id="zero_optimizer",
         title="Share the optimizer's state out among the processes",
         effect=Effect.EXACT,
         cost="every parameter is sent once more in each step",
         propose=_propose_zero,
         patch=_patch_zero,
-        guard=_ddp_ranks.alone,
+        guard=alone,
         is_tried=False,
     ),
     Fix(
@@ -283,6 +394,6 @@ FIXES: Final = (
         cost="half as much again to send, and checkpoints that hold shares",
         propose=_propose_fsdp,
         patch=_patch_fsdp,
-        guard=_ddp_ranks.never_applied,
+        guard=never_applied,
     ),
 )

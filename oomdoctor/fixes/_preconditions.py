@@ -1,0 +1,202 @@
+"""What fixes ask of the evidence before they are proposed: what is short, on which device, and what a model allows."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+from typing import Final
+
+from oomdoctor.fixes._unfit import Unfit, need
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import HostMemory, Role
+from oomdoctor.model.site import Site
+from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+
+HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
+"""Roles in which a tensor of a step is held."""
+
+NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one number of a type."""
+
+_OPTIMIZERS: Final = "torch/optim/"
+_LAYERS: Final = "torch/nn/"
+_OF_LIBRARY: Final = re.compile(r"[\w.+-]+[/\\]")
+"""A file of an installed package, which may run a model that the cells do not show."""
+_LEAST_RATIO: Final = 0.05
+"""Of what was found: fewer activations than this, in an optimizer's step, are not what that step is short of."""
+
+
+def why_not_short(incident: Incident, evidence: Evidence) -> str | None:
+    """Return why fewer activations would not have helped, None where they may.
+
+    An optimizer's step comes when the backward pass has freed the activations: what it asks for is state of its own.
+    """
+    frame = incident.framework_frame or ""
+    if _runs_none(evidence) and frame and not _OF_LIBRARY.match(frame):
+        return "the failing cell calls no model, as far as can be seen"
+    if not frame.startswith(_OPTIMIZERS):
+        return None
+    held, found = evidence.census.bytes_of(Role.ACTIVATION), evidence.census.found
+    if held > _LEAST_RATIO * found:
+        return None
+    return f"memory ran out in the optimizer's step, when activations held {format_size(held)} of {format_size(found)}"
+
+
+def _runs_none(evidence: Evidence) -> bool:
+    """Whether it was seen that no model runs; what a trainer of a library does is not seen in the cells."""
+    code = evidence.code
+    return code.runs_model is False and not code.trainers and not any(loop.in_failing_run for loop in code.loops)
+
+
+def why_not_training(evidence: Evidence) -> str | None:
+    """Return why a change of the training loops of the failing run would not have helped, None where it may.
+
+    Evaluation after an epoch runs when the last training step has freed what it took.
+    """
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops or any(loop.was_running for loop in loops):
+        return None
+    return f"memory ran out when the training loop of {loops[0].where} was not running"
+
+
+def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:
+    """Return what was found that a fix mends, at least one; ``why`` is said where there is none."""
+    return need(evidence.code.sites.get(fix) or None, why)
+
+
+def running_loops(evidence: Evidence) -> list[TrainingLoop]:
+    """Return the training loops of the failing run, at least one."""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    if not loops:
+        raise Unfit("no training loop was found in what the failing cell runs")
+    return loops
+
+
+def found_or_asked(incident: Incident, evidence: Evidence) -> int:
+    """Return the bytes of activations that were found, or those of the request where a model may have made it.
+
+    A forward pass that fails at its first layer holds no activations yet. A request from elsewhere (a data set that is
+    made, a model that is loaded) is none.
+    """
+    if found := evidence.census.bytes_of(Role.ACTIVATION):
+        return found
+    is_training = any(loop.in_failing_run and loop.was_running for loop in evidence.code.loops)
+    is_layer = (incident.framework_frame or "").startswith(_LAYERS)
+    return (incident.requested or 0) if is_training or is_layer else 0
+
+
+def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
+    """Return the facts of the model that the loop calls ``text``, None if the namespace shows no object for it."""
+    path = dict(loop.stands_for).get(text, text)
+    exact = [model for model in code.models if model.path == path]
+    if not exact and path.startswith("self."):
+        exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
+    exact = exact or [model for model in code.local_models if model.path == path]
+    return exact[0] if len(exact) == 1 else None
+
+
+def why_no_parts(code: CodeFacts, loop: TrainingLoop) -> str | None:
+    """Return why this loop's batch cannot be taken apart, as far as facts tell."""
+    for text in loop.models:
+        model = model_facts(code, loop, text)
+        if model is None:
+            continue
+        if model.training and model.batch_norm:
+            return f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode"
+        if (why := takes_note(model, own=True)) is not None:
+            return why
+    return None
+
+
+def couples(model: ModelFacts) -> str | None:
+    """Return why the samples of a batch cannot be run apart, None where nothing is known against it."""
+    if model.training and model.batch_norm:
+        return f"{child_path(model.path, model.batch_norm[0])} takes its statistics over the whole batch"
+    if model.sequence_first:
+        return f"{child_path(model.path, model.sequence_first[0])} takes the batch in dimension 1"
+    return takes_note(model, own=False)
+
+
+def takes_note(model: ModelFacts, *, own: bool) -> str | None:
+    """Return what would be of each part of a batch in the place of the whole, None where nothing is known to be.
+
+    Args:
+        model: what is run.
+        own: whether the hooks of the model itself would be called for each part as well.
+    """
+    if (hooked := next((name for name in model.hooked if name or own), None)) is not None:
+        return f"{layer(model, hooked)} has forward hooks, which would be called for each part of a batch"
+    if model.leaves:
+        return f"a forward leaves {layer(model, model.leaves[0])} behind, which would be that of a part of the batch"
+    return None
+
+
+def layer(model: ModelFacts, name: str) -> str:
+    """Return the expression for the layer ``name`` below ``model``, or for an attribute there."""
+    return reduce(child_path, filter(None, name.split(".")), model.path)
+
+
+_FAMILIES: Final = frozenset(
+    {
+        *(Family.HOST, Family.NUMPY, Family.PINNED, Family.FORK, Family.SHM),
+        *(Family.WORKER_KILLED, Family.RANK_KILLED, Family.KERNEL_KILLED),
+    }
+)
+
+
+def check_host(incident: Incident) -> None:
+    """Raise ``Unfit`` where memory of the host is not what is missing."""
+    if incident.family not in _FAMILIES and incident.device != "cpu":
+        raise Unfit("a device ran out of memory, and this saves memory of the host alone")
+
+
+def check_host_room(evidence: Evidence, size: int) -> None:
+    """Raise ``Unfit`` where ``size`` bytes of the device in question cannot go to host memory."""
+    if evidence.device.tensor_device == "cpu":
+        if evidence.device.simulated:
+            raise Unfit(
+                "the virtual accelerator counts host memory: moving tensors there frees nothing on this machine"
+            )
+        raise Unfit("the tensors are in host memory already")
+    room = _room(evidence.host)
+    if room is not None and room < size:
+        raise Unfit(f"host memory has {format_size(room)} left, and {format_size(size)} would have to go there")
+
+
+def _room(host: HostMemory) -> int | None:
+    """Return what is left on the host, by the strictest count that could be read."""
+    pairs = ((host.cgroup_limit, host.cgroup_used), (host.process_limit, host.process_used))
+    left = [limit - used for limit, used in pairs if isinstance(limit, int) and isinstance(used, int)]
+    left += [host.available] if isinstance(host.available, int) else []
+    return max(min(left), 0) if left else None
+
+
+ROUNDS: Final = {
+    "bfloat16": "matrix products and convolutions are rounded to bfloat16, 8 significant bits in place of 24",
+    "float16": "matrix products and convolutions are rounded to float16, 11 significant bits in place of 24, and a "
+    "step is left out where its gradients overflow",
+}
+"""What mixed precision changes, in words."""
+
+
+def kind_of_device(evidence: Evidence) -> str:
+    """Return the type of the device that tensors are on, ``cpu`` on the virtual accelerator."""
+    return evidence.device.tensor_device.partition(":")[0]
+
+
+def native(evidence: Evidence) -> str | Refused:
+    """Return ``bfloat16`` where the device computes in it, else ``float16``, or why neither can be told."""
+    kind = kind_of_device(evidence)
+    if kind == "cpu":
+        if only := evidence.code.float32_only:
+            return Refused(f"this processor has no kernel for {' and '.join(only)} in bfloat16")
+        return "bfloat16"
+    if kind != "cuda":
+        return Refused(f"16 bits on {kind} are left to you: which types it computes in differs between its devices")
+    if evidence.code.native_bfloat16 is None:
+        return Refused("which 16-bit type the device computes in is not known")
+    return "bfloat16" if evidence.code.native_bfloat16 else "float16"

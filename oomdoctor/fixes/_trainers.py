@@ -1,0 +1,462 @@
+"""Fixes made through the settings of a trainer: what each is called there, what it promises, and what writes it.
+
+A trainer's loop is in no cell, so fixes that rewrite loops find nothing to do. What they stand for is a keyword of the
+call that makes its settings. Only that call is changed, and the loader's batch size where the trainer is handed a
+loader; what was made from it since is made anew. A setting whose value in the cells is not the one that was in force
+is left alone: something else sets it.
+
+Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and
+that differs: ``transformers.Trainer`` passes the number of labels to models that take it, whether their loss divides by
+it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning and
+accelerate give each part the same share of a full batch, in the last batch of an epoch too.
+Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``, ``Accelerator.backward``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeAlias
+
+import libcst as cst
+
+from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of, smaller
+from oomdoctor.fixes._preconditions import kind_of_device, layer, why_no_parts, why_not_short
+from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts, TrainingLoop
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Role
+from oomdoctor.model.session import Cells
+from oomdoctor.model.sizes import format_size
+from oomdoctor.program import arguments, rewriting
+from oomdoctor.program.book import Book, Number, Page, Place, calls
+from oomdoctor.program.names import call_name
+from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
+from oomdoctor.program.rewriting import text_of
+
+_COUNTING: Final = ("limit_train_batches", "overfit_batches", "val_check_interval", "fast_dev_run")
+_SCHEDULES: Final = re.compile(r"sched|warmup|OneCycle|Cosine", re.IGNORECASE)
+_LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)
+_MANUAL: Final = re.compile(r"\bautomatic_optimization\s*=\s*False\b")
+_PARTS: Final = (2, 4, 8, 16, 32)
+_OVERHEAD: Final = 0.02
+"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
+_ADAMS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf"})
+_BY_SAMPLES: Final = ("ForSequenceClassification", "ForImageClassification")
+"""Models whose loss is a mean over samples, so that batches of another size leave its mean as it is."""
+
+
+class _Term(NamedTuple):
+    """A keyword and what is written for it.
+
+    Attributes:
+        does: how what is there is changed: divided (``//``) or multiplied (``*``) by a value of the dose, or replaced
+            by it (``=``); with ``:``, ``by`` is written as it stands.
+        by: that value, by its name in the dose.
+    """
+
+    keyword: str
+    does: str
+    by: str
+
+
+_MIXED: Final = {
+    "transformers": ("{}", "True", {"bfloat16": "bf16", "float16": "fp16"}),
+    "lightning": ("precision", '"{}-mixed"', {"bfloat16": "bf16", "float16": "16"}),
+    "accelerate": ("mixed_precision", '"{}"', {"bfloat16": "bf16", "float16": "fp16"}),
+}
+_EIGHT_BITS: Final = {"bitsandbytes": '"adamw_8bit"', "torchao": '"adamw_torch_8bit"'}
+
+
+def _mixed(trainer: TrainerFacts, dose: Dose) -> tuple[_Term, ...]:
+    keyword, text, bits = _MIXED[trainer.library]
+    named = bits[str(dose["dtype"])]
+    return (_Term(keyword.format(named), ":", text.format(named)),)
+
+
+def _recomputing(trainer: TrainerFacts, _: Dose) -> tuple[_Term, ...]:
+    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs.
+
+    Source: ``TrainingArguments``: ``activation_checkpointing`` since 5.23, where the older name is deprecated; before 5
+    the form was reentrant if nothing was said.
+    """
+    known = dict(trainer.settings)
+    if "activation_checkpointing" in known:
+        return (_Term("activation_checkpointing", ":", "True"),)
+    kwargs = _Term("gradient_checkpointing_kwargs", ":", '{"use_reentrant": False}')
+    return (_Term("gradient_checkpointing", ":", "True"), *([kwargs] if kwargs.keyword in known else []))
+
+
+_SETTINGS: Final[Mapping[tuple[str, str], tuple[_Term, ...] | Callable[[TrainerFacts, Dose], tuple[_Term, ...]]]] = {
+    ("transformers", "micro_batch"): (
+        _Term("per_device_train_batch_size", "//", "parts"),
+        _Term("gradient_accumulation_steps", "*", "parts"),
+    ),
+    ("lightning", "micro_batch"): (_Term("accumulate_grad_batches", "*", "parts"),),
+    ("accelerate", "micro_batch"): (_Term("gradient_accumulation_steps", "*", "parts"),),
+    ("transformers", "smaller_batch"): (_Term("per_device_train_batch_size", "=", "batch_size"),),
+    ("lightning", "smaller_batch"): (),
+    **{(library, "autocast"): _mixed for library in _MIXED},
+    ("transformers", "checkpoint_blocks"): _recomputing,
+    ("transformers", "optimizer_8bit"): lambda _, dose: (_Term("optim", ":", _EIGHT_BITS[str(dose["library"])]),),
+    ("transformers", "lighter_optimizer"): (_Term("optim", ":", '"adafactor"'),),
+    ("transformers", "chunked_inference"): (_Term("per_device_eval_batch_size", "//", "chunks"),),
+    ("transformers", "offload_predictions"): (_Term("eval_accumulation_steps", ":", "1"),),
+}
+"""What each fix is in the settings of each library.
+
+Source: ``transformers.TrainingArguments``, ``lightning.Trainer`` and ``accelerate.Accelerator``.
+"""
+
+_BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size", "accelerate": "batch_size"}
+"""What the samples in a batch are called among the settings; of a loader where the library has no such setting."""
+
+_DEFAULTS: Final = {
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "accumulate_grad_batches": 1,
+}
+_WHEN_EVALUATING: Final = frozenset({"chunked_inference", "offload_predictions"})
+
+_MAKES: Final = re.compile(
+    LOADERS.pattern + r"|^(\w+\.){0,2}((Seq2Seq)?(TrainingArguments|Trainer)|Accelerator|\w+Callback|EarlyStopping)$"
+)
+"""Calls that may run again: a trainer that is made leaves what it is given as it is, but for the seed that it sets."""
+
+
+def owner(code: CodeFacts, fix: str) -> TrainerFacts | None:
+    """Return the trainer through whose settings ``fix`` would be made, None where it would not be."""
+    phase = "evaluate" if fix in _WHEN_EVALUATING else "train"
+    for one in code.trainers:
+        if one.phase != phase or (one.library, fix) not in _SETTINGS:
+            continue
+        if one.library == "accelerate" and code.grad_disabled:
+            continue
+        # A plain checkpoint counts a batch twice in running statistics.
+        if fix == "checkpoint_blocks" and (not one.recomputes or one.model is None or one.model.batch_norm):
+            continue
+        return one
+    return None
+
+
+def _set(trainer: TrainerFacts, keyword: str) -> int | float | str | bool | None:
+    """Return a setting that was in force, None where it is not known."""
+    return dict(trainer.settings).get(keyword)
+
+
+@refusing
+def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused | None:
+    """Return the cells with ``fix`` made through the settings of the trainer, None where that is not its way."""
+    code = evidence.code
+    trainer = owner(code, fix)
+    if trainer is None:
+        return None
+    on_cpu = kind_of_device(evidence) == "cpu" and trainer.library == "transformers"
+    if fix == "autocast" and on_cpu and not _set(trainer, "use_cpu"):
+        raise Unfit("`TrainingArguments` takes `bf16` on a CPU only with `use_cpu=True`")
+    if trainer.cell is None or trainer.line is None:
+        raise Unfit("where the cells make the settings of the trainer was not found, or they do so more than once")
+    book = Book.read(cells)
+    page = book.page(trainer.cell)
+    made = [call for call in calls(page.tree) if (call.lineno, call_name(call)) == (trainer.line, trainer.call)]
+    old = node_of(need(rewriting.read(page.cell.source)), made[0]) if made else None
+    if not isinstance(old, cst.Call):
+        raise Unfit(f"`{trainer.call}` is not called where it was found before")
+    changes: list[tuple[Page, ast.expr, rewriting.New]] = []
+    terms = _SETTINGS[trainer.library, fix]
+    if terms := terms if isinstance(terms, tuple) else terms(trainer, dose):
+        given = {one.arg: one.value for one in made[0].keywords}
+        if None in given or len(made[0].args) > 1:
+            raise Unfit(f"`{trainer.call}` takes settings by position or from a dictionary: set it there")
+        new, after, place = old, None, book.place(page, made[0])
+        is_single = "'" in text_of(old) and '"' not in text_of(old)
+        for term in terms:
+            value = given.get(term.keyword)
+            numbers = {number.value for number in book.numbers(value, place)} if value is not None else set[int]()
+            text = _value(trainer, term, dose, value, numbers)
+            text = text.replace('"', "'") if is_single else text
+            new, after = arguments.with_keyword(new, term.keyword, text, after), term.keyword
+        changes.append((page, made[0], new))
+    if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
+        _check_not_counted(cells, made[0])
+        found = _numbers_in_loader(book, code, trainer)
+        size, odd = found[0].value, 0
+        if fix == "smaller_batch":
+            size = dose.number("batch_size")
+        else:
+            size, odd = divmod(size, dose.number("parts"))
+        if odd:
+            raise Unfit(f"a batch of {found[0].value} does not divide into {dose.number('parts')} parts")
+        changes += [(number.page, number.node, cst.Integer(str(size))) for number in found]
+    return write(cells, need(exchanged(changes)), _MAKES)
+
+
+def _value(trainer: TrainerFacts, term: _Term, dose: Dose, given: ast.expr | None, values: set[int]) -> str:
+    """Return what is to be written for ``term``.
+
+    Args:
+        given: what stands there, and ``values``: the numbers that it may be.
+    """
+    if term.does == ":":
+        if given is not None and ast.unparse(given) == ast.unparse(ast.parse(term.by)):
+            raise Unfit(f"the cells say `{term.keyword}={term.by}` already")
+        return term.by
+    in_force, by = _set(trainer, term.keyword), dose.number(term.by)
+    values = values if given is not None else {_DEFAULTS[term.keyword]}
+    if values != {in_force} or type(in_force) is not int:
+        there = f"`{term.keyword}={ast.unparse(given)}`" if given is not None else f"no `{term.keyword}`"
+        raise Unfit(f"the cells say {there}, and {in_force} was in force: something else sets it")
+    if term.does == "=":
+        return str(by)
+    if given is None or isinstance(given, ast.Constant):
+        return str(in_force // by if term.does == "//" else in_force * by)
+    return f"{ast.unparse(given)} {term.does} {by}"
+
+
+def _check_not_counted(cells: Cells, made: ast.Call) -> None:
+    """Raise ``Unfit`` where something counts batches, and would count parts of them or more of them."""
+    for keyword in made.keywords:
+        if keyword.arg in _COUNTING:
+            raise Unfit(f"`{keyword.arg}` counts batches, of which there would be more")
+    text = "\n".join(cell.source for cell in cells.history)
+    if _SCHEDULES.search(text) and (found := _LENGTH.search(text)):
+        raise Unfit(f"`{found[0]}` may set the length of a schedule, and there would be more batches")
+    if _MANUAL.search(text):
+        raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
+
+
+def _numbers_in_loader(book: Book, code: CodeFacts, trainer: TrainerFacts) -> tuple[Number, ...]:
+    """Return the numbers that set the batch size of the loader that a trainer goes through."""
+    size, is_loop = _set(trainer, _BATCH[trainer.library]), trainer.library == "accelerate"
+    found = _of_loop(book, next(loop for loop in code.loops if loop.in_failing_run)) if is_loop else _of_fit(book)
+    if any(number.value != (size or found[0].value) for number in found):
+        raise Unfit(f"the cells say batches of {found[0].value}, and batches of {size} were in force")
+    return found
+
+
+def _of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
+    """Return those of the loader that a loop goes through, from before ``prepare`` of an ``Accelerator``."""
+    inside, _ = need(book.loop(facts), "the loop is not where it was found before")
+    bodies = [(inside, inside.function.body)] if inside.function is not None else []
+    made: list[tuple[ast.expr, Place]] = []
+    for place, body in bodies or [(Place(page=page), page.tree.body) for page in book.pages]:
+        for node in (one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Assign)):
+            names = [ast.unparse(part) for target in node.targets for part in getattr(target, "elts", [target])]
+            if facts.loader in names and call_name(node.value).rpartition(".")[2] == "DataLoader":
+                made.append((node.value, place))
+    found = loader_sizes(book, *made[-1]) if made else sizes_of(book, facts)
+    return need(found, f"what made the batches of `{facts.loader}` was not found")
+
+
+def _of_fit(book: Book) -> tuple[Number, ...]:
+    """Return those of the loader that ``fit`` is given, or that ``train_dataloader`` of a class returns."""
+    fits = [(page, call) for page in book.pages for call in calls(page.tree) if call_name(call).endswith(".fit")]
+    for page, call in fits[-1:]:
+        given = [one.value for one in call.keywords if one.arg == "train_dataloaders"] + call.args[1:2]
+        if given and (found := loader_sizes(book, given[0], book.place(page, call))) is not None:
+            return found
+    methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
+    returned = [(p, m, r.value) for p, m in methods for r in ast.walk(m) if isinstance(r, ast.Return) and r.value]
+    why = "what made the loader that `fit` goes through was not found in the cells"
+    if len(returned) != 1:
+        raise Unfit(why)
+    page, method, value = returned[0]
+    return need(loader_sizes(book, value, Place(page=page, function=method)), why)
+
+
+_Propose: TypeAlias = Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]
+
+
+def first(fix: str) -> Callable[[_Propose], _Propose]:
+    """Have ``fix`` proposed through the settings of a trainer where that is its way, and else as it is in a loop."""
+
+    def proposing(otherwise: _Propose) -> _Propose:
+        def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+            through = _proposed(fix, incident, evidence)
+            return otherwise(incident, evidence) if through is None else through
+
+        return propose
+
+    return proposing
+
+
+@refusing
+def _proposed(fix: str, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | None:
+    """Return what to propose where a trainer's settings are the way to make ``fix``, None where they are not."""
+    code = evidence.code
+    trainer = owner(code, fix)
+    if trainer is None:
+        evaluates = any(one.phase == "evaluate" for one in code.trainers)
+        if evaluates and fix in {"micro_batch", "smaller_batch", "checkpoint_blocks"}:
+            raise Unfit("the trainer was evaluating, without gradients")
+        return None
+    if fix == "micro_batch" and trainer.library == "accelerate" and trainer.weighs != "parts":
+        return None
+    return _PROPOSERS[fix](trainer, incident, evidence)
+
+
+def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+    if (why := _couples(trainer, evidence.code) or why_not_short(incident, evidence)) is not None:
+        raise Unfit(why)
+    size, splittable = _splittable(trainer, incident, evidence)
+    found = tuple(
+        Proposal(
+            dose=Dose.of(parts=parts, through=trainer.library),
+            effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
+            saves=splittable * (parts - 1) // parts,
+            slowdown=1 + _OVERHEAD * parts,
+            basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
+            caveat="; ".join(caveats) or None,
+        )
+        for parts in _PARTS
+        if size is None or size % parts == 0
+        for caveats in [tuple(_differs(trainer, evidence.code, size, parts))]
+    )
+    return need(found or None, f"a batch of {size} samples has no half")
+
+
+def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
+    """Return why the batch cannot be taken apart."""
+    if _set(trainer, "auto_find_batch_size"):
+        return "the trainer looks for a batch size itself (`auto_find_batch_size`)"
+    devices = _set(trainer, "_n_gpu")
+    spread = _set(trainer, "deepspeed") or _set(trainer, "fsdp") or code.distributed
+    if spread or (type(devices) is int and devices > 1) or (code.world_size or 1) > 1:
+        return "the training is spread over devices: how they would weigh the parts of a batch was not tried"
+    if trainer.library == "accelerate":
+        loops = [replace(loop, accumulates=False) for loop in code.loops if loop.in_failing_run]
+        return next((why for loop in loops if (why := why_no_parts(code, loop))), None)
+    if trainer.model is None:
+        return "the model that the trainer trains was not found"
+    if trainer.model.batch_norm:
+        return f"{layer(trainer.model, trainer.model.batch_norm[0])} normalises over the batch in training mode"
+    return None
+
+
+def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[int | None, int]:
+    """Return the samples in a batch, None where the cells alone say it, and the bytes that go with them."""
+    size = _set(trainer, _BATCH[trainer.library])
+    if type(size) is not int and (trainer.library != "accelerate" or size is not None):
+        raise Unfit("how many samples a batch has is not known")
+    if size == 1:
+        raise Unfit("the batch has one sample: there is nothing to split")
+    held = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
+    if not held + (incident.requested or 0):
+        raise Unfit("no activations were found that smaller parts could save")
+    return size if type(size) is int else None, held + (incident.requested or 0)
+
+
+def _differs(trainer: TrainerFacts, code: CodeFacts, size: int | None, parts: int) -> Iterator[str]:
+    """Yield what comes out another way in parts."""
+    for draws in _draws(trainer, code):
+        yield f"{draws} draws other random numbers for parts of a batch than for the whole"
+    if trainer.weighs == "parts":
+        yield "each part counts the same, as it should only where the loss is a mean over samples"
+    leaves_out = _set(trainer, "dataloader_drop_last" if trainer.library == "transformers" else "drop_last")
+    rest = trainer.samples % size if trainer.samples is not None and size is not None else None
+    if leaves_out:
+        if rest is None or size is None or rest >= size // parts:
+            yield "samples that `drop_last` leaves out now would make one more step in each epoch"
+    elif trainer.weighs == "parts":
+        if rest is None or size is None:
+            yield "a last batch of an epoch with fewer samples would be weighted otherwise"
+        elif rest % (size // parts if trainer.library == "transformers" else size):
+            yield f"the last batch of an epoch, of {rest} samples, would be weighted otherwise"
+
+
+def _draws(trainer: TrainerFacts, code: CodeFacts) -> Iterator[str]:
+    if trainer.draws is not None:
+        yield trainer.draws
+        return
+    loops = [loop for loop in code.loops if loop.in_failing_run] if trainer.library == "accelerate" else []
+    models = [trainer.model] if trainer.model is not None else list(code.models) if loops else []
+    yield from (f"`{loop.draws[0]}`" for loop in loops if loop.draws)
+    yield from (layer(model, model.dropout[0]) for model in models if model.dropout)
+
+
+def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+    size, scales = _splittable(trainer, incident, evidence)
+    normalises = trainer.model is not None and bool(trainer.model.batch_norm)
+    return smaller(need(size, "how many samples a batch has is not known"), scales, least=2 if normalises else 1)
+
+
+def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:
+    in_force = _set(trainer, "bf16") or _set(trainer, "fp16")
+    named = _set(trainer, "precision") or _set(trainer, "mixed_precision")
+    if in_force or named not in {None, "32-true", "no"}:
+        raise Unfit("mixed precision is in force already, or another precision than 32 bits")
+    if evidence.code.half_weights:
+        raise Unfit("most of the weights take 2 bytes already")
+
+
+def weights(code: CodeFacts) -> int:
+    """Return the bytes of the weights that are trained: of the trainer's model, else of the notebook's."""
+    found = [one.model for one in code.trainers if one.model is not None]
+    return sum(model.parameter_bytes for model in found or code.models)
+
+
+def _checkpoint_blocks(trainer: TrainerFacts, *_: object) -> None:
+    if _set(trainer, "activation_checkpointing") or _set(trainer, "gradient_checkpointing"):
+        raise Unfit("the trainer recomputes activations already")
+
+
+def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | None:
+    """Return the Adam that a trainer has made by its setting ``optim``, None where no such trainer is running."""
+    trainer = owner(evidence.code, "lighter_optimizer")
+    if trainer is None:
+        return None
+    if trainer.given_optimizer:
+        raise Unfit("the trainer was given its optimizer, so its setting `optim` does not decide")
+    if _set(trainer, "optim") not in _ADAMS:
+        raise Unfit(f"the trainer steps by `{_set(trainer, 'optim')}`, not by AdamW of torch")
+    return (need(trainer.optimizer, "the trainer has made no optimizer yet"),)
+
+
+def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+    size = _set(trainer, "per_device_eval_batch_size")
+    room = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
+    if type(size) is not int or not room:
+        raise Unfit("no activations were found that smaller batches could save")
+    by_samples = trainer.model is not None and trainer.model.type_name.endswith(_BY_SAMPLES)
+    caveat = None if by_samples else "`eval_loss` averages over batches, so that smaller ones may change it a little"
+    found = tuple(
+        Proposal(
+            dose=Dose.of(chunks=chunks, through=trainer.library),
+            effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
+            saves=room * (chunks - 1) // chunks,
+            slowdown=1 + _OVERHEAD * chunks,
+            basis=f"estimate: 1/{chunks} of {format_size(room)} of activations and request at a time",
+            caveat=caveat,
+        )
+        for chunks in _PARTS
+        if size % chunks == 0
+    )
+    return need(found or None, f"an evaluation batch of {size} samples has no half")
+
+
+def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+    if kind_of_device(evidence) == "cpu":
+        raise Unfit("the predictions of the trainer are in host memory already")
+    if _set(trainer, "eval_accumulation_steps") is not None:
+        raise Unfit("the trainer moves predictions to host memory already (`eval_accumulation_steps`)")
+    if not trainer.gathered_bytes:
+        raise Unfit("the trainer had gathered no predictions")
+    basis = f"measured: the trainer had gathered {format_size(trainer.gathered_bytes)} of predictions"
+    return (Proposal(effect=Effect.EXACT, saves=trainer.gathered_bytes, basis=basis),)
+
+
+_Proposer: TypeAlias = Callable[[TrainerFacts, Incident, Evidence], tuple[Proposal, ...] | None]
+_PROPOSERS: Final[dict[str, _Proposer]] = {
+    "micro_batch": _micro_batch,
+    "smaller_batch": _smaller_batch,
+    "autocast": _autocast,
+    "checkpoint_blocks": _checkpoint_blocks,
+    "chunked_inference": _chunked_inference,
+    "offload_predictions": _offload_predictions,
+}

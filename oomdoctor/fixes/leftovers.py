@@ -1,0 +1,322 @@
+"""What nobody needs any more let go of: shown results, the traceback of an earlier failure, PyTorch's unused cache.
+
+``clear_output_cache``: ``Out[n]``, ``_n``, ``_``, ``__`` and ``___`` keep what the last line of a cell showed, a whole
+autograd graph included. Removed are just the entries that hold tensors and that the failing cell does not read; a name
+of the user's own for the same object is left alone. In the source, a semicolon behind the last line of the cell keeps
+its result out of the cache; the line still runs.
+
+``release_traceback``: IPython and the interpreter keep the last failure for ``%debug`` and ``%tb``, and its frames keep
+every local variable that they had. The failure at hand is left alone, as it is still to be shown and is released by the
+retry. An exception that a name of the user's holds keeps its traceback too: that name is the user's to delete.
+
+``release_cache``: the caching allocator gives its free segments back by itself before it fails, so ``empty_cache``
+never helps a tensor that PyTorch could not allocate. It does help what asks the driver: the handles and workspaces of
+cuBLAS and cuDNN, CuPy, JAX and TensorFlow in the same process. It is proposed for those alone, and where segments are
+wholly free. The cache fills again as the cell goes on, so this makes room for what is allocated once and early.
+
+What was let go of stays gone when the context is left: holding it to put it back would hold the memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
+from types import TracebackType
+from typing import Any, Final
+
+import libcst as cst
+
+from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.memory import DeviceMemory, Role
+from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.frames import chained, set_traceback, traceback_of
+from oomdoctor.objects.kinds import plain_dict
+from oomdoctor.objects.paths import Root
+from oomdoctor.objects.walk import Walk
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.magics import mask, parsed
+from oomdoctor.program.names import read_names
+
+_LAST: Final = ("_", "__", "___")
+_ENTRY: Final = re.compile(r"Out\[(\d+)\]")
+_REPLAY: Final = """\
+if NUMBER in Out:
+    _shell, _value = get_ipython(), Out.pop(NUMBER)
+    for _names in (_shell.user_ns, _shell.user_ns_hidden, vars(_shell.displayhook)):
+        _names.pop("_NUMBER", None)
+        _names.update([(_name, "") for _name in ("_", "__", "___") if _names.get(_name) is _value])
+    del _shell, _value, _names
+"""
+"""What makes a namespace as if the cell had not shown its result."""
+
+
+@proposing
+def _propose_outputs(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose to _clear it where the census found tensors that the output cache alone keeps alive."""
+    held = evidence.census.bytes_of(Role.OUTPUT_CACHE)
+    if not held:
+        raise Unfit("the output cache keeps no tensors alive")
+    basis = f"measured: the census found {format_size(held)} that only the output cache keeps"
+    yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
+
+
+@contextmanager
+def _apply_outputs(session: Session, dose: Dose) -> Iterator[None]:
+    """Clear the cache; what was removed is not put back."""
+    _clear(session)  # whose local names would keep it
+    yield
+
+
+def _clear(session: Session) -> None:
+    """Take every entry that holds tensors out of the output cache, those that the failing cell reads excepted."""
+    read = _names_read(session.cells.failing.source)
+    found = session.namespace.get("_oh")
+    outputs: dict[int, Any] = found if isinstance(found, dict) and not {"Out", "_oh"} & read else {}
+    freed = {number: value for number, value in outputs.items() if f"_{number}" not in read and _holds_tensor(value)}
+    places = _places(session)
+    gone = [*freed.values(), *(value for name in set(_LAST) - read if _holds_tensor(value := places[-1].get(name)))]
+    for names in places:
+        for number, value in freed.items():
+            if names.get(f"_{number}") is value:
+                del names[f"_{number}"]
+        for name in set(_LAST) - read:
+            if _is_one_of(names.get(name), gone):
+                names[name] = ""
+    for number in freed:
+        del outputs[number]
+    result = getattr(session.shell, "last_execution_result", None)
+    if result is not None and _is_one_of(result.result, gone):
+        result.result = None
+    del freed, gone, result
+    gc.collect()
+
+
+def _places(session: Session) -> list[dict[str, Any]]:
+    """Return where IPython keeps its names for results: the namespace, its list of hidden names, the display hook."""
+    hidden = getattr(session.shell, "user_ns_hidden", None)
+    hook = plain_dict(getattr(session.shell, "displayhook", None)) or {}
+    return [session.namespace, *([hidden] if isinstance(hidden, dict) else []), hook]
+
+
+def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
+    return any(value is one for one in others)
+
+
+def _names_read(source: str) -> set[str]:
+    """Return the names that the source reads; those of IPython's own lines count as read wherever they are named."""
+    hidden = {word for _, line in mask(source).hidden for word in re.findall(r"\w+", line)}
+    return hidden | (set(re.findall(r"\w+", source)) if parsed(source) is None else read_names(source))
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Tell whether a tensor hangs on ``value``, without running any code of the user's."""
+    return bool(Walk().run([(Root("Out"), value)]))
+
+
+def _patch_outputs(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Put a semicolon behind the last line of every cell whose result the census found in the cache."""
+    paths = [one.path for one in evidence.census.holdings if one.role is Role.OUTPUT_CACHE]
+    numbers = sorted({int(match[1]) for path in paths if (match := _ENTRY.match(path))})
+    if not numbers:
+        return Refused("no cell is known to have shown what the output cache keeps")
+    read = set().union(*(_names_read(cell.source) for cell in cells.history))
+    if read & {"Out", "_oh", *_LAST, *(f"_{number}" for number in numbers)}:
+        return Refused("a cell reads its results from the output cache")
+    edits = tuple(edit for cell in cells.history if cell.number in numbers for edit in _silenced(cell))
+    if not edits:
+        return Refused("the cells that showed it end in no expression that a semicolon could keep out of the cache")
+    return Patch(edits=edits)
+
+
+def _silenced(cell: Cell) -> Iterator[Edit]:
+    """Yield the change of a cell that ends in an expression to one that does not show it."""
+    parsed = rewriting.read(cell.source)
+    last = parsed.module.body[-1] if isinstance(parsed, rewriting.ParsedCell) and parsed.module.body else None
+    final = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else None
+    if isinstance(parsed, Refused) or not isinstance(last, cst.SimpleStatementLine) or not isinstance(final, cst.Expr):
+        return
+    if isinstance(final.semicolon, cst.MaybeSentinel):
+        quiet = last.with_changes(body=[*last.body[:-1], final.with_changes(semicolon=cst.Semicolon())])
+        after = rewriting.write(parsed, rewriting.replace(parsed.module, last, quiet))
+        if isinstance(after, str):
+            replay = _REPLAY.replace("NUMBER", str(cell.number))
+            yield Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
+
+
+_LAST_FAILURE: Final = ("last_exc", "last_type", "last_value", "last_traceback")
+
+
+@proposing
+def _propose_traceback(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose to let go where the census found tensors in the frames of an earlier failure."""
+    held = evidence.census.bytes_of(Role.TRACEBACK)
+    if not held:
+        raise Unfit("no earlier traceback keeps tensors alive")
+    basis = f"measured: the census found {format_size(held)} in the frames of an earlier failure"
+    yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
+
+
+@contextmanager
+def _apply_traceback(session: Session, dose: Dose) -> Iterator[None]:
+    """Let go of earlier tracebacks; nothing else changes, so there is nothing to undo."""
+    _release(session)
+    yield
+
+
+def _release(session: Session) -> None:
+    """Cut every holder of an earlier failure's traceback, then collect the cycles that frames form."""
+    shown = getattr(sys, "last_value", None)
+    if shown is not None and not _is_at_hand(session, shown):
+        _forget(session, shown)
+        for name in _LAST_FAILURE:
+            if hasattr(sys, name):
+                delattr(sys, name)
+    result = getattr(session.shell, "last_execution_result", None)
+    for name in ("error_in_exec", "error_before_exec"):
+        failed = getattr(result, name, None)
+        if isinstance(failed, BaseException) and not _is_at_hand(session, failed):
+            _forget(session, failed)
+    printer: Any = getattr(session.shell, "InteractiveTB", None)
+    printed = getattr(printer, "tb", None)
+    if isinstance(printed, TracebackType) and not _goes_through_failing_cell(session, printed):
+        printer.tb = None
+    del shown, result, printed
+    gc.collect()
+
+
+def _forget(session: Session, exc: BaseException) -> None:
+    """Take the tracebacks off ``exc`` and what it is chained to, leaving types and messages as they are."""
+    users = {id(value) for value in list(session.namespace.values()) if isinstance(value, BaseException)}
+    for link in chained(exc):
+        if id(link) not in users:
+            set_traceback(link, None)
+
+
+def _is_at_hand(session: Session, exc: BaseException) -> bool:
+    """Tell whether ``exc`` is the failure that is being looked at: handled now, or raised by the failing cell."""
+    handled = sys.exc_info()[1]
+    if handled is not None and any(exc is link for link in chained(handled)):
+        return True
+    return any(_goes_through_failing_cell(session, traceback_of(link)) for link in chained(exc))
+
+
+def _goes_through_failing_cell(session: Session, tb: TracebackType | None) -> bool:
+    numbers: dict[str, Any] = getattr(getattr(session.shell, "compile", None), "_filename_map", None) or {}
+    while tb is not None:
+        if numbers.get(tb.tb_frame.f_code.co_filename) == session.cells.failing.number:
+            return True
+        tb = tb.tb_next
+    return False
+
+
+def _patch_traceback(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Refuse: no line of the user's keeps the traceback."""
+    return Refused("nothing in the code to change: IPython and the interpreter keep the traceback of the last failure")
+
+
+_BESIDE: Final = {
+    Family.CUBLAS: "cuBLAS",
+    Family.CUDNN: "cuDNN",
+    Family.CUPY: "CuPy",
+    Family.JAX: "JAX",
+    Family.TF: "TensorFlow",
+}
+_KINDS: Final = frozenset({"cuda", "xpu"})
+_CLEARS: Final = re.compile(r"\bempty_cache\(")
+
+
+@proposing
+def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where something beside PyTorch's allocator was refused and PyTorch holds free segments."""
+    asker = _BESIDE.get(incident.family)
+    if asker is None:
+        raise Unfit("PyTorch's allocator gives its unused cache back by itself before it fails")
+    device = evidence.device
+    if device.simulated or device.name.partition(":")[0] not in _KINDS:
+        raise Unfit(f"no cache of PyTorch's is in use on {device.name}")
+    cached = _wholly_free(device)
+    if isinstance(cached, Unavailable):
+        raise Unfit(f"what PyTorch holds unused is not known: {cached.reason}")
+    if cached <= 0:
+        raise Unfit(f"PyTorch holds no segment on {device.name} that is wholly free")
+    basis = f"measured: {format_size(cached)} of PyTorch's segments are wholly free, and {asker} asks the driver"
+    dose = Dose.of(kind=device.name.partition(":")[0])
+    yield Proposal(dose=dose, effect=Effect.EXACT, saves=cached, slowdown=1.0, basis=basis)
+
+
+def _wholly_free(device: DeviceMemory) -> int | Unavailable:
+    """Return the bytes of segments without a live block: the others cannot be given back."""
+    counted = (device.reserved, device.allocated, device.inactive_split)
+    missing = next((one for one in counted if isinstance(one, Unavailable)), None)
+    if missing is not None:
+        return missing
+    reserved, allocated, split = (one for one in counted if not isinstance(one, Unavailable))
+    return reserved - allocated - split
+
+
+@contextmanager
+def _apply_cache(session: Session, dose: Dose) -> Iterator[None]:
+    """Give the unused cache back; no object of the program changes, so there is nothing to undo."""
+    session.accelerator.empty_cache()
+    yield
+
+
+@refusing
+def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Clear the cache at the start of the failing cell."""
+    cell = cells.failing
+    if _CLEARS.search(cell.source):
+        raise Unfit("the cell empties the cache already")
+    parsed = need(rewriting.read(cell.source))
+    leading = "\n".join(parsed.code(node) for node in takewhile(rewriting.is_import, parsed.module.body))
+    torch = import_lines.torch_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
+    name, imports = need(torch)
+    if torch != import_lines.torch_name(cells):
+        raise Unfit("torch is imported in the middle of the cell")
+    line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
+    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, line])
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+
+
+FIXES: Final = (
+    Fix(
+        id="clear_output_cache",
+        title="Take tensors out of IPython's output cache",
+        effect=Effect.EXACT,
+        cost="the results are no longer in Out",
+        propose=_propose_outputs,
+        apply=_apply_outputs,
+        patch=_patch_outputs,
+        is_tried=False,
+    ),
+    Fix(
+        id="release_traceback",
+        title="Let go of the traceback of an earlier failure",
+        effect=Effect.EXACT,
+        cost="%debug and %tb no longer reach that failure",
+        propose=_propose_traceback,
+        apply=_apply_traceback,
+        patch=_patch_traceback,
+        is_tried=False,
+    ),
+    Fix(
+        id="release_cache",
+        title="Give PyTorch's unused cache back to the driver",
+        effect=Effect.EXACT,
+        cost="segments are allocated anew as they are needed",
+        propose=_propose_cache,
+        apply=_apply_cache,
+        patch=_patch_cache,
+        is_tried=False,
+    ),
+)
