@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import libcst as cst
 
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._terms import Unfit, need, refusing
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import Final
 
-from oomdoctor.fixes._unfit import Unfit, need
-from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.fixes._terms import Unfit, need
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
@@ -239,54 +238,31 @@ def fixed_schedule(book: Book) -> str | None:
     return None
 
 
-class Steps(Enum):
-    """What goes on with the number of steps where batches are ``{}`` times smaller."""
-
-    OF_EPOCHS = "an epoch has {} times as many steps"
-    FIXED = "the loop takes as many steps as before, so it sees 1/{} of the samples"
-    UNKNOWN = "the same samples take {} times as many steps"
+def takes_fixed_steps(loops: Sequence[TrainingLoop]) -> bool:
+    """Return whether loops take as many steps as are written down, however small their batches."""
+    return all(re.fullmatch(r"t?range\(\d+(, \d+)?\)", loop.loader) for loop in loops)
 
 
-def steps_of(code: CodeFacts, loops: Sequence[TrainingLoop]) -> Steps:
-    """Return what decides how many steps ``loops`` take."""
-    found = {_steps(code, loop) for loop in loops}
-    return found.pop() if len(found) == 1 else Steps.UNKNOWN
-
-
-def _steps(code: CodeFacts, loop: TrainingLoop) -> Steps:
-    if loop.loader in dict(code.batch_sizes):
-        return Steps.OF_EPOCHS
-    try:
-        node = ast.parse(loop.loader, mode="eval").body
-    except SyntaxError:
-        return Steps.UNKNOWN
-    if _step(node) is not None:
-        return Steps.OF_EPOCHS
-    if not isinstance(node, ast.Call) or call_name(node).rpartition(".")[2] not in {"range", "trange"}:
-        return Steps.UNKNOWN
-    return Steps.FIXED if all(literal(arg) is not None for arg in node.args) else Steps.UNKNOWN
-
-
-def smaller(size: int, scales: int, *, least: int = 1, steps: Steps = Steps.OF_EPOCHS) -> tuple[Proposal, ...]:
+def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -> Iterator[Proposal]:
     """Propose batches of a whole part of ``size`` samples.
 
     Args:
         scales: bytes that grow with the batch.
         least: samples that a batch must keep.
-        steps: what goes on with their number.
+        is_fixed: as many steps are taken as before.
     """
-    found = tuple(
-        Proposal(
+    parts = [one for one in _DIVISORS if size % one == 0 and size // one >= least]
+    if not parts:
+        raise Unfit(f"a batch of {size} samples has no half")
+    for one in parts:
+        fixed = f"the loop takes as many steps as before, so it sees 1/{one} of the samples"
+        steps = fixed if is_fixed else f"the same samples take {one} times as many steps"
+        yield Proposal(
             dose=Dose.of(batch_size=size // one),
             effect=Effect.CHANGES_RESULT,
             saves=scales - scales // one,
-            slowdown=(1 + _OVERHEAD * one) / (one if steps is Steps.FIXED else 1),
+            slowdown=(1 + _OVERHEAD * one) / (one if is_fixed else 1),
             basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
-            caveat=f"each step averages over {size // one} samples and no longer over {size}, and "
-            f"{steps.value.format(one)}: the training goes another way, and the learning rate was chosen for the "
-            "larger batch",
+            caveat=f"each step averages over {size // one} samples and no longer over {size}, and {steps}: the "
+            "training goes another way, and the learning rate was chosen for the larger batch",
         )
-        for one in _DIVISORS
-        if size % one == 0 and size // one >= least
-    )
-    return need(found or None, f"a batch of {size} samples has no half")

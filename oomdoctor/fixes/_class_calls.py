@@ -16,7 +16,7 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._unfit import Unfit, need
+from oomdoctor.fixes._terms import Unfit, need
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.fix import Edit, Patch

@@ -15,7 +15,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._class_calls import last_name
-from oomdoctor.fixes._unfit import Unfit
+from oomdoctor.fixes._terms import Unfit
 from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within

@@ -33,7 +33,7 @@ from oomdoctor.fixes._step_statements import (
     takes_out,
     units_of,
 )
-from oomdoctor.fixes._unfit import Unfit
+from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from oomdoctor.fixes._unfit import Unfit, need
+from oomdoctor.fixes._terms import Unfit, need
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Loop, loop_at

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.fixes._samples import called
-from oomdoctor.fixes._unfit import Unfit
+from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import blocks_of

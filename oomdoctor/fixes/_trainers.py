@@ -23,8 +23,7 @@ from typing import Final, NamedTuple, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of, smaller
-from oomdoctor.fixes._preconditions import kind_of_device, layer, why_no_parts, why_not_short
-from oomdoctor.fixes._unfit import Unfit, need, refusing
+from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing, why_no_parts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -298,15 +297,17 @@ def _proposed(fix: str, incident: Incident, evidence: Evidence) -> tuple[Proposa
         return None
     if fix == "micro_batch" and trainer.library == "accelerate" and trainer.weighs != "parts":
         return None
-    return _PROPOSERS[fix](trainer, incident, evidence)
+    found = _PROPOSERS[fix](trainer, incident, evidence)
+    return None if found is None else tuple(found)
 
 
-def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
-    if (why := _couples(trainer, evidence.code) or why_not_short(incident, evidence)) is not None:
-        raise Unfit(why)
+def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    check(_couples(trainer, evidence.code))
+    check_short(incident, evidence)
     size, splittable = _splittable(trainer, incident, evidence)
-    found = tuple(
-        Proposal(
+    for parts in _whole_parts(size, "a batch"):
+        caveats = tuple(_differs(trainer, evidence.code, size, parts))
+        yield Proposal(
             dose=Dose.of(parts=parts, through=trainer.library),
             effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
             saves=splittable * (parts - 1) // parts,
@@ -314,11 +315,12 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
             basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
             caveat="; ".join(caveats) or None,
         )
-        for parts in _PARTS
-        if size is None or size % parts == 0
-        for caveats in [tuple(_differs(trainer, evidence.code, size, parts))]
-    )
-    return need(found or None, f"a batch of {size} samples has no half")
+
+
+def _whole_parts(size: int | None, what: str) -> list[int]:
+    """Return into how many parts of the same size it divides."""
+    found = [parts for parts in _PARTS if size is None or size % parts == 0]
+    return need(found or None, f"{what} of {size} samples has no half")
 
 
 def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
@@ -380,7 +382,7 @@ def _draws(trainer: TrainerFacts, code: CodeFacts) -> Iterator[str]:
     yield from (layer(model, model.dropout[0]) for model in models if model.dropout)
 
 
-def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     size, scales = _splittable(trainer, incident, evidence)
     normalises = trainer.model is not None and bool(trainer.model.batch_norm)
     return smaller(need(size, "how many samples a batch has is not known"), scales, least=2 if normalises else 1)
@@ -418,15 +420,15 @@ def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | None:
     return (need(trainer.optimizer, "the trainer has made no optimizer yet"),)
 
 
-def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     size = _set(trainer, "per_device_eval_batch_size")
     room = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     if type(size) is not int or not room:
         raise Unfit("no activations were found that smaller batches could save")
     by_samples = trainer.model is not None and trainer.model.type_name.endswith(_BY_SAMPLES)
     caveat = None if by_samples else "`eval_loss` averages over batches, so that smaller ones may change it a little"
-    found = tuple(
-        Proposal(
+    for chunks in _whole_parts(size, "an evaluation batch"):
+        yield Proposal(
             dose=Dose.of(chunks=chunks, through=trainer.library),
             effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
             saves=room * (chunks - 1) // chunks,
@@ -434,13 +436,9 @@ def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evid
             basis=f"estimate: 1/{chunks} of {format_size(room)} of activations and request at a time",
             caveat=caveat,
         )
-        for chunks in _PARTS
-        if size % chunks == 0
-    )
-    return need(found or None, f"an evaluation batch of {size} samples has no half")
 
 
-def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> Iterator[Proposal]:
     if kind_of_device(evidence) == "cpu":
         raise Unfit("the predictions of the trainer are in host memory already")
     if _set(trainer, "eval_accumulation_steps") is not None:
@@ -448,10 +446,10 @@ def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence)
     if not trainer.gathered_bytes:
         raise Unfit("the trainer had gathered no predictions")
     basis = f"measured: the trainer had gathered {format_size(trainer.gathered_bytes)} of predictions"
-    return (Proposal(effect=Effect.EXACT, saves=trainer.gathered_bytes, basis=basis),)
+    yield Proposal(effect=Effect.EXACT, saves=trainer.gathered_bytes, basis=basis)
 
 
-_Proposer: TypeAlias = Callable[[TrainerFacts, Incident, Evidence], tuple[Proposal, ...] | None]
+_Proposer: TypeAlias = Callable[[TrainerFacts, Incident, Evidence], Iterator[Proposal] | None]
 _PROPOSERS: Final[dict[str, _Proposer]] = {
     "micro_batch": _micro_batch,
     "smaller_batch": _smaller_batch,

@@ -30,9 +30,18 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._preconditions import ROUNDS, kind_of_device, native, why_not_training
 from oomdoctor.fixes._step_lines import StepLines, runs, step_lines
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import (
+    ROUNDS,
+    Unfit,
+    check_training,
+    kind_of_device,
+    native,
+    need,
+    proposing,
+    refusing,
+    running_loops,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -243,11 +252,11 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose the one precision that the device is made for."""
     code = evidence.code
     trainer = _trainers.owner(code, "autocast")
-    if trainer is None and (why := _why_not(evidence)) is not None:
-        raise Unfit(why)
+    if trainer is None:
+        _check(evidence)
     dtype = need(native(evidence))
-    if trainer is None and not any(loop.in_failing_run for loop in code.loops):
-        raise Unfit("no training loop was found in what the failing cell runs")
+    if trainer is None:
+        running_loops(evidence)
     activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _trainers.weights(code)
     saves = activations // 2 - weights // 2
     if saves <= 0:
@@ -267,22 +276,20 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     )
 
 
-def _why_not(evidence: Evidence) -> str | None:
+def _check(evidence: Evidence) -> None:
     code = evidence.code
     if code.autocast:
-        return "mixed precision is in force already"
+        raise Unfit("mixed precision is in force already")
     if code.half_weights:
-        return "most of the weights take 2 bytes already"
+        raise Unfit("most of the weights take 2 bytes already")
     if code.grad_disabled:
-        return "autograd is off, so no activations are kept that a smaller type would halve"
+        raise Unfit("autograd is off, so no activations are kept that a smaller type would halve")
     if not code.models:
-        return "no model was found among the notebook's objects"
-    if (why := why_not_training(evidence)) is not None:
-        return why
+        raise Unfit("no model was found among the notebook's objects")
+    check_training(evidence)
     called = " ".join(filter(None, (loop.loss_call for loop in code.loops if loop.in_failing_run)))
     if any(loss.type_name == "BCELoss" for loss in code.losses) or _BCE.search(called):
-        return _NO_BCE
-    return None
+        raise Unfit(_NO_BCE)
 
 
 @refusing

@@ -17,8 +17,7 @@ import libcst as cst
 
 from oomdoctor.fixes._class_calls import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._preconditions import check_host_room
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal

@@ -21,9 +21,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._preconditions import found_or_asked, model_facts, why_not_short
 from oomdoctor.fixes._recompute_choice import choices
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_short, found_or_asked, model_facts, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -65,8 +64,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         raise Unfit("no model was found with parts that keep more than their input")
     if all(model.switches and not model.training for model in models):
         raise Unfit(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
-    if (why := why_not_short(incident, evidence)) is not None:
-        raise Unfit(why)
+    check_short(incident, evidence)
     activations = found_or_asked(incident, evidence)
     if not activations:
         raise Unfit("no activations were found that recomputing could save")

@@ -33,7 +33,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._unfit import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, proposing, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts, ReplicaFacts

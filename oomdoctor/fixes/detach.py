@@ -21,8 +21,7 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import sites_of
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

@@ -20,7 +20,7 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _class_calls, ddp_memory
 from oomdoctor.fixes._class_calls import with_keyword
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence

@@ -29,9 +29,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._preconditions import check_host_room, running_loops
 from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing, running_loops
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import native
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, native, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence

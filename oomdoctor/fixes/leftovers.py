@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal

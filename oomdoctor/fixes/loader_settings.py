@@ -26,8 +26,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
-from oomdoctor.fixes._preconditions import check_host
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence

@@ -21,11 +21,20 @@ import libcst as cst
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._preconditions import model_facts, why_no_parts, why_not_short, why_not_training
 from oomdoctor.fixes._samples import LossForm, called, loss_made_by
 from oomdoctor.fixes._step import Split, plan
 from oomdoctor.fixes._step_statements import unmoved
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import (
+    Unfit,
+    check,
+    check_short,
+    check_training,
+    model_facts,
+    need,
+    proposing,
+    refusing,
+    why_no_parts,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -90,13 +99,10 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     loops = [loop for loop in code.loops if loop.in_failing_run]
     if not loops and not code.sites.get("micro_batch"):
         raise Unfit("no backward pass was found in what the failing cell runs")
-    if (why := why_not_training(evidence)) is not None:
-        raise Unfit(why)
+    check_training(evidence)
     for loop in loops:
-        if (why := why_no_parts(code, loop)) is not None:
-            raise Unfit(why)
-    if (why := why_not_short(incident, evidence)) is not None:
-        raise Unfit(why)
+        check(why_no_parts(code, loop))
+    check_short(incident, evidence)
     activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
     splittable = activations + (incident.requested or 0)
     if not splittable:
@@ -178,8 +184,7 @@ def _writer(
     if region.loop is not None and _goes_through_parts(region.loop):
         raise Unfit("the batch is taken in parts already")
     facts = facts_of(program, code, region)
-    if why := why_no_parts(code, facts):
-        raise Unfit(why)
+    check(why_no_parts(code, facts))
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
     cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain

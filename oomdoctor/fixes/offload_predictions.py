@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._unfit import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

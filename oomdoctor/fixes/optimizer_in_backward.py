@@ -22,8 +22,7 @@ from functools import wraps
 from typing import Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import running_loops
-from oomdoctor.fixes._unfit import Unfit, proposing
+from oomdoctor.fixes._terms import Unfit, proposing, running_loops
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

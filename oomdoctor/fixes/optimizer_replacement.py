@@ -24,8 +24,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _class_calls, _trainers
-from oomdoctor.fixes._preconditions import kind_of_device
-from oomdoctor.fixes._unfit import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, kind_of_device, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence

@@ -27,8 +27,7 @@ import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._preconditions import sites_of
-from oomdoctor.fixes._unfit import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence

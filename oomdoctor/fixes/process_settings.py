@@ -31,8 +31,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import check_host
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal

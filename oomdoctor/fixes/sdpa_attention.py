@@ -29,8 +29,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
-from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, why_not_short
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -83,8 +82,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         raise Unfit("a gradient is taken of gradients, which fused kernels do not give")
     if evidence.device.tensor_device == "cpu" and drops is not None:
         raise Unfit(f"{drops} drops weights of attention, for which PyTorch has no fused kernel on the CPU")
-    if (why := why_not_short(incident, evidence)) is not None:
-        raise Unfit(why)
+    check_short(incident, evidence)
     held = evidence.census.holdings
     samples = {one.shape[0] for one in held if one.role is Role.BATCH and one.shape}
     size = sum(_square_bytes(one, samples) for one in held)

@@ -14,9 +14,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._batch_sizes import Steps, fixed_schedule, sizes_of, smaller, steps_of
-from oomdoctor.fixes._preconditions import layer, model_facts, running_loops, why_not_training
-from oomdoctor.fixes._unfit import Unfit, proposing, refusing
+from oomdoctor.fixes._batch_sizes import fixed_schedule, sizes_of, smaller, takes_fixed_steps
+from oomdoctor.fixes._terms import (
+    Unfit,
+    check_training,
+    layer,
+    model_facts,
+    proposing,
+    refusing,
+    running_loops,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -63,8 +70,7 @@ def _taken(numbers: tuple[Number, ...], size: int | None) -> tuple[Number, ...]:
 def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose batches of a half of the samples down to a 32nd of them."""
     loops = running_loops(evidence)
-    if (why := why_not_training(evidence)) is not None:
-        raise Unfit(why)
+    check_training(evidence)
     size = _samples(evidence, loops)
     if size is None:
         raise Unfit("the census found no batch of the loop, so how many samples it has is not known")
@@ -74,7 +80,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     scales += incident.requested or 0
     if not scales:
         raise Unfit("no activations were found that a smaller batch could save")
-    yield from smaller(size, scales, steps=steps_of(evidence.code, loops))
+    yield from smaller(size, scales, is_fixed=takes_fixed_steps(loops))
 
 
 def _samples(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
@@ -110,7 +116,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         taken = _taken(found, _samples(evidence, [loop]))
         numbers |= {id(number.node): number for number in taken if number.value > size}
         largest = max([largest, *(number.value for number in found)])
-    if steps_of(code, loops) is not Steps.FIXED and (call := fixed_schedule(book)) is not None:
+    if not takes_fixed_steps(loops) and (call := fixed_schedule(book)) is not None:
         raise Unfit(f"`{call}` is a schedule over so many steps and raises beyond it: there would be more")
     if not numbers:
         raise Unfit(f"the cells set batches of {largest} samples, which are not larger than {size}")

@@ -19,9 +19,17 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import layer, model_facts, running_loops, why_not_training
 from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import (
+    Unfit,
+    check_training,
+    layer,
+    model_facts,
+    need,
+    proposing,
+    refusing,
+    running_loops,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -71,8 +79,7 @@ def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
 
 def _scales(incident: Incident, evidence: Evidence) -> int:
     """Return the bytes that grow with the inputs."""
-    if (why := why_not_training(evidence)) is not None:
-        raise Unfit(why)
+    check_training(evidence)
     scales = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     if not scales:
         raise Unfit("no activations were found that smaller inputs could save")

@@ -11,7 +11,7 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import checkpoint_blocks, micro_batch
-from oomdoctor.fixes._preconditions import why_not_short, why_not_training
+from oomdoctor.fixes._terms import check_short, check_training, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
@@ -44,7 +44,7 @@ def evidence(activations: int, found: int) -> Evidence:
 def test_a_step_of_the_optimizer_is_short_of_its_own_state(
     incident: Incident, activations: int, is_short: bool
 ) -> None:
-    assert (why_not_short(incident, evidence(activations, 100 << 20)) is None) == is_short
+    assert (refusing(check_short)(incident, evidence(activations, 100 << 20)) is None) == is_short
 
 
 @pytest.mark.parametrize("fix", [checkpoint_blocks, chunked_forward])
@@ -92,8 +92,8 @@ def test_a_loop_that_was_not_running_is_not_changed(fix) -> None:
 def test_one_loop_of_several_that_was_running_is_enough() -> None:
     base = evidence(64 << 20, 100 << 20)
     loops = (replace(live.loop(2, 3), was_running=False), live.loop(2, 9))
-    assert why_not_training(replace(base, code=replace(base.code, loops=loops))) is None
-    assert why_not_training(replace(base, code=replace(base.code, loops=()))) is None
+    check_training(replace(base, code=replace(base.code, loops=loops)))
+    check_training(replace(base, code=replace(base.code, loops=())))
 
 
 EPOCH = """\

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split, get
 from oomdoctor.fixes._split import in_parts
-from oomdoctor.fixes.chunked_runs import TOLERANCE
+from oomdoctor.fixes.chunks import TOLERANCE
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -24,6 +24,8 @@ from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions
+
+FIX = get("chunked_forward")
 
 FIX = get("chunked_inference")
 patch, propose = FIX.patch, FIX.propose

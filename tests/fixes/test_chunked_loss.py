@@ -12,12 +12,16 @@ from torch import nn
 
 from oomdoctor import chunked_loss
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes.chunked_loss import FIX, TOLERANCE, patch, propose
+from oomdoctor.fixes import get
+from oomdoctor.fixes.chunks import TOLERANCE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+
+FIX = get("chunked_loss")
+patch, propose = FIX.patch, FIX.propose
 
 FOUR = Dose.of(chunks=4)
 WORDS = 50

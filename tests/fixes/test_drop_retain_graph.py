@@ -10,12 +10,15 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes.drop_retain_graph import FIX, patch, propose
+from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+
+FIX = get("drop_retain_graph")
+patch, propose = FIX.patch, FIX.propose
 
 LOOP = """
     losses = []

@@ -12,13 +12,16 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes.load_mmap import FIX, patch, propose
+from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+
+FIX = get("load_mmap")
+patch, propose = FIX.patch, FIX.propose
 
 TENSORS = ((Role.USER_TENSOR, 5 << 20), (Role.PARAMETER, 5 << 20))
 

@@ -11,13 +11,16 @@ import torch
 from observed import facts, site
 from torch import nn
 
-from oomdoctor.fixes.no_grad_eval import FIX, patch, propose
+from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.testing import assert_heals
+
+FIX = get("no_grad_eval")
+patch, propose = FIX.patch, FIX.propose
 
 SETUP = """
     import torch

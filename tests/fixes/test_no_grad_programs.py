@@ -10,9 +10,12 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.fixes.no_grad_eval import patch
+from oomdoctor.fixes import get
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Patch
+
+FIX = get("no_grad_eval")
+patch = FIX.patch
 
 SEEDS = range(60, 160)
 NAMES = ("a", "b", "c")

@@ -533,7 +533,7 @@ def test_proposals_divide_the_batch_of_the_loader() -> None:
     assert [proposal.dose["batch_size"] for proposal in made] == [16, 8, 4, 2, 1]
     assert all(proposal.effect is Effect.CHANGES_RESULT for proposal in made)
     assert made[0].caveat == (
-        "each step averages over 16 samples and no longer over 32, and an epoch has 2 times as many steps: the "
+        "each step averages over 16 samples and no longer over 32, and the same samples take 2 times as many steps: the "
         "training goes another way, and the learning rate was chosen for the larger batch"
     )
     scales = (64 << 20) + (1 << 20)
@@ -543,7 +543,6 @@ def test_proposals_divide_the_batch_of_the_loader() -> None:
 
 
 FIXED = "the loop takes as many steps as before, so it sees 1/4 of the samples"
-EPOCHS = "an epoch has 4 times as many steps"
 EITHER = "the same samples take 4 times as many steps"
 
 
@@ -553,8 +552,8 @@ EITHER = "the same samples take 4 times as many steps"
         ((DATA, MODEL, DRAWN, STEPS), FIXED),
         ((DATA, MODEL, DRAWN, STEPS.replace("range(3)", "range(len(X) // bs)")), EITHER),
         ((DATA, MODEL, DRAWN, "    done = 0\n" + STEPS.replace("for step in range(3)", "while done < 1")), EITHER),
-        ((DATA, MODEL, SLICES), EPOCHS),
-        ((DATA, MODEL, LOADER, LOOP), EPOCHS),
+        ((DATA, MODEL, SLICES), EITHER),
+        ((DATA, MODEL, LOADER, LOOP), EITHER),
         ((DATA, MODEL, LOADER, FIT, "    fit(model, train_loader, optimizer)\n"), EITHER),
     ],
     ids=["so many steps", "steps of a name", "while", "slices", "loader", "loader of a function"],

@@ -1,29 +1,35 @@
-"""Evaluation and prediction without gradients: ``torch.no_grad()`` around what is never differentiated.
+"""Graphs that are kept though no gradient is taken through them: by ``retain_graph=True``, and in evaluation.
 
-``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes. Evidence names the
-loops and statements of which the cells show that no gradient is taken of anything they make; they stand in a ``with``.
-A function that gives something with a graph to whoever calls it stays as it is, because another cell may train by it.
+``drop_retain_graph``: without it, ``backward`` frees each saved tensor as soon as it has used it. With it, the
+activations of a step live on until its loss is bound anew, after the next forward: two steps share the device.
+Gradients of gradients, and another backward in the step, need it, and are refused; so is a state carried over steps,
+which has to be cut first. Gradients are the same bit for bit: where the graph is used again otherwise, torch raises,
+and the attempt is rolled back.
+
+``no_grad_eval``: ``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes.
+The loops and statements of which the cells show that no gradient is taken of anything they make stand in a ``with``. A
+function that gives something with a graph to whoever calls it stays as it is, because another cell may train by it.
 ``no_grad`` and not ``inference_mode``: what it makes may still be part of a later computation that is differentiated.
-
 Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
 inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as
 one that changes the result. So it is where something keeps what a model in training mode made beyond the cell: a later
-cell may train on it, and would do so without a word and without that model. There is no live form: what to run without
-gradients is a matter of the source.
+cell may train on it, and would do so without a word and without that model.
+
+There is no live form: what to keep a graph of is a matter of the source.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import found_or_asked, sites_of
-from oomdoctor.fixes._unfit import Unfit, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, found_or_asked, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -37,9 +43,113 @@ from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
-from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.definitions import Program
+from oomdoctor.program import import_lines, rewriting, words
+from oomdoctor.program.arguments import without_keyword
+from oomdoctor.program.dataflow import ancestors
+from oomdoctor.program.definitions import Program, Scope, site
+from oomdoctor.program.gradients import Graphs
+from oomdoctor.program.ground import ground
 from oomdoctor.program.kept_tensors import outliving, undifferentiated
+from oomdoctor.program.names import blocks_of, own_nodes
+
+_NOTHING: Final = "no backward keeps its graph"
+_CARRIED: Final = "a state carried over steps needs the graphs of the steps before: it has to be cut first"
+_LOSS: Final = re.compile(r"[^\W\d]\w*")
+_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
+_DROPS: Final = "retain_graph"
+
+
+def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find each ``backward`` that keeps its graph: ``retain_graph`` where that can be dropped, else named why not."""
+    calls = [
+        (scope, node)
+        for scope in ground(program).reach
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Call) and words.last_name(node) == "backward" and _keeps_graph(node)
+    ]
+    graphs = Graphs(program, {}) if calls else None
+    return tuple(site(_kind(graphs, scope, call), scope, call) for scope, call in calls if graphs is not None)
+
+
+def _keeps_graph(call: ast.Call) -> bool:
+    values = [one.value for one in call.keywords if one.arg in {"retain_graph", "create_graph"}] + call.args[1:2]
+    return any(isinstance(value, ast.Constant) and value.value is True for value in values)
+
+
+def _kind(graphs: Graphs, scope: Scope, call: ast.Call) -> str:
+    """Return ``retain_graph`` where no further gradient is taken in the step of a call, else why it is kept."""
+    keywords = {one.arg: one.value for one in call.keywords}
+    if "create_graph" in keywords and ast.unparse(keywords["create_graph"]) != "False":
+        return "create_graph"
+    if "retain_graph" not in keywords:
+        return "the argument is not given by name: it is not known what else uses the graph"
+    path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
+    loops = [outer for outer, inner in pairwise(path) if isinstance(outer, _LOOPS) and inner in outer.body]
+    for node in _later(path, loops[-1] if loops else path[0]):
+        every = [node, *(part for one in graphs.called([node]) for part in one.body)]
+        calls = (one for part in every for one in ast.walk(part) if isinstance(one, ast.Call))
+        if any(words.last_name(one) in words.TAKES_GRADIENT | {"fit"} for one in calls):
+            return "another gradient is taken after it in the same step"
+    return _DROPS
+
+
+def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of ``step`` that come after the last of ``path``."""
+    for outer, inner in pairwise(path[path.index(step) :]):
+        for block in blocks_of(outer):
+            if inner in block:
+                yield from block[block.index(inner) + 1 :]
+
+
+@proposing
+def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where a backward keeps its graph and graphs take memory."""
+    code, census = evidence.code, evidence.census
+    place = code.first("drop_retain_graph")
+    if place is None:
+        raise Unfit(_NOTHING)
+    if code.first("detach_state") is not None:
+        raise Unfit(_CARRIED)
+    loss = _LOSS.match(place.text)
+    held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
+    kept = held + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
+    basis = f"measured: the census found {format_size(kept)} of graphs that earlier results keep"
+    if not kept:
+        kept = census.bytes_of(Role.ACTIVATION) // 2
+        basis = f"estimate: half of the {format_size(2 * kept)} of activations, as two steps share the device"
+    if not kept:
+        raise Unfit("the census found no graphs or activations that a backward keeps")
+    yield Proposal(effect=Effect.EXACT, saves=kept, basis=basis)
+
+
+@refusing
+def _patch_drop(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Take the argument out of every call that does not need it."""
+    sites = evidence.code.sites.get("drop_retain_graph", ())
+    dropped = [one for one in sites if one.kind == _DROPS]
+    if not sites:
+        raise Unfit(_NOTHING)
+    if evidence.code.first("detach_state") is not None:
+        raise Unfit(_CARRIED)
+    if not dropped:
+        why = "the gradients are differentiated themselves (create_graph)"
+        raise Unfit(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
+        lines = {(one.line, one.end_line) for one in here}
+        calls = [node for node, at in parsed.positions.items() if (at.start.line, at.end.line) in lines]
+        return {
+            node: without_keyword(node, _DROPS)
+            for node in calls
+            if isinstance(node, cst.Call) and _gives_argument(node)
+        }
+
+    return rewriting.at_sites(cells, dropped, change)
+
+
+def _gives_argument(call: cst.Call) -> bool:
+    return any(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
+
 
 _NO_PLACE: Final = (
     "the failing cell runs no model with gradients on where it is certain that nothing is differentiated afterwards"
@@ -54,7 +164,7 @@ _OF_STEP: Final = re.compile(r"local `[^`]*` of (forward|backward) at ")
 """A tensor that a layer or a backward pass is at work on."""
 
 
-def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+def _detect_undifferentiated(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find what runs a model and is never differentiated, with the names that keep a graph when the cell has ended.
 
     It is ``trainable`` where a later cell may train on what is kept: a model that is run is in training mode, or may be
@@ -96,7 +206,7 @@ def _wants_grad(value: Any) -> bool:
 
 
 @proposing
-def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+def _propose_no_grad(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where activations are kept and the failing cell runs a model for which nobody needs them."""
     code = evidence.code
     if code.grad_disabled:
@@ -161,7 +271,7 @@ def _only_trains(evidence: Evidence) -> TrainingLoop | None:
 
 
 @refusing
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+def _patch_no_grad(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put every place under ``no_grad``."""
     sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     return rewriting.at_sites(cells, sites, partial(_changed, cells=cells))
@@ -210,12 +320,23 @@ def _under_no_grad(group: Sequence[rewriting.Statement], torch: str) -> cst.With
     )
 
 
-FIX: Final = Fix(
-    id="no_grad_eval",
-    title="Evaluate without keeping activations for a backward pass",
-    effect=Effect.EXACT,
-    cost="nothing: it is faster",
-    propose=propose,
-    patch=patch,
-    detect=detect,
+FIXES: Final = (
+    Fix(
+        id="drop_retain_graph",
+        title="Let backward free its graph",
+        effect=Effect.EXACT,
+        cost="nothing",
+        propose=_propose_drop,
+        patch=_patch_drop,
+        detect=_detect_kept,
+    ),
+    Fix(
+        id="no_grad_eval",
+        title="Evaluate without keeping activations for a backward pass",
+        effect=Effect.EXACT,
+        cost="nothing: it is faster",
+        propose=_propose_no_grad,
+        patch=_patch_no_grad,
+        detect=_detect_undifferentiated,
+    ),
 )

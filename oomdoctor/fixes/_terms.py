@@ -1,20 +1,80 @@
-"""What fixes ask of the evidence before they are proposed: what is short, on which device, and what a model allows."""
+"""The terms that fixes are written in: why none is proposed or written, what is short, and what a model allows.
+
+A reader of code goes some calls deep before it finds that a change cannot be written. ``Unfit`` never leaves the fixes:
+it is raised where that is found, and returned as ``Refused`` to whoever asked.
+"""
 
 from __future__ import annotations
 
 import re
-from functools import reduce
-from typing import Final
+from collections.abc import Callable, Iterable
+from functools import reduce, wraps
+from typing import Final, ParamSpec, TypeVar
 
-from oomdoctor.fixes._unfit import Unfit, need
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import HostMemory, Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
+
+Found = TypeVar("Found")
+Given = ParamSpec("Given")
+
+
+class Unfit(Exception):
+    """The change cannot be made so that it is right; the text says why, for the user."""
+
+
+def need(found: Found | Refused | None, why: str = "") -> Found:
+    """Return what was found.
+
+    Raises:
+        Unfit: it was refused, or is not there, which ``why`` tells.
+    """
+    if isinstance(found, Refused):
+        raise Unfit(found.reason)
+    if found is None:
+        raise Unfit(why)
+    return found
+
+
+def check(why: str | None) -> None:
+    """Raise ``Unfit`` where there is a reason."""
+    if why is not None:
+        raise Unfit(why)
+
+
+def refusing(write: Callable[Given, Found]) -> Callable[Given, Found | Refused]:
+    """Return ``write``, which returns a refusal where it raises ``Unfit``."""
+
+    @wraps(write)
+    def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found | Refused:
+        try:
+            return write(*args, **kwargs)
+        except Unfit as why:
+            return Refused(str(why))
+
+    return asked
+
+
+def proposing(
+    propose: Callable[[Incident, Evidence], Iterable[Proposal]],
+) -> Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]:
+    """Return what gives the proposals that ``propose`` yields, or a refusal where it raises ``Unfit``."""
+
+    @wraps(propose)
+    def asked(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
+        try:
+            return tuple(propose(incident, evidence))
+        except Unfit as why:
+            return Refused(str(why))
+
+    return asked
+
 
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
@@ -30,20 +90,18 @@ _LEAST_RATIO: Final = 0.05
 """Of what was found: fewer activations than this, in an optimizer's step, are not what that step is short of."""
 
 
-def why_not_short(incident: Incident, evidence: Evidence) -> str | None:
-    """Return why fewer activations would not have helped, None where they may.
+def check_short(incident: Incident, evidence: Evidence) -> None:
+    """Raise ``Unfit`` where fewer activations would not have helped.
 
     An optimizer's step comes when the backward pass has freed the activations: what it asks for is state of its own.
     """
     frame = incident.framework_frame or ""
     if _runs_none(evidence) and frame and not _OF_LIBRARY.match(frame):
-        return "the failing cell calls no model, as far as can be seen"
-    if not frame.startswith(_OPTIMIZERS):
-        return None
+        raise Unfit("the failing cell calls no model, as far as can be seen")
     held, found = evidence.census.bytes_of(Role.ACTIVATION), evidence.census.found
-    if held > _LEAST_RATIO * found:
-        return None
-    return f"memory ran out in the optimizer's step, when activations held {format_size(held)} of {format_size(found)}"
+    if frame.startswith(_OPTIMIZERS) and held <= _LEAST_RATIO * found:
+        holding = f"when activations held {format_size(held)} of {format_size(found)}"
+        raise Unfit(f"memory ran out in the optimizer's step, {holding}")
 
 
 def _runs_none(evidence: Evidence) -> bool:
@@ -52,15 +110,14 @@ def _runs_none(evidence: Evidence) -> bool:
     return code.runs_model is False and not code.trainers and not any(loop.in_failing_run for loop in code.loops)
 
 
-def why_not_training(evidence: Evidence) -> str | None:
-    """Return why a change of the training loops of the failing run would not have helped, None where it may.
+def check_training(evidence: Evidence) -> None:
+    """Raise ``Unfit`` where a change of the training loops of the failing run would not have helped.
 
     Evaluation after an epoch runs when the last training step has freed what it took.
     """
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if not loops or any(loop.was_running for loop in loops):
-        return None
-    return f"memory ran out when the training loop of {loops[0].where} was not running"
+    if loops and not any(loop.was_running for loop in loops):
+        raise Unfit(f"memory ran out when the training loop of {loops[0].where} was not running")
 
 
 def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:

@@ -1,0 +1,361 @@
+"""A model or its loss run over parts of the batch, recomputed in the backward pass where there is one.
+
+``chunked_forward``: ``model(x)`` becomes ``in_parts(model, 4)(x)`` where the failing cell calls a model, in functions
+and modules of the user's as well. The loss and its one backward stay as they are, so what couples the samples in the
+loss is kept. A forward that draws random numbers without dropout that was announced, changes state of its own, or
+returns what is not made of rows for the samples (a loss) is refused as it runs; BatchNorm in training mode before.
+``chunked_inference``: without gradients nothing is kept of a part but its result, which is written into the whole one.
+Where the code moves the batch to the device in the call, the parts are moved one by one. The results are equal up to
+rounding: libraries choose other kernels for other numbers of rows. That a sample's output does not depend on the
+others is shown by the trial of both programs.
+
+``chunked_loss``: over a large vocabulary the loss keeps log-probabilities as large as the logits, and its backward pass
+makes two gradients of that size. A row's loss depends on that row alone: what is called becomes
+``chunked_loss(F.cross_entropy, 8)``, which reads its options as it runs and refuses what has no rows of classes. The
+mean is over all rows that count, weighted by their classes, not the mean of means of chunks. Calls are told by the
+function's name, or by what is called being such a loss of the namespace. Limits: the logits themselves are the model's,
+and stay; a loss that a library takes inside of a model's forward is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import libcst as cst
+import libcst.matchers as m
+
+from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._terms import (
+    HELD,
+    NUMBER_BYTES,
+    Unfit,
+    check,
+    check_short,
+    check_training,
+    couples,
+    found_or_asked,
+    proposing,
+    refusing,
+    takes_note,
+)
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.code import CodeFacts, ModelFacts
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
+from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.kinds import child_path
+from oomdoctor.objects.known import Objects
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.definitions import Program, Scope, site
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import call_name, own_nodes
+
+TOLERANCE: Final = 1e-5
+"""Relative difference of losses, gradients and outputs in float32: sums over the batch are taken in another order."""
+_CHUNKS: Final = (2, 4, 8, 16)
+_CHUNKS_OF_PREDICTIONS: Final = (2, 4, 16, 64)
+_FORWARD_SHARE: Final = 1 / 3
+"""A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
+_OVERHEAD: Final = 0.001
+"""Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
+_TO_DEVICE: Final = m.Call(func=m.Attribute(attr=m.Name("cuda")), args=[]) | m.Call(
+    func=m.Attribute(attr=m.Name("to")),
+    args=[m.Arg(m.SimpleString() | m.Name(m.MatchRegex(r"(?i)(\w*_)?dev(ice)?")), keyword=None)],
+)
+_OTHERWISE: Final = (".generate", ".forward")
+"""Ends of what is called where a model is not simply called."""
+
+
+@proposing
+def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose 2 to 16 parts, no more than the batch has samples where that is known."""
+    models = _models(evidence)
+    for model in models:
+        check(couples(model))
+    check_short(incident, evidence)
+    activations = found_or_asked(incident, evidence)
+    dropout = next((name for model in models if model.training for name in model.dropout), None)
+    for chunks in _doses(_CHUNKS, activations, evidence):
+        yield Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
+            saves=activations * (chunks - 1) // chunks,
+            slowdown=1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE,
+            basis=f"estimate: 1/{chunks} of {format_size(activations)} of activations at a time",
+            caveat=dropout and f"{dropout} draws other random numbers for parts of a batch than for the whole",
+        )
+
+
+@_trainers.first("chunked_inference")
+@proposing
+def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose 2 to 64 parts, no more than the batch has samples where that is known."""
+    if not evidence.code.grad_disabled:
+        raise Unfit("the failing line runs with gradients on, so that activations of every part would be kept")
+    _check_apart(_models(evidence))
+    size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
+    for chunks in _doses(_CHUNKS_OF_PREDICTIONS, size, evidence):
+        yield Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.EQUIVALENT,
+            saves=size * (chunks - 1) // chunks,
+            slowdown=1 + _OVERHEAD * chunks,
+            basis=f"estimate: 1/{chunks} of {format_size(size)} of activations and request at a time",
+        )
+
+
+def _models(evidence: Evidence) -> list[ModelFacts]:
+    models = [model for model in evidence.code.models if model.parameter_bytes]
+    if not models:
+        raise Unfit("no model was found among the names of the notebook")
+    return models
+
+
+def _doses(counts: Sequence[int], size: int, evidence: Evidence) -> list[int]:
+    """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
+    if not size:
+        raise Unfit("no activations were found that splitting the batch could save")
+    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
+    fitting = [count for count in counts if not batches or count <= max(batches)]
+    if not fitting:
+        raise Unfit("the batch has one sample: there is nothing to split")
+    return fitting
+
+
+def _check_apart(models: Sequence[ModelFacts]) -> None:
+    """Raise ``Unfit`` where the samples of a batch cannot be run apart with the same results."""
+    for model in models:
+        if model.training and model.dropout and not model.batch_norm:
+            raise Unfit(f"{child_path(model.path, model.dropout[0])} drops values: `{model.path}` is in training mode")
+        check(couples(model))
+
+
+@refusing
+def _patch_forward(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Have the calls of models in what the failing cell runs made over parts of the batch."""
+    for model in evidence.code.models:
+        check(couples(model) or takes_note(model, own=True))
+    check_training(evidence)
+    return _in_parts(cells, evidence.code.sites.get("half_weights", ()), dose)
+
+
+@refusing
+def _patch_inference(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Have the calls of models in what the failing cell runs made over parts of the batch, moved one by one."""
+    code = evidence.code
+    if (through := _trainers.patched("chunked_inference", cells, evidence, dose)) is not None:
+        return through
+    if not code.grad_disabled:
+        raise Unfit("the failing line runs with gradients on")
+    _check_apart(code.models)
+    sites = code.sites.get("half_weights", ())
+    if any(loop.in_failing_run for loop in code.loops):
+        sites = tuple(one for one in sites if one.kind == "prediction")
+        if not sites:
+            raise Unfit("the failing cell trains as well: which of its calls are predictions cannot be told")
+    return _in_parts(cells, sites, dose, moves=True)
+
+
+def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = False) -> Patch | Refused:
+    """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model in what the failing cell runs.
+
+    Args:
+        found: by ``inference_precision.detect_runs``.
+        moves: let it move the parts of what a call moves to the device.
+    """
+    sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(_OTHERWISE)]
+    if any("in_parts(" in cell.source for cell in cells.history):
+        raise Unfit("a model is given parts of the batch already")
+    if not sites:
+        raise Unfit("no call of a model was found in what the failing cell runs")
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module:
+        name = import_lines.name_for("oomdoctor", "in_parts", cells.beside(cells.get(here[0].cell)), "model_in_parts")
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for call in rewriting.within(parsed.module, cst.Call):
+            called = {one.names[-1] for one in here if one.line == parsed.lines_of(call)[0]}
+            model = rewriting.text_of(call.func) if called else ""
+            if called and ast.unparse(ast.parse(model, mode="eval")) in called:
+                changes[call.func] = cst.parse_expression(f"{name}({model}, {dose.number('chunks')})")
+                first = call.args[0].value if call.args else None
+                if moves and isinstance(first, cst.Call) and m.matches(first, _TO_DEVICE):
+                    changes[first] = cst.ensure_type(first.func, cst.Attribute).value
+        imports = [import_lines.source_of("oomdoctor", "in_parts", name)]
+        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+    return rewriting.at_sites(cells, sites, change)
+
+
+_OVERHEAD_OF_LOSS: Final = 0.02
+"""Time of taking each chunk's log-probabilities twice, as a share of a step. A round figure, not measured."""
+
+_WORTH: Final = 1 / 20
+"""What the log-probabilities have to take of the memory found, so that it is worth the while."""
+
+_FUNCTION: Final = "torch.nn.functional.cross_entropy"
+_FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
+_MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
+
+
+def _detect_losses(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find where a cross-entropy is taken: what is called there, and the loss or function that it stands for."""
+    known = {loss.path for loss in objects.losses if loss.type_name == "CrossEntropyLoss"}
+    found = {site for scope in ground(program).reach for site in _of_scope(program, scope, known)}
+    return tuple(sorted(found, key=lambda site: (site.cell, site.line, site.names)))
+
+
+def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]:
+    stands_for = program.given(scope)
+    for node in own_nodes(scope.body):
+        name = call_name(node) if isinstance(node, ast.Call) else ""
+        stands = stands_for.get(name, name)
+        if isinstance(node, ast.Call) and name and (stands in known or stands.rpartition(".")[2] == "cross_entropy"):
+            yield site("cross_entropy", scope, node, (name, stands))
+
+
+@proposing
+def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose 2 to 16 chunks, no more than there are rows."""
+    code = evidence.code
+    if code.first("chunked_loss") is None:
+        raise Unfit("no cell takes a cross-entropy: what a library does cannot be changed in the source")
+    if code.compiles is not None:
+        raise Unfit("torch.compile takes the loss together with what is around it")
+    if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
+        raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
+    logits = [_logits(held, code) for held in evidence.census.holdings]
+    size, rows = max([_asked_for(incident, evidence), *logits])
+    if _in_frame(incident) and (incident.requested or 0) > size:
+        size, rows = incident.requested or 0, rows or _CHUNKS[-1]
+    if not size:
+        raise Unfit("no logits over the classes of a model were found")
+    if size < _WORTH * evidence.census.found:
+        raise Unfit(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
+    doses = [chunks for chunks in _CHUNKS if chunks <= rows]
+    if not doses:
+        raise Unfit("the loss is over one row: there is nothing to split")
+    for chunks in doses:
+        yield Proposal(
+            dose=Dose.of(chunks=chunks),
+            effect=Effect.EQUIVALENT,
+            saves=size * (chunks - 1) // chunks,
+            slowdown=1 + _OVERHEAD_OF_LOSS,
+            basis=f"estimate: 1/{chunks} of {format_size(size)} of log-probabilities at a time",
+        )
+
+
+def _in_frame(incident: Incident) -> bool:
+    return _FRAME.search(incident.framework_frame or "") is not None
+
+
+def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where the largest tensor that is held is logits."""
+    shape, each = held.shape or (), NUMBER_BYTES.get(held.dtype or "", 0)
+    if held.role not in HELD or len(shape) < 2 or not each:
+        return 0, 0
+    classes = next((size for size in (shape[-1], shape[1]) if size in code.classes), None)
+    is_scores = len(shape) == 4 and shape[-1] == shape[-2] == classes  # of attention, over as many positions
+    if classes is None or is_scores:
+        return 0, 0
+    return math.prod(shape) * _loss_bytes(each, code), math.prod(shape) // classes
+
+
+def _asked_for(incident: Incident, evidence: Evidence) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where a linear layer asked for the memory of the logits."""
+    code, requested = evidence.code, incident.requested or 0
+    targets = [
+        math.prod(held.shape)
+        for held in evidence.census.holdings
+        if held.role is Role.BATCH and held.dtype == "int64" and held.shape
+    ]
+    if not targets or _MAKES_LOGITS.search(incident.framework_frame or "") is None:
+        return 0, 0
+    rows, each = max(targets), 2 if code.autocast or code.half_weights else 4
+    fit = [one for one in code.classes if rows * one * each <= requested <= _most_asked_for(rows * one * each)]
+    return (rows * max(fit) * _loss_bytes(each, code), rows) if fit else (0, 0)
+
+
+def _most_asked_for(nbytes: int) -> int:
+    """Return the largest segment that the caching allocator asks for so as to serve ``nbytes``.
+
+    Source: ``get_allocation_size`` with ``kMinLargeAlloc``, ``kLargeBuffer`` and ``kRoundLarge``.
+    """
+    return max(nbytes + (2 << 20), 20 << 20 if nbytes < 10 << 20 else 0)
+
+
+def _loss_bytes(each: int, code: CodeFacts) -> int:
+    """Return the bytes of one log-probability, given those of a logit: autocast takes losses in float32.
+
+    Source: the functions listed so in docs.pytorch.org/docs/stable/amp.html.
+    """
+    return max(each, 4) if code.autocast else each
+
+
+@refusing
+def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return each cross-entropy of the failing run as one that is taken in chunks."""
+    code, sites = evidence.code, evidence.code.sites.get("chunked_loss", ())
+    if code.half_weights and not code.autocast:
+        raise Unfit("the loss is taken in half precision: sums of its chunks would round otherwise")
+    if any(re.search(r"\bchunked_loss\(", cell.source) for cell in cells.history):
+        raise Unfit("the code takes its cross-entropy in chunks already")
+    if not sites:
+        raise Unfit("no cell takes the cross-entropy: what a library does cannot be changed in the source")
+    known = {loss.path for loss in code.losses}
+
+    def changed(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module | Refused:
+        beside = cells.beside(cells.get(here[0].cell))
+        by = import_lines.name_for("oomdoctor", "chunked_loss", beside, "loss_in_chunks")
+        new: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            called, stands_for = one.names
+            if stands_for not in known and import_lines.qualified_name(beside, called) != _FUNCTION:
+                raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
+            for call in rewriting.within(parsed.module, cst.Call):
+                if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
+                    new[call.func] = cst.parse_expression(f"{by}({called}, {dose.number('chunks')})")
+        module = rewriting.exchange(parsed.module, new)
+        return import_lines.insert_at_top(parsed, module, [import_lines.source_of("oomdoctor", "chunked_loss", by)])
+
+    return rewriting.at_sites(cells, sites, changed)
+
+
+FIXES: Final = (
+    Fix(
+        id="chunked_forward",
+        title="Run the forward over parts of the batch, recomputed in the backward pass",
+        effect=Effect.EQUIVALENT,
+        draws=True,
+        tolerance=TOLERANCE,
+        cost="one more forward",
+        propose=_propose_forward,
+        patch=_patch_forward,
+    ),
+    Fix(
+        id="chunked_inference",
+        title="Predict over parts of the batch, and put the results together as they come",
+        effect=Effect.EQUIVALENT,
+        tolerance=TOLERANCE,
+        cost="the same arithmetic in smaller pieces",
+        propose=_propose_inference,
+        patch=_patch_inference,
+    ),
+    Fix(
+        id="chunked_loss",
+        title="Take the cross-entropy by chunks of rows, recomputed in the backward pass",
+        effect=Effect.EQUIVALENT,
+        tolerance=TOLERANCE,
+        cost="each chunk's log-probabilities once more",
+        propose=_propose_loss,
+        patch=_patch_loss,
+        detect=_detect_losses,
+    ),
+)
