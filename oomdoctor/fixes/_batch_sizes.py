@@ -225,6 +225,36 @@ def _first_extent(call: ast.Call) -> ast.expr | None:
     return call.args[0] if call.args and len(call.args) > 1 and not call_name(call).endswith("randint") else None
 
 
+def loader_of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
+    """Return those of the loader that a loop goes through, from before ``prepare`` of an ``Accelerator``."""
+    inside, _ = need(book.loop(facts), "the loop is not where it was found before")
+    bodies = [(inside, inside.function.body)] if inside.function is not None else []
+    made: list[tuple[ast.expr, Place]] = []
+    for place, body in bodies or [(Place(page=page), page.tree.body) for page in book.pages]:
+        for node in (one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Assign)):
+            names = [ast.unparse(part) for target in node.targets for part in getattr(target, "elts", [target])]
+            if facts.loader in names and call_name(node.value).rpartition(".")[2] == "DataLoader":
+                made.append((node.value, place))
+    found = loader_sizes(book, *made[-1]) if made else sizes_of(book, facts)
+    return need(found, f"what made the batches of `{facts.loader}` was not found")
+
+
+def loader_of_fit(book: Book) -> tuple[Number, ...]:
+    """Return those of the loader that ``fit`` is given, or that ``train_dataloader`` of a class returns."""
+    fits = [(page, call) for page in book.pages for call in calls(page.tree) if call_name(call).endswith(".fit")]
+    for page, call in fits[-1:]:
+        given = [one.value for one in call.keywords if one.arg == "train_dataloaders"] + call.args[1:2]
+        if given and (found := loader_sizes(book, given[0], book.place(page, call))) is not None:
+            return found
+    methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
+    returned = [(p, m, r.value) for p, m in methods for r in ast.walk(m) if isinstance(r, ast.Return) and r.value]
+    why = "what made the loader that `fit` goes through was not found in the cells"
+    if len(returned) != 1:
+        raise Unfit(why)
+    page, method, value = returned[0]
+    return need(loader_sizes(book, value, Place(page=page, function=method)), why)
+
+
 def fixed_schedule(book: Book) -> str | None:
     """Return a call that makes a schedule over a number of steps that is written down, and that raises beyond it."""
     for page in book.pages:

@@ -22,10 +22,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._batch_sizes import loader_sizes, sizes_of, smaller
+from oomdoctor.fixes._batch_sizes import loader_of_fit, loader_of_loop, smaller
 from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing, why_no_parts
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts, TrainingLoop
+from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -33,7 +33,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, rewriting
-from oomdoctor.program.book import Book, Number, Page, Place, calls
+from oomdoctor.program.book import Book, Number, Page, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
 from oomdoctor.program.rewriting import text_of
@@ -233,40 +233,14 @@ def _check_not_counted(cells: Cells, made: ast.Call) -> None:
 def _numbers_in_loader(book: Book, code: CodeFacts, trainer: TrainerFacts) -> tuple[Number, ...]:
     """Return the numbers that set the batch size of the loader that a trainer goes through."""
     size, is_loop = _set(trainer, _BATCH[trainer.library]), trainer.library == "accelerate"
-    found = _of_loop(book, next(loop for loop in code.loops if loop.in_failing_run)) if is_loop else _of_fit(book)
+    found = (
+        loader_of_loop(book, next(loop for loop in code.loops if loop.in_failing_run))
+        if is_loop
+        else loader_of_fit(book)
+    )
     if any(number.value != (size or found[0].value) for number in found):
         raise Unfit(f"the cells say batches of {found[0].value}, and batches of {size} were in force")
     return found
-
-
-def _of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
-    """Return those of the loader that a loop goes through, from before ``prepare`` of an ``Accelerator``."""
-    inside, _ = need(book.loop(facts), "the loop is not where it was found before")
-    bodies = [(inside, inside.function.body)] if inside.function is not None else []
-    made: list[tuple[ast.expr, Place]] = []
-    for place, body in bodies or [(Place(page=page), page.tree.body) for page in book.pages]:
-        for node in (one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Assign)):
-            names = [ast.unparse(part) for target in node.targets for part in getattr(target, "elts", [target])]
-            if facts.loader in names and call_name(node.value).rpartition(".")[2] == "DataLoader":
-                made.append((node.value, place))
-    found = loader_sizes(book, *made[-1]) if made else sizes_of(book, facts)
-    return need(found, f"what made the batches of `{facts.loader}` was not found")
-
-
-def _of_fit(book: Book) -> tuple[Number, ...]:
-    """Return those of the loader that ``fit`` is given, or that ``train_dataloader`` of a class returns."""
-    fits = [(page, call) for page in book.pages for call in calls(page.tree) if call_name(call).endswith(".fit")]
-    for page, call in fits[-1:]:
-        given = [one.value for one in call.keywords if one.arg == "train_dataloaders"] + call.args[1:2]
-        if given and (found := loader_sizes(book, given[0], book.place(page, call))) is not None:
-            return found
-    methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
-    returned = [(p, m, r.value) for p, m in methods for r in ast.walk(m) if isinstance(r, ast.Return) and r.value]
-    why = "what made the loader that `fit` goes through was not found in the cells"
-    if len(returned) != 1:
-        raise Unfit(why)
-    page, method, value = returned[0]
-    return need(loader_sizes(book, value, Place(page=page, function=method)), why)
 
 
 _Propose: TypeAlias = Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]

@@ -533,8 +533,8 @@ def test_proposals_divide_the_batch_of_the_loader() -> None:
     assert [proposal.dose["batch_size"] for proposal in made] == [16, 8, 4, 2, 1]
     assert all(proposal.effect is Effect.CHANGES_RESULT for proposal in made)
     assert made[0].caveat == (
-        "each step averages over 16 samples and no longer over 32, and the same samples take 2 times as many steps: the "
-        "training goes another way, and the learning rate was chosen for the larger batch"
+        "each step averages over 16 samples and no longer over 32, and the same samples take 2 times as many steps: "
+        "the training goes another way, and the learning rate was chosen for the larger batch"
     )
     scales = (64 << 20) + (1 << 20)
     assert [proposal.saves for proposal in made[:2]] == [scales // 2, scales * 3 // 4]
