@@ -10,6 +10,7 @@ from typing import Final
 from oomdoctor.fixes._terms import Unfit, need
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
 from oomdoctor.program.dataflow import Loop, bound, reads
@@ -22,6 +23,10 @@ _OVERHEAD: Final = 0.02
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
 _DRAWS: Final = re.compile(r"^torch\.(rand|randn|randint)$")
+_COUNTING: Final = ("limit_train_batches", "overfit_batches", "val_check_interval", "fast_dev_run")
+_SCHEDULES: Final = re.compile(r"sched|warmup|OneCycle|Cosine", re.IGNORECASE)
+_LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)
+_MANUAL: Final = re.compile(r"\bautomatic_optimization\s*=\s*False\b")
 
 
 def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
@@ -225,7 +230,24 @@ def _first_extent(call: ast.Call) -> ast.expr | None:
     return call.args[0] if call.args and len(call.args) > 1 and not call_name(call).endswith("randint") else None
 
 
-def loader_of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
+def check_not_counted(cells: Cells, made: ast.Call) -> None:
+    """Raise ``Unfit`` where something counts batches, and would count parts of them or more of them."""
+    for keyword in made.keywords:
+        if keyword.arg in _COUNTING:
+            raise Unfit(f"`{keyword.arg}` counts batches, of which there would be more")
+    text = "\n".join(cell.source for cell in cells.history)
+    if _SCHEDULES.search(text) and (found := _LENGTH.search(text)):
+        raise Unfit(f"`{found[0]}` may set the length of a schedule, and there would be more batches")
+    if _MANUAL.search(text):
+        raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
+
+
+def loader_of_trainer(book: Book, loop: TrainingLoop | None) -> tuple[Number, ...]:
+    """Return the numbers that set the batch size of the loader of a trainer, or of the loop that it prepares."""
+    return _of_fit(book) if loop is None else _of_loop(book, loop)
+
+
+def _of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
     """Return those of the loader that a loop goes through, from before ``prepare`` of an ``Accelerator``."""
     inside, _ = need(book.loop(facts), "the loop is not where it was found before")
     bodies = [(inside, inside.function.body)] if inside.function is not None else []
@@ -239,7 +261,7 @@ def loader_of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
     return need(found, f"what made the batches of `{facts.loader}` was not found")
 
 
-def loader_of_fit(book: Book) -> tuple[Number, ...]:
+def _of_fit(book: Book) -> tuple[Number, ...]:
     """Return those of the loader that ``fit`` is given, or that ``train_dataloader`` of a class returns."""
     fits = [(page, call) for page in book.pages for call in calls(page.tree) if call_name(call).endswith(".fit")]
     for page, call in fits[-1:]:

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._batch_sizes import loader_of_fit, loader_of_loop, smaller
+from oomdoctor.fixes._batch_sizes import check_not_counted, loader_of_trainer, smaller
 from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing, why_no_parts
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
@@ -33,15 +33,11 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, rewriting
-from oomdoctor.program.book import Book, Number, Page, calls
+from oomdoctor.program.book import Book, Page, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
 from oomdoctor.program.rewriting import text_of
 
-_COUNTING: Final = ("limit_train_batches", "overfit_batches", "val_check_interval", "fast_dev_run")
-_SCHEDULES: Final = re.compile(r"sched|warmup|OneCycle|Cosine", re.IGNORECASE)
-_LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)
-_MANUAL: Final = re.compile(r"\bautomatic_optimization\s*=\s*False\b")
 _PARTS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
@@ -183,8 +179,11 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
             new, after = arguments.with_keyword(new, term.keyword, text, after), term.keyword
         changes.append((page, made[0], new))
     if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
-        _check_not_counted(cells, made[0])
-        found = _numbers_in_loader(book, code, trainer)
+        check_not_counted(cells, made[0])
+        running = next((loop for loop in code.loops if loop.in_failing_run and trainer.library == "accelerate"), None)
+        found, in_force = loader_of_trainer(book, running), _set(trainer, _BATCH[trainer.library])
+        if any(number.value != (in_force or found[0].value) for number in found):
+            raise Unfit(f"the cells say batches of {found[0].value}, and batches of {in_force} were in force")
         size, odd = found[0].value, 0
         if fix == "smaller_batch":
             size = dose.number("batch_size")
@@ -216,31 +215,6 @@ def _value(trainer: TrainerFacts, term: _Term, dose: Dose, given: ast.expr | Non
     if given is None or isinstance(given, ast.Constant):
         return str(in_force // by if term.does == "//" else in_force * by)
     return f"{ast.unparse(given)} {term.does} {by}"
-
-
-def _check_not_counted(cells: Cells, made: ast.Call) -> None:
-    """Raise ``Unfit`` where something counts batches, and would count parts of them or more of them."""
-    for keyword in made.keywords:
-        if keyword.arg in _COUNTING:
-            raise Unfit(f"`{keyword.arg}` counts batches, of which there would be more")
-    text = "\n".join(cell.source for cell in cells.history)
-    if _SCHEDULES.search(text) and (found := _LENGTH.search(text)):
-        raise Unfit(f"`{found[0]}` may set the length of a schedule, and there would be more batches")
-    if _MANUAL.search(text):
-        raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
-
-
-def _numbers_in_loader(book: Book, code: CodeFacts, trainer: TrainerFacts) -> tuple[Number, ...]:
-    """Return the numbers that set the batch size of the loader that a trainer goes through."""
-    size, is_loop = _set(trainer, _BATCH[trainer.library]), trainer.library == "accelerate"
-    found = (
-        loader_of_loop(book, next(loop for loop in code.loops if loop.in_failing_run))
-        if is_loop
-        else loader_of_fit(book)
-    )
-    if any(number.value != (size or found[0].value) for number in found):
-        raise Unfit(f"the cells say batches of {found[0].value}, and batches of {size} were in force")
-    return found
 
 
 _Propose: TypeAlias = Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]
@@ -369,12 +343,6 @@ def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:
         raise Unfit("mixed precision is in force already, or another precision than 32 bits")
     if evidence.code.half_weights:
         raise Unfit("most of the weights take 2 bytes already")
-
-
-def weights(code: CodeFacts) -> int:
-    """Return the bytes of the weights that are trained: of the trainer's model, else of the notebook's."""
-    found = [one.model for one in code.trainers if one.model is not None]
-    return sum(model.parameter_bytes for model in found or code.models)
 
 
 def _checkpoint_blocks(trainer: TrainerFacts, *_: object) -> None:

@@ -43,7 +43,7 @@ from oomdoctor.fixes._terms import (
     running_loops,
 )
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import TrainingLoop
+from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -257,7 +257,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     dtype = need(native(evidence))
     if trainer is None:
         running_loops(evidence)
-    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _trainers.weights(code)
+    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _weights(code)
     saves = activations // 2 - weights // 2
     if saves <= 0:
         raise Unfit(
@@ -274,6 +274,12 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         f"{format_size(weights)} of weights",
         caveat=caveat + ROUNDS[dtype],
     )
+
+
+def _weights(code: CodeFacts) -> int:
+    """Return the bytes of the weights that are trained: of the trainer's model, else of the notebook's."""
+    found = [one.model for one in code.trainers if one.model is not None]
+    return sum(model.parameter_bytes for model in found or code.models)
 
 
 def _check(evidence: Evidence) -> None:
