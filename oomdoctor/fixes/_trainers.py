@@ -110,7 +110,6 @@ Source: ``transformers.TrainingArguments``, ``lightning.Trainer`` and ``accelera
 
 _BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size", "accelerate": "batch_size"}
 """What the samples in a batch are called among the settings; of a loader where the library has no such setting."""
-
 _DEFAULTS: Final = {
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
@@ -118,7 +117,6 @@ _DEFAULTS: Final = {
     "accumulate_grad_batches": 1,
 }
 _WHEN_EVALUATING: Final = frozenset({"chunked_inference", "offload_predictions"})
-
 _MAKES: Final = re.compile(
     LOADERS.pattern + r"|^(\w+\.){0,2}((Seq2Seq)?(TrainingArguments|Trainer)|Accelerator|\w+Callback|EarlyStopping)$"
 )
