@@ -28,65 +28,47 @@ _VIEWS: Final[tuple[type, ...]] = (dict, type({}.items()), type({}.keys()), type
 
 def length_of(iterable: Any) -> int | None:
     """Return how many items there are, None where that is not known."""
-    if isinstance(iterable, (_Zip, _Enumerate, _Slice)):
-        return getattr(iterable, "length", None)
     try:
-        return len(iterable)
+        return iterable.length if isinstance(iterable, _FOLLOWED) else len(iterable)
     except Exception:  # noqa: BLE001  a length of the user's may raise anything; the loop does not need one
         return None
 
 
 def sources_of(iterable: Any) -> tuple[Any, ...]:
     """Return what an iterable takes its items from, side by side; nothing where that is not known."""
-    if isinstance(iterable, (_Zip, _Enumerate, _Slice)):
-        sources: tuple[Any, ...] = getattr(iterable, "sources", ())
-        return sources
     shown = sys.modules.get("tqdm.std")  # a progress bar
     if shown is not None and isinstance(iterable, shown.tqdm):
         return (iterable.iterable,)
-    return ()
-
-
-def _shortest(iterables: Any) -> int | None:
-    """Return the least of the lengths that are known: one without an end, as of ``count()``, says nothing."""
-    return min((length for one in iterables if (length := length_of(one)) is not None), default=None)
+    sources: tuple[Any, ...] = getattr(iterable, "sources", ()) if isinstance(iterable, _FOLLOWED) else ()
+    return sources
 
 
 class _Zip(zip):  # type: ignore[type-arg]
-    """``zip`` with a length."""
+    """``zip`` with a length: the least of those that are known; one without an end, as of ``count()``, says nothing."""
 
-    def __new__(cls, *iterables: Any, **kwargs: Any) -> Any:
-        made: Any = super().__new__(cls, *iterables, **kwargs)
-        made.length, made.sources = _shortest(iterables), iterables
-        return made
+    def __init__(self, *iterables: Any, **_kwargs: Any) -> None:
+        self.length = min((length for one in iterables if (length := length_of(one)) is not None), default=None)
+        self.sources = iterables
 
 
 class _Enumerate(enumerate):  # type: ignore[type-arg]
     """``enumerate`` with a length."""
 
-    def __new__(cls, iterable: Any, start: int = 0) -> Any:
-        made: Any = super().__new__(cls, iterable, start)
-        made.length = length_of(iterable)
-        made.sources = (range(start, start + (made.length or 0)), iterable)
-        return made
+    def __init__(self, iterable: Any, start: int = 0) -> None:
+        self.length = length_of(iterable)
+        self.sources = (range(start, start + (self.length or 0)), iterable)
 
 
 class _Slice(itertools.islice):  # type: ignore[type-arg]
     """``itertools.islice`` with a length."""
 
-    def __new__(cls, iterable: Any, *bounds: Any) -> Any:
-        made: Any = super().__new__(cls, iterable, *bounds)
-        whole = length_of(iterable)
+    def __init__(self, iterable: Any, *bounds: Any) -> None:
         bound = slice(*bounds)
-        if bound.stop is None and whole is None:
-            made.length = None
-        else:
-            most = min(count for count in (whole, bound.stop) if count is not None)
-            made.length = len(range(bound.start or 0, most, bound.step or 1))
-        return made
+        ends = [count for count in (length_of(iterable), bound.stop) if count is not None]
+        self.length = len(range(bound.start or 0, min(ends), bound.step or 1)) if ends else None
 
 
-_KINDS: Final[dict[Any, Any]] = {zip: _Zip, enumerate: _Enumerate, itertools.islice: _Slice}
+_FOLLOWED: Final = (_Zip, _Enumerate, _Slice)
 
 
 def follow_lengths(namespace: dict[str, Any]) -> None:
@@ -95,14 +77,13 @@ def follow_lengths(namespace: dict[str, Any]) -> None:
     Args:
         namespace: the user's, where names may have been imported.
     """
-    names: Any = builtins
-    names.zip, names.enumerate = _Zip, _Enumerate
-    tools: Any = itertools
-    tools.islice = _Slice
-    for name, value in list(namespace.items()):
-        kind = _KINDS.get(value) if isinstance(value, type) else None
-        if kind is not None:
-            namespace[name] = kind
+    kinds: tuple[tuple[Any, Any, Any], ...] = (
+        *((builtins, zip, _Zip), (builtins, enumerate, _Enumerate)),
+        (itertools, itertools.islice, _Slice),
+    )
+    for owner, plain, kind in kinds:
+        setattr(owner, plain.__name__, kind)
+        namespace.update({name: kind for name, value in namespace.items() if value is plain})
 
 
 def size_of(item: Any) -> int:

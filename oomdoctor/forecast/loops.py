@@ -6,9 +6,11 @@ source can be had. Everything here is done to a process that was forked to be th
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,10 +61,14 @@ def follow_loops(pace: Pace, ledger: Ledger, scalars: Scalars) -> None:
         pace.branches()
         return outcome
 
+    def rounds(is_outside: bool) -> Callable[[], bool]:
+        """Return what a ``while`` asks before it looks at its condition."""
+        return partial(next, _Items(itertools.repeat(True), pace, ledger if is_outside else None), False)
+
     install_hooks(
         LoopHooks(
             items=lambda iterable, is_outside: _Items(iterable, pace, ledger if is_outside else None),
-            rounds=lambda is_outside: _Rounds(pace, ledger if is_outside else None),
+            rounds=rounds,
             mark=lambda: len(pace.cuts),
             listed=listed,
             branch=branch,
@@ -163,25 +169,6 @@ class _Items:
 
 
 _NEXT: Final = _Items.__next__.__code__
-
-
-class _Rounds:
-    """What a ``while`` asks before it looks at its condition."""
-
-    __slots__ = ("_is_cut", "_ledger", "_loop", "_pace")
-
-    def __init__(self, pace: Pace, ledger: Ledger | None) -> None:
-        self._pace, self._ledger, self._is_cut = pace, ledger, False
-        self._loop = pace.begins()
-
-    def __call__(self) -> bool:
-        if self._ledger is not None:
-            self._ledger.turn += 1
-        self._is_cut = self._is_cut or not self._pace.wants_more(self._loop)
-        return not self._is_cut
-
-    def __del__(self) -> None:  # when the loop begins anew, or its function ends
-        self._pace.ended(self._loop)
 
 
 def _is_users(function: FunctionType, namespace: dict[str, Any]) -> bool:
