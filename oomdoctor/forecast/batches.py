@@ -34,120 +34,67 @@ def largest(now: int, forecast: Forecast, price: Price, *, has_time: Callable[[]
         price: forecasts the cell with batches of these sizes; called again and again.
         has_time: whether there is time for more forecasts.
     """
-    search = _Search({now: forecast}, price, has_time)
-    low, high = search.bracket(now)
-    if high is not None:
-        low, high = search.close_in(low, high)
-    return LargestBatch(
-        now=now,
-        size=low,
-        forecast=search.known[low or high or now],
-        above=high,
-        end=search.end,
-        tried=len(search.known),
-    )
-
-
-class _Search:
-    """What is known so far.
-
-    Attributes:
-        known: the forecast of each size.
-        end: why the search ended early.
-    """
-
-    def __init__(self, known: dict[int, Forecast], price: Price, has_time: Callable[[], bool]) -> None:
-        self.known = known
-        self.end: str | None = None
-        self._budget = next(iter(known.values())).budget or 0
-        self._is_line = True
-        self._price, self._has_time = price, has_time
-
-    def bracket(self, now: int) -> tuple[int, int | None]:
-        """Return a size that fits and a larger one that does not; 0 where none fits, None where all do."""
-        if not self._fits(now):
-            if now == 1 or not self._ask([1]):
-                return 0, now
-            return (1, now) if self._fits(1) else (0, 1)
-        low = now
-        while low < _MOST:
-            sizes = self._upwards(low)
-            asked = self._ask(sizes)
-            for size in sizes:
-                if size not in self.known:
-                    break
-                if not self._fits(size):
-                    return low, size
-                if self._is_same(low, size):
-                    self.end = (
-                        f"a batch of {size} needs exactly what one of {low} does: there seem to be no more samples"
-                    )
-                    return low, None
-                if size > 4 * low and self._needs(size) < _ON_LINE * self._budget:
-                    self._is_line = False
-                    break
-                low = size
-            if not asked:
-                return low, None
-        self.end = f"larger batches than {low} were not asked for"
-        return low, None
-
-    def _upwards(self, low: int) -> list[int]:
-        """Return the next larger sizes to forecast: twice as many samples, and as many as the line speaks for."""
-        below = max((size for size in self.known if size < low), default=None)
-        if below is None or not self._is_line or self._needs(low) <= self._needs(below):
-            return [low * 2, low * 4]
-        steepness = (self._needs(low) - self._needs(below)) / (low - below)
-        return [low * 2, max(min(low + int((self._budget - self._needs(low)) / steepness), _MOST), low * 4)]
-
-    def close_in(self, low: int, high: int) -> tuple[int, int]:
-        """Return the two sizes next to each other, or as near as there was time for."""
-        by_line = True
-        while low and high - low > max(1, low // _NEAR):
-            if by_line:
-                guess = self._where_the_line_ends(low, high)
-                sizes = [guess, guess + max(1, guess // _NEAR)]
-            else:
-                sizes = [low + (high - low) // 3, high - (high - low) // 3]
+    known, budget = {now: forecast}, forecast.budget or 0
+    end, tried, by_line, is_line = None, 1, True, True
+    while True:
+        high = min((size for size in known if known[size].verdict is not Verdict.FITS), default=None)
+        low = max((size for size in known if high is None or size < high), default=0)
+        if high is None and low >= _MOST:
+            end = f"larger batches than {low} were not asked for"
+        if end is not None or high == 1 or (high is not None and low and high - low <= max(1, low // _NEAR)):
+            break
+        if not has_time():
+            end = _LATE
+            break
+        if high is None:
+            sizes = [low * 2, max(_where_the_line_ends(known, low, budget), low * 4) if is_line else low * 4]
+        elif not low:
+            sizes = [1]
+        else:
+            guess = _between(known, low, high, budget)
+            thirds = [low + (high - low) // 3, high - (high - low) // 3]
+            sizes = [guess, guess + max(1, guess // _NEAR)] if by_line else thirds
             by_line = not by_line
-            sizes = sorted({size for size in sizes if low < size < high})
-            asked = self._ask(sizes)
-            for size in sizes:
-                if low < size < high and size in self.known:
-                    low, high = (size, high) if self._fits(size) else (low, size)
-            if not asked:
+        sizes = sorted({size for size in sizes if low < size and (high is None or size < high)})
+        for size, found in zip(sizes, price(sizes), strict=True):
+            tried += 1
+            if found.refused is not None:
+                end = f"a batch of {size} could not be forecast: {found.refused}" if has_time() else _LATE
                 break
-        return low, high
+            fits = found.verdict is Verdict.FITS
+            if high is None and fits and _is_same(known[low], found):
+                end = f"a batch of {size} needs exactly what one of {low} does: there seem to be no more samples"
+                break
+            if high is None and fits and size > 4 * low and _needs(found) < _ON_LINE * budget:
+                is_line = False
+                break
+            known[size] = replace(found, slowdown=None)
+            low, high = (size, high) if fits else (low, size)
+    return LargestBatch(now=now, size=low, forecast=known[low or high or now], above=high, end=end, tried=tried)
 
-    def _where_the_line_ends(self, low: int, high: int) -> int:
-        least, most = self._needs(low), self._needs(high)
-        share = (self._budget - least) / (most - least) if most > least else 0.5
-        return min(max(low + int((high - low) * share), low + 1), high - 1)
 
-    def _needs(self, size: int) -> float:
-        """Return what the verdict counts: the larger of peak and reserved, with the error of such forecasts."""
-        forecast = self.known[size]
-        return max(forecast.peak or 0, forecast.reserved or 0) * (1 + forecast.error_ratio)
+def _where_the_line_ends(known: dict[int, Forecast], low: int, budget: int) -> int:
+    """Return the size that the line through the two largest known ones speaks for; 0 where there is none."""
+    below = max((size for size in known if size < low), default=None)
+    if below is None or _needs(known[low]) <= _needs(known[below]):
+        return 0
+    steepness = (_needs(known[low]) - _needs(known[below])) / (low - below)
+    return min(low + int((budget - _needs(known[low])) / steepness), _MOST)
 
-    def _fits(self, size: int) -> bool:
-        return self.known[size].verdict is Verdict.FITS
 
-    def _is_same(self, size: int, other: int) -> bool:
-        """Whether two batches hold the same samples, as far as forecasts tell: not a byte and not an operation more."""
-        one, two = self.known[size], self.known[other]
-        flops = [forecast.course.flops for forecast in (one, two) if forecast.course is not None]
-        return (one.peak, one.reserved) == (two.peak, two.reserved) and len(set(flops)) <= 1
+def _between(known: dict[int, Forecast], low: int, high: int, budget: int) -> int:
+    """Return where the line from a size that fits to one that does not meets the budget."""
+    least, most = _needs(known[low]), _needs(known[high])
+    share = (budget - least) / (most - least) if most > least else 0.5
+    return min(max(low + int((high - low) * share), low + 1), high - 1)
 
-    def _ask(self, sizes: list[int]) -> bool:
-        """Forecast ``sizes``; return False where one cannot be, which ends the search."""
-        if not self._has_time():
-            self.end = _LATE
-            return False
-        found = dict(zip(sizes, self._price(sizes), strict=True))
-        refused = next(((size, one.refused) for size, one in found.items() if one.refused is not None), None)
-        self.known.update({size: replace(one, slowdown=None) for size, one in found.items() if one.refused is None})
-        if refused is not None and not self._has_time():
-            self.end = _LATE
-        elif refused is not None:
-            self.end = f"a batch of {refused[0]} could not be forecast: {refused[1]}"
-        return refused is None
+
+def _needs(forecast: Forecast) -> float:
+    """Return what the verdict counts: the larger of peak and reserved, with the error of such forecasts."""
+    return max(forecast.peak or 0, forecast.reserved or 0) * (1 + forecast.error_ratio)
+
+
+def _is_same(one: Forecast, two: Forecast) -> bool:
+    """Whether two batches hold the same samples, as far as forecasts tell: not a byte and not an operation more."""
+    flops = {forecast.course.flops for forecast in (one, two) if forecast.course is not None}
+    return (one.peak, one.reserved) == (two.peak, two.reserved) and len(flops) <= 1
