@@ -164,8 +164,9 @@ class _Doctor:
             print(f"oomdoctor: {exc}", file=sys.stderr)
         finally:
             ended = None if watch is None else watch.end()
-        if ended is not None and ended.outcome is not None:
-            extension.borders.guarded("display", lambda: self._shown.tell_end(case))
+        told = self._case()
+        if ended is not None and ended.outcome is not None and told is not None:
+            extension.borders.guarded("display", lambda: self._shown.tell_end(told))
         return ended
 
     def _case(self) -> Case | None:
