@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from oomdoctor.incident.formats import FORMATS, Format, lowered_of, unspaced
+from oomdoctor.incident.formats import AROUND, FORMATS, LINE, Format, hits, lowered_of, unspaced
 from oomdoctor.incident.frames import exception_class, line_end_of, line_start_of, place_of
-from oomdoctor.incident.hits import AROUND, LINE, hits
 from oomdoctor.model.incident import Family, Incident
 
 _MESSAGE: Final = 4_000

@@ -17,10 +17,9 @@ import yaml
 from pydantic import ValidationError
 
 from oomdoctor.errors import Fault, RuleErrors
-from oomdoctor.rulebook.expressions import compiled
 from oomdoctor.rulebook.facts import complete
 from oomdoctor.rulebook.matching import Rule, RuleBook
-from oomdoctor.rulebook.schema import RuleFile, facts_in
+from oomdoctor.rulebook.schema import RuleFile, compiled, facts_in
 
 _LARGEST: Final = 256 << 10
 _MOST_ENTRIES: Final = 100_000

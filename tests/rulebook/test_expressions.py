@@ -9,8 +9,8 @@ import time
 import pytest
 
 from oomdoctor.rulebook.context import bound
-from oomdoctor.rulebook.expressions import compiled
 from oomdoctor.rulebook.matching import _holds
+from oomdoctor.rulebook.schema import compiled
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ COSTLY = [
 ]
 REFUSALS = """
 import sys
-from oomdoctor.rulebook.expressions import compiled
+from oomdoctor.rulebook.schema import compiled
 for text in sys.argv[1:]:
     try:
         print("accepted", compiled(text))
