@@ -31,10 +31,16 @@ from oomdoctor.forecast.accumulation import counts_alone
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
-from oomdoctor.forecast.items import follow_lengths
 from oomdoctor.forecast.layout import Layout, allocator_settings, is_retry, of_virtual
 from oomdoctor.forecast.ledger import CELL, Ledger
-from oomdoctor.forecast.loops import asker, compile_followed, follow_functions, follow_loops, is_followed
+from oomdoctor.forecast.loops import (
+    asker,
+    compile_followed,
+    follow_functions,
+    follow_lengths,
+    follow_loops,
+    is_followed,
+)
 from oomdoctor.forecast.module_memory import ModuleCalls
 from oomdoctor.forecast.outcome import reading_of
 from oomdoctor.forecast.pace import Pace, StopForecast

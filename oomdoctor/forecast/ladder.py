@@ -81,14 +81,11 @@ class Search:
         """
         if self.over or self.asked is not None:
             return None
-        self.asked = self._pointed(points_at) if self._answers < _POINTED else self.open[len(self.open) // 2]
-        return self.asked
-
-    def _pointed(self, points_at: Callable[[range], int | None]) -> int:
+        pointed = points_at(self.open) if self._answers < _POINTED else self.open[len(self.open) // 2]
         # Where none is thought to fit, the strongest is asked: it settles whether there is one, or that the one below
         # what was found does not fit either.
-        pointed = points_at(self.open)
-        return self.open[-1] if pointed is None else pointed
+        self.asked = self.open[-1] if pointed is None else pointed
+        return self.asked
 
     def answer(self, fits: bool) -> None:
         """Take the answer for the dose that was asked."""

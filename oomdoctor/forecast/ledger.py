@@ -132,6 +132,16 @@ class Ledger:
             if storage is not None:
                 yield entry.number, storage
 
+    def alive_after(self, count: int) -> dict[int, int]:
+        """Return the sizes of what was alive after so many events, by number."""
+        alive: dict[int, int] = {}
+        for event in self.events[:count]:
+            if event[0] == "alloc":
+                alive[event[1]] = event[2]
+            else:
+                alive.pop(event[1], None)
+        return alive
+
     def mark(self, storage: torch.UntypedStorage, role: Role) -> None:
         """Tell what ``storage`` is there for, unless it is known to be there for something that counts for more."""
         note = self.note_of(storage)

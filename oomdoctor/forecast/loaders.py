@@ -29,8 +29,8 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 
 from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.allocator.ledger import storages_of
-from oomdoctor.forecast.items import length_of, size_of
 from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.loops import length_of, size_of
 from oomdoctor.forecast.operators import Together
 from oomdoctor.model.memory import Role
 

@@ -16,7 +16,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
-from oomdoctor.forecast.course import alive_after
 from oomdoctor.model.memory import ModuleMemory
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class ModuleCalls:
             if held > most:
                 most, at = held, index + 1
         own, output = Counter[_Place](), Counter[_Place]()
-        for number, size in alive_after(ledger, at).items():
+        for number, size in ledger.alive_after(at).items():
             note = ledger.note(number)
             if note.within is not None:
                 own[note.within] += size

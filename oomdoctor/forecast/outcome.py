@@ -1,30 +1,39 @@
-"""What the trace of a shadow run that is over comes to: peak and reserved, and how far they may be off."""
+"""What the trace of a shadow run that is over comes to: peak and reserved, how far they may be off, and the course.
+
+What no one has told a role of is judged by how long it lasted, as a census would see it: what a finished statement of
+the cell left behind is a tensor of the user's, or its batch if it was fed to what is differentiated; what the running
+statement holds, and what graphs hold, are activations.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
-from oomdoctor.forecast.course import course_of
 from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
 from oomdoctor.forecast.values import uncertain_bytes
-from oomdoctor.model.plan import Forecast
+from oomdoctor.model.memory import Role
+from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from oomdoctor.allocator.settings import AllocatorSettings
+    from oomdoctor.forecast.cost import Meter
     from oomdoctor.forecast.layout import Layout
-    from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.ledger import Ledger, Note
     from oomdoctor.forecast.pace import Pace
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.sandbox.card import Card
 
+_POINTS: Final = 256
 _MANY: Final = 10_000
 """Iterations of a loop of unknown length, in which a list of losses matters no more than the error of a forecast."""
 
@@ -160,3 +169,68 @@ def _replayed(
             peak_reserved=found.peak_reserved + events.growth,
         )
     return found, events
+
+
+# The course ----------------------------------------------------------------------------------------------------------
+
+
+def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course:
+    """Return the course of a run that is over.
+
+    Args:
+        ledger: with the notes on what was made.
+        meter: what the operations cost.
+        statements: lines at which the statements of the cell begin, in order.
+    """
+    sizes = ledger.alive_after(ledger.peak_at)
+    last = ledger.note(ledger.events[ledger.peak_at - 1][1]) if ledger.peak_at else None
+    roles, temporaries = Counter[Role](), Counter[str]()
+    for number, nbytes in sizes.items():
+        note = ledger.note(number)
+        roles[_role(note, last, statements)] += nbytes
+        if note.temporary is not None and note.role is None:
+            temporaries[note.temporary] += nbytes
+    return Course(
+        at_peak=tuple((role, nbytes) for role, nbytes in roles.most_common() if nbytes),
+        points=tuple(_points(ledger)),
+        temporaries=tuple((name, nbytes) for name, nbytes in temporaries.most_common() if nbytes),
+        flops=meter.flops,
+        moved=meter.moved,
+    )
+
+
+def _role(note: Note, last: Note | None, statements: Sequence[int]) -> Role:
+    """Return what an allocation was there for when ``last``, which made the peak, was made."""
+    if note.role is not None:
+        return note.role
+    if note.temporary is not None or (note.in_graph and not note.detached):
+        return Role.ACTIVATION
+    if last is None or note.statement is None:
+        return Role.USER_TENSOR
+    if note.turn == last.turn and _statement(note, statements) == _statement(last, statements):
+        return Role.ACTIVATION
+    return Role.BATCH if note.fed else Role.USER_TENSOR
+
+
+def _statement(note: Note, statements: Sequence[int]) -> int:
+    return bisect_right(statements, note.statement or 0)
+
+
+def _points(ledger: Ledger) -> list[tuple[int, int | None]]:
+    """Return what was alive when the cell began, and then the highest of each bin of events."""
+    begun = len(ledger.events) if ledger.begun is None else ledger.begun
+    sizes = ledger.alive_after(begun)
+    level, line = sum(sizes.values()), None
+    points: list[tuple[int, int | None]] = [(level, line)]
+    width = -(-(len(ledger.events) - begun) // (_POINTS - 1))
+    for index, event in enumerate(ledger.events[begun:]):
+        if event[0] == "alloc":
+            sizes[event[1]] = event[2]
+            level, line = level + event[2], ledger.note(event[1]).line
+        else:
+            level -= sizes.pop(event[1])
+        if index % width == 0:
+            points.append((level, line))
+        elif level > points[-1][0]:
+            points[-1] = level, line
+    return points

@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
@@ -59,6 +60,7 @@ class Asker(Enum):
     LIBRARY = auto()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Loop:
     """One run of a loop that asks before each of its iterations.
 
@@ -75,17 +77,18 @@ class Loop:
         branches: whether a counter decides in it what its iterations do.
     """
 
-    __slots__ = (
-        *("__weakref__", "at", "backwards", "branches", "is_known", "level", "loader", "more"),
-        *("sizes", "steps", "total", "turns", "varies"),
-    )
-
-    def __init__(self, total: int | None, loader: int | None = None) -> None:
-        self.total, self.loader = total, loader
-        self.turns = self.backwards = self.at = self.level = self.more = 0
-        self.varies = self.is_known = self.branches = False
-        self.steps: Counter[int] = Counter()
-        self.sizes: Counter[int] = Counter()
+    total: int | None
+    loader: int | None = None
+    turns: int = 0
+    backwards: int = 0
+    at: int = 0
+    level: int = 0
+    more: int = 0
+    varies: bool = False
+    is_known: bool = False
+    branches: bool = False
+    steps: Counter[int] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
 
 
 class Pace:

@@ -143,15 +143,8 @@ def follow_bounds(func: Any, given: Iterable[Note | None], made: Iterable[tuple[
 
 def uncertain_bytes(ledger: Ledger) -> int:
     """Return how much of what is alive at the peak is of a size that nobody knows."""
-    if not _sizes:
-        return 0
-    alive: dict[int, int] = {}
-    for event in ledger.events[: ledger.peak_at]:
-        if event[0] == "free":
-            alive.pop(event[1], None)
-        elif ledger.note(event[1]).is_bound:
-            alive[event[1]] = event[2]
-    return sum(alive.values())
+    alive = ledger.alive_after(ledger.peak_at) if _sizes else {}
+    return sum(size for number, size in alive.items() if ledger.note(number).is_bound)
 
 
 def _new(shape: list[int], like: torch.Tensor, dtype: torch.dtype, *, size: int | None = None) -> torch.Tensor:
