@@ -5,7 +5,7 @@ object, which PyTorch keeps alive as long as the storage, tells of its end. Twin
 again: the real storage and the fake one that stands for it are one entry, which ends when both are gone.
 
 What a storage is there for is often known only after the peak: a gradient is one once it has become ``.grad``. So each
-allocation keeps a note of how it came to be, and ``course`` reads the notes at the end.
+allocation keeps a note of how it came to be, and ``outcome`` reads the notes at the end.
 """
 
 from __future__ import annotations
