@@ -12,17 +12,14 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.status import Status
-from rich.table import Table
+from rich.text import Text
 
-from oomdoctor.cli import demo_story as story
 from oomdoctor.errors import NotAvailable, OomDoctorError
 
 if TYPE_CHECKING:
@@ -87,13 +84,13 @@ async def _demo(output: Path, console: Console) -> dict[str, Any]:
     console.print(f"[bold]{_NOTEBOOK}[/bold], in a kernel of {escape(sys.executable)}")
     notebook = nbformat.from_dict(source)
     try:
-        ends = await _told_run(notebook, output, _Teller(console, tells_cases=True))
+        ends = await _told_run(notebook, output, console, tells_cases=True)
     finally:
         written = _write(notebook, output)
     pairs = healed_pairs(ends)
 
     console.print("\n[bold]The changed cells in a second, fresh kernel[/bold], without oomdoctor, without a limit")
-    fresh = await _told_run(fresh_notebook(source, ends), output, _Teller(console, tells_cases=False))
+    fresh = await _told_run(fresh_notebook(source, ends), output, console, tells_cases=False)
     for line in compare(pairs, fresh):
         console.print(f"  {line}")
     console.print()
@@ -107,43 +104,28 @@ async def _demo(output: Path, console: Console) -> dict[str, Any]:
     }
 
 
-async def _told_run(notebook: NotebookNode, output: Path, teller: _Teller) -> list[CellEnd]:
+async def _told_run(notebook: NotebookNode, output: Path, console: Console, *, tells_cases: bool) -> list[CellEnd]:
+    """Run ``notebook`` and print each cell as it ends; on a terminal, a spinner shows which one is running."""
     from oomdoctor.cli.demo_kernel import run_notebook
 
-    try:
-        return await run_notebook(notebook, directory=output, on_start=teller.start, on_end=teller.end)
-    finally:
-        teller.close()
+    told = (0, "")
 
+    def tell(end: CellEnd) -> None:
+        nonlocal told
+        error = f"  [red]failed[/red] {escape(end.error)}" if end.error else ""
+        line = f"  {escape(end.cell.id):<12}{end.elapsed_s:>7.1f} s{error}"
+        console.print(line, overflow="ellipsis", no_wrap=True)
+        before, told = told, (end.reading.number, end.reading.notice)
+        if tells_cases and told != before:
+            text = end.reading.notice if told[0] == before[0] else end.reading.diagnosis + end.reading.notice
+            if end.reading.notice and (losses := end.reading.losses):
+                text += f"  loss {losses[0]:.2f} at the first step, {losses[-1]:.2f} at step {len(losses)}"
+            console.print(Padding(Text(text), (0, 0, 0, 6)))
 
-class _Teller:
-    """Prints each cell as it ends; on a terminal, a spinner shows which one is running."""
-
-    def __init__(self, console: Console, *, tells_cases: bool) -> None:
-        self._console, self._tells_cases = console, tells_cases
-        self._spinner: AbstractContextManager[Status | None] = nullcontext()
-        self._case_seen: tuple[int, str | None] = (0, None)
-
-    def start(self, cell: NotebookNode) -> None:
-        self._spinner = self._console.status(f"{cell.id} …") if self._console.is_terminal else nullcontext()
-        self._spinner.__enter__()
-
-    def end(self, end: CellEnd) -> None:
-        self.close()
-        self._console.print(story.cell_line(end.cell.id, end.elapsed_s, end.error), overflow="ellipsis", no_wrap=True)
-        case = end.reading.case
-        seen = (end.reading.number, case["outcome"]["kind"] if case else None)
-        if self._tells_cases and case is not None and seen != self._case_seen:
-            is_new = seen[0] != self._case_seen[0]
-            table = Table.grid(padding=(0, 2))
-            for row in story.case_rows(case, end.reading.losses, is_new=is_new):
-                table.add_row(*row)
-            self._console.print(Padding(table, (0, 0, 0, 6)))
-        self._case_seen = seen
-
-    def close(self) -> None:
-        spinner, self._spinner = self._spinner, nullcontext()
-        spinner.__exit__(None, None, None)
+    with console.status("The kernel starts …") as status:
+        return await run_notebook(
+            notebook, directory=output, on_start=lambda cell: status.update(f"{escape(cell.id)} …"), on_end=tell
+        )
 
 
 def healed_pairs(ends: Iterable[CellEnd]) -> list[tuple[str, CellEnd]]:
@@ -152,22 +134,20 @@ def healed_pairs(ends: Iterable[CellEnd]) -> list[tuple[str, CellEnd]]:
     Raises:
         OomDoctorError: nothing failed, or a failure was not healed.
     """
-    first: dict[int, CellEnd] = {}
-    last: dict[int, CellEnd] = {}
-    pairs: dict[int, tuple[str, CellEnd]] = {}
+    failures: dict[int, list[CellEnd]] = {}
     for end in ends:
-        number = end.reading.number
-        if number:
-            failed, last[number] = first.setdefault(number, end), end
-            if end.reading.healed:
-                pairs.setdefault(number, (failed.cell.id, end))
-    for number, end in last.items():
-        if number not in pairs:
-            outcome = (end.reading.case or {})["outcome"]
-            raise OomDoctorError(f"failure {number} was not healed: {outcome['kind']}. {outcome['why']}".rstrip(". "))
-    if not pairs:
+        if end.reading.number:
+            failures.setdefault(end.reading.number, []).append(end)
+    if not failures:
         raise OomDoctorError("no cell ran out of memory, so nothing was shown")
-    return list(pairs.values())
+    pairs: list[tuple[str, CellEnd]] = []
+    for number, seen in failures.items():
+        healed = next((end for end in seen if end.reading.healed), None)
+        if healed is None:
+            outcome = (seen[-1].reading.case or {})["outcome"]
+            raise OomDoctorError(f"failure {number} was not healed: {outcome['kind']}. {outcome['why']}".rstrip(". "))
+        pairs.append((seen[0].cell.id, healed))
+    return pairs
 
 
 def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNode:

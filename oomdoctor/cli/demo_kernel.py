@@ -13,14 +13,14 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
 from oomdoctor.errors import OomDoctorError
@@ -50,15 +50,18 @@ class Reading:
 
     Attributes:
         number: of the last failure, 0 where there was none; ``case``: its JSON form.
+        diagnosis: what of it is told in the words of the notebook; ``notice``: how it ended, nothing before it has.
         edits: of the cells that the fix in place changes.
         digests: of each part of the state, bit for bit.
     """
 
-    number: int
-    case: dict[str, Any] | None
-    edits: tuple[Edited, ...]
-    losses: tuple[float, ...]
-    digests: dict[str, str]
+    number: int = 0
+    case: dict[str, Any] | None = None
+    diagnosis: str = ""
+    notice: str = ""
+    edits: tuple[Edited, ...] = ()
+    losses: tuple[float, ...] = ()
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def healed(self) -> bool:
@@ -102,51 +105,32 @@ async def run_notebook(
     Raises:
         OomDoctorError: a cell failed that is not tagged ``raises-exception``, or the kernel died.
     """
-    replies: dict[str, dict[str, Any]] = {}
+    ends: list[CellEnd] = []
+    running: list[tuple[NotebookNode, float]] = []
 
-    def keep_reply(cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
-        replies[cell.id] = execute_reply["content"]
+    def started(cell: NotebookNode, cell_index: int) -> None:
+        running.append((cell, time.perf_counter()))
+        on_start(cell)
+
+    async def ended(cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        elapsed_s, reply = time.perf_counter() - running[-1][1], execute_reply["content"]
+        error = f"{reply['ename']}: {_first_line(reply['evalue'])}" if reply["status"] == "error" else None
+        ends.append(CellEnd(cell=cell, elapsed_s=elapsed_s, error=error, reading=await _read(client)))
+        on_end(ends[-1])
 
     manager = AsyncKernelManager(kernel_spec_manager=_ThisInterpreter())
-    options = {
-        "timeout": _CELL_TIMEOUT_S,
-        "shutdown_kernel": "immediate",
-        "allow_errors": True,
-        "on_cell_executed": keep_reply,
-    }
-    client = NotebookClient(notebook, km=manager, **options)
-    ends: list[CellEnd] = []
+    hooks = {"on_cell_execute": started, "on_cell_executed": ended}
+    client = NotebookClient(notebook, km=manager, timeout=_CELL_TIMEOUT_S, shutdown_kernel="immediate", **hooks)
     with tempfile.TemporaryDirectory(prefix="oomdoctor-demo-") as profile:
         settings = {**_SETTINGS, **os.environ, "IPYTHONDIR": profile}
-        async with client.async_setup_kernel(cwd=str(directory), env=settings, cleanup_kc=True):
-            for index, cell in enumerate(notebook.cells):
-                if cell.cell_type == "code":
-                    on_start(cell)
-                    ends.append(await _run_cell(client, cell, index, replies))
-                    on_end(ends[-1])
-                    _refuse_unexpected(ends[-1])
-            client.set_widgets_metadata()
+        try:
+            await client.async_execute(cwd=str(directory), env=settings, cleanup_kc=True)
+        except CellExecutionError as failure:
+            raise OomDoctorError(f"the cell {ends[-1].cell.id!r} failed: {ends[-1].error}") from failure
+        except (CellTimeoutError, DeadKernelError) as failure:
+            told = f"the cell {running[-1][0].id!r} did not end: {_first_line(str(failure))}"
+            raise OomDoctorError(told) from failure
     return ends
-
-
-async def _run_cell(
-    client: NotebookClient, cell: NotebookNode, index: int, replies: dict[str, dict[str, Any]]
-) -> CellEnd:
-    start = time.perf_counter()
-    try:
-        await client.async_execute_cell(cell, index)
-        elapsed_s = time.perf_counter() - start
-        reading = await _read(client)
-    except (CellTimeoutError, DeadKernelError) as failure:
-        raise OomDoctorError(f"the cell {cell.id!r} did not end: {_first_line(str(failure))}") from failure
-    reply = replies[cell.id]
-    error = f"{reply['ename']}: {_first_line(reply['evalue'])}" if reply["status"] == "error" else None
-    return CellEnd(cell=cell, elapsed_s=elapsed_s, error=error, reading=reading)
-
-
-def _refuse_unexpected(end: CellEnd) -> None:
-    if end.error is not None and "raises-exception" not in end.cell.metadata.get("tags", ()):
-        raise OomDoctorError(f"the cell {end.cell.id!r} failed: {end.error}")
 
 
 async def _read(client: NotebookClient) -> Reading:
@@ -161,13 +145,8 @@ async def _read(client: NotebookClient) -> Reading:
     if told["status"] != "ok":
         raise OomDoctorError(f"the kernel's state could not be read: {told['ename']}: {told['evalue']}")
     values = json.loads(bytes.fromhex(told["data"]["text/plain"].strip("'")))
-    return Reading(
-        number=values["number"],
-        case=values["case"],
-        edits=tuple(Edited(*edit) for edit in values["edits"]),
-        losses=tuple(values["losses"]),
-        digests=values["digests"],
-    )
+    edits = tuple(Edited(*edit) for edit in values.pop("edits", ()))
+    return Reading(edits=edits, losses=tuple(values.pop("losses")), **values)
 
 
 def _first_line(text: str) -> str:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Final
+
+_SHOWN_FIXES: Final = 4
+_WIDTH: Final = 72
 
 
 def read(namespace: dict[str, Any]) -> str:
-    """Return the reading of ``namespace`` as JSON: ``number``, ``case``, ``edits``, ``losses`` and ``digests``."""
+    """Return the reading of ``namespace`` as JSON: the fields of ``demo_kernel.Reading``."""
     return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": _digests(namespace)})
 
 
@@ -20,12 +23,23 @@ def _last_case() -> dict[str, Any]:
     pipeline = sys.modules.get("oomdoctor.pipeline")
     case = pipeline.last_case() if pipeline is not None else None
     if case is None:
-        return {"number": 0, "case": None, "edits": []}
-    edits: list[tuple[int, str, str]] = []
-    for candidate in case.plan.candidates:
-        if candidate.label in case.outcome.fixes:
-            edits = [(edit.cell, edit.after, edit.replay) for edit in getattr(candidate.patch, "edits", ())]
-    return {"number": case.number, "case": case.to_dict(), "edits": edits}
+        return {}
+    from oomdoctor.model.case import OutcomeKind
+    from oomdoctor.views import text
+    from oomdoctor.views.aftermath import aftermath
+    from oomdoctor.views.document import GAP, Fixes, Line
+    from oomdoctor.views.prices import fix_rows
+    from oomdoctor.views.story import causes, headline
+
+    told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])
+    patch = next((one.patch for one in reversed(case.plan.candidates) if one.label in case.outcome.fixes), None)
+    return {
+        "number": case.number,
+        "case": case.to_dict(),
+        "diagnosis": text.render((*told, Fixes(fix_rows(case.plan)[:_SHOWN_FIXES])), width=_WIDTH),
+        "notice": "" if case.outcome.kind is OutcomeKind.OFFERED else text.render((aftermath(case),), width=_WIDTH),
+        "edits": [(edit.cell, edit.after, edit.replay) for edit in getattr(patch, "edits", ())],
+    }
 
 
 def _digests(namespace: dict[str, Any]) -> dict[str, str]:

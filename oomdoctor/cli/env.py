@@ -12,8 +12,6 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from rich.console import Console
-
 from oomdoctor import __version__
 from oomdoctor.model.sizes import format_size
 
@@ -83,19 +81,15 @@ def _host() -> dict[str, Any]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    for name in ("oomdoctor", "python", "platform"):
-        console.print(f"{name:<14}{facts[name]}")
-    for name, number in facts["packages"].items():
-        console.print(f"{name:<14}{number or 'not installed'}")
-    for name, value in facts["settings"].items():
-        console.print(f"{name}={value}")
-    for device in facts["devices"]:
-        console.print(f"{device['name']:<14}{device['model']}, {format_size(device['total'])}")
-    if not facts["devices"]:
-        console.print(f"{'devices':<14}torch sees no CUDA device")
+    rows = [(name, facts[name]) for name in ("oomdoctor", "python", "platform")]
+    rows += [(name, number or "not installed") for name, number in facts["packages"].items()]
+    lines = [f"{name:<14}{told}" for name, told in rows]
+    lines += [f"{name}={value}" for name, value in facts["settings"].items()]
+    devices = [(one["name"], f"{one['model']}, {format_size(one['total'])}") for one in facts["devices"]]
+    lines += [f"{name:<14}{told}" for name, told in devices or [("devices", "torch sees no CUDA device")]]
     for name, value in facts["host"].items():
         if isinstance(value, int):
-            console.print(f"{'host ' + name:<26}{value if name in _COUNTS else format_size(value)}")
+            lines.append(f"{'host ' + name:<26}{value if name in _COUNTS else format_size(value)}")
         elif name.endswith("_why"):
-            console.print(f"{'host ' + name.removesuffix('_why'):<26}not known: {value}")
+            lines.append(f"{'host ' + name.removesuffix('_why'):<26}not known: {value}")
+    print("\n".join(lines))

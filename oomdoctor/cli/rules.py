@@ -18,6 +18,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import Fault, UsageError
 from oomdoctor.rulebook import configured, load_sound, locate
 from oomdoctor.rulebook.loading import files_in
+from oomdoctor.views.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,16 +171,12 @@ def _tell(checked: RuleBook) -> None:
         console.print(Text.assemble((f"{fault.path}:{fault.line}", "bold"), f": {fault.message}"))
         if console.is_terminal and (line := _line(fault)):
             console.print(Text(f"    {line}", "dim"))
-    sound = _count(len(checked.rules), "rule")
+    sound = count(len(checked.rules), "rule")
     if not checked.faults:
         console.print(f"{sound}, no faults")
         return
-    files = _count(len({fault.path for fault in checked.faults}), "file")
-    console.print(f"{_count(len(checked.faults), 'fault')} in {files}; {sound} without")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    files = count(len({fault.path for fault in checked.faults}), "file")
+    console.print(f"{count(len(checked.faults), 'fault')} in {files}; {sound} without")
 
 
 def _line(fault: Fault) -> str:

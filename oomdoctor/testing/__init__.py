@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from oomdoctor.testing.faults import oom_at
-from oomdoctor.testing.healing import assert_heals
+from oomdoctor.testing.healing import assert_heals, oom_at
 from oomdoctor.testing.nvml import FakeGpu, FakeProcess, fake_nvml, recorded_nvml
 
 __all__ = ["FakeGpu", "FakeProcess", "assert_heals", "fake_nvml", "oom_at", "recorded_nvml"]

@@ -1,19 +1,25 @@
-"""Heals a program given as cells, without IPython: what the extension does, for tests."""
+"""Fails where it is wanted, and heals a program given as cells without IPython: what the extension does, for tests."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from oomdoctor import pipeline
+from oomdoctor.allocator.message import cuda_out_of_memory
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
-from oomdoctor.model.sizes import parse_size
+from oomdoctor.model.sizes import GIB, MIB, parse_size
 from oomdoctor.retry import Transaction, release
 
 _ROOM_BYTES = 1 << 30
@@ -98,3 +104,28 @@ def _error_of(source: str, filename: str, namespace: dict[str, Any]) -> BaseExce
     except Exception as exc:  # noqa: BLE001 - border: the program's own failure is what is asked for
         return exc
     return None
+
+
+@contextmanager
+def oom_at(operation: int) -> Iterator[None]:
+    """Fail the tensor operation of this number, counted from one, as a full CUDA device would.
+
+    Operations of the calling thread are counted, backward's among them; those before and after are not touched.
+    """
+    with _FailAt(operation):
+        yield
+
+
+class _FailAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, operation: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            used = GIB - 2 * MIB
+            raise torch.OutOfMemoryError(
+                cuda_out_of_memory(tried=20 * MIB, total=GIB, allocated=used - MIB, reserved=used)
+            )
+        return func(*args, **(kwargs or {}))

@@ -117,8 +117,12 @@ def _gpu(fields: dict[str, Any]) -> FakeGpu:
     return FakeGpu(**fields, processes=processes, mig=None if parts is None else tuple(map(_gpu, parts)))
 
 
+class _Refusal(Exception):
+    """The name of an error of NVML."""
+
+
 class _Library:
-    """The functions of libnvidia-ml by their names in C, each returning an ``nvmlReturn_t``."""
+    """The functions of libnvidia-ml by their names in C, each of which does its work or refuses it."""
 
     def __init__(self, nvml: Any, gpus: tuple[FakeGpu, ...], driver: str, errors: Mapping[str, str]) -> None:
         self._nvml = nvml
@@ -131,120 +135,111 @@ class _Library:
             if name.startswith("nvml"):
                 setattr(self, name, self._played(name, function))
 
-    def _played(self, name: str, function: Callable[..., int]) -> Callable[..., int]:
+    def _played(self, name: str, function: Callable[..., bytes | None]) -> Callable[..., Any]:
         """Return a function that refuses what it shall refuse, and what comes before ``nvmlInit``."""
         called = re.sub(r"(_v\d+|WithFlags)$", "", name)
 
-        def play(*args: Any) -> int:
+        def play(*args: Any) -> Any:
             about = self._device(args[0]) if args and isinstance(args[0], self._nvml.c_nvmlDevice_t) else None
             refused = self._errors.get(called) or (about.errors.get(called) if about is not None else None)
-            if refused is not None:
-                return int(getattr(self._nvml, refused))
-            if not self._opened and called not in ("nvmlInit", "nvmlErrorString"):
-                return int(self._nvml.NVML_ERROR_UNINITIALIZED)
-            return function(self, *args)
+            try:
+                if refused is not None:
+                    raise _Refusal(refused)
+                if not self._opened and called not in ("nvmlInit", "nvmlErrorString"):
+                    raise _Refusal("NVML_ERROR_UNINITIALIZED")
+                answer = function(self, *args)
+            except _Refusal as refusal:
+                return int(getattr(self._nvml, str(refusal)))
+            return int(self._nvml.NVML_SUCCESS) if answer is None else answer
 
         return play
 
     def _device(self, handle: Any) -> FakeGpu:
         return self._devices[ctypes.cast(handle, ctypes.c_void_p).value - 1]  # type: ignore[operator]
 
-    def _hand_out(self, found: FakeGpu | None, reference: Any) -> int:
+    def _hand_out(self, found: FakeGpu | None, reference: Any) -> None:
         """Write the handle of a device: its place among all, counted from one."""
         if found is None:
-            return int(self._nvml.NVML_ERROR_NOT_FOUND)
+            raise _Refusal("NVML_ERROR_NOT_FOUND")
         number = next(place for place, device in enumerate(self._devices, 1) if device is found)
         ctypes.cast(ctypes.pointer(reference._obj), ctypes.POINTER(ctypes.c_void_p))[0] = number
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlInitWithFlags(self, flags: int) -> int:
+    def nvmlInitWithFlags(self, flags: int) -> None:
         self._opened += 1
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlShutdown(self) -> int:
+    def nvmlShutdown(self) -> None:
         self._opened -= 1
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlErrorString(self, code: int) -> Any:
+    def nvmlErrorString(self, code: int) -> bytes:
         return f"error {code} of the fake NVML".encode()
 
-    def nvmlSystemGetDriverVersion(self, text: Any, room: Any) -> int:
+    def nvmlSystemGetDriverVersion(self, text: Any, room: Any) -> None:
         text.value = self._driver.encode()
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlSystemGetProcessName(self, pid: Any, text: Any, room: Any) -> int:
+    def nvmlSystemGetProcessName(self, pid: Any, text: Any, room: Any) -> None:
         names = [process.name for gpu in self._gpus for process in gpu.listed() if process.pid == pid.value]
         name = next((name for name in names if name is not None), None)
         if name is None:
-            return int(self._nvml.NVML_ERROR_NOT_FOUND)
+            raise _Refusal("NVML_ERROR_NOT_FOUND")
         text.value = name.encode()
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+    def nvmlDeviceGetCount_v2(self, count: Any) -> None:
         count._obj.value = len(self._gpus)
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> None:
         if index.value >= len(self._gpus):
-            return int(self._nvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self._hand_out(self._gpus[index.value], device)
+            raise _Refusal("NVML_ERROR_INVALID_ARGUMENT")
+        self._hand_out(self._gpus[index.value], device)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: Any, device: Any) -> int:
+    def nvmlDeviceGetHandleByUUID(self, uuid: Any, device: Any) -> None:
         wanted = uuid.value.decode()
-        return self._hand_out(next((found for found in self._devices if found.uuid == wanted), None), device)
+        self._hand_out(next((found for found in self._devices if found.uuid == wanted), None), device)
 
-    def nvmlDeviceGetName(self, handle: Any, text: Any, room: Any) -> int:
+    def nvmlDeviceGetName(self, handle: Any, text: Any, room: Any) -> None:
         text.value = self._device(handle).name.encode()
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetUUID(self, handle: Any, text: Any, room: Any) -> int:
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, room: Any) -> None:
         text.value = self._device(handle).uuid.encode()
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> None:
         gpu = self._device(handle)
         memory._obj.total, memory._obj.used = gpu.total, gpu.in_use() + gpu.kept_by_driver
         memory._obj.free = max(gpu.total - memory._obj.used, 0)
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetMemoryInfo_v2(self, handle: Any, memory: Any) -> int:
+    def nvmlDeviceGetMemoryInfo_v2(self, handle: Any, memory: Any) -> None:
         self.nvmlDeviceGetMemoryInfo(handle, memory)
         memory._obj.reserved = self._device(handle).kept_by_driver
         memory._obj.used -= memory._obj.reserved
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> int:
-        return self._list("compute", handle, count, room)
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> None:
+        self._list("compute", handle, count, room)
 
-    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> int:
-        return self._list("graphics", handle, count, room)
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> None:
+        self._list("graphics", handle, count, room)
 
-    def nvmlDeviceGetMPSComputeRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> int:
-        return self._list("mps", handle, count, room)
+    def nvmlDeviceGetMPSComputeRunningProcesses_v3(self, handle: Any, count: Any, room: Any) -> None:
+        self._list("mps", handle, count, room)
 
-    def _list(self, kind: str, handle: Any, count: Any, room: Any) -> int:
+    def _list(self, kind: str, handle: Any, count: Any, room: Any) -> None:
         found = [process for process in self._device(handle).listed() if process.kind == kind]
         offered, count._obj.value = count._obj.value, len(found)
         if offered < len(found):
-            return int(self._nvml.NVML_ERROR_INSUFFICIENT_SIZE)
+            raise _Refusal("NVML_ERROR_INSUFFICIENT_SIZE")
         for place, process in enumerate(found):
             unknown = self._nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
             room[place].pid = process.pid
             room[place].usedGpuMemory = unknown if process.bytes is None else process.bytes
             room[place].gpuInstanceId = room[place].computeInstanceId = _NO_INSTANCE
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> int:
+    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:
         parts = self._device(handle).mig
         if parts is None:
-            return int(self._nvml.NVML_ERROR_NOT_SUPPORTED)
+            raise _Refusal("NVML_ERROR_NOT_SUPPORTED")
         current._obj.value = pending._obj.value = int(bool(parts))
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> int:
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> None:
         count._obj.value = 7 if self._device(handle).mig is not None else 0
-        return int(self._nvml.NVML_SUCCESS)
 
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, device: Any) -> int:
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, device: Any) -> None:
         parts = self._device(handle).mig or ()
-        return self._hand_out(parts[index.value] if index.value < len(parts) else None, device)
+        self._hand_out(parts[index.value] if index.value < len(parts) else None, device)

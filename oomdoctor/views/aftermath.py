@@ -81,12 +81,9 @@ class _Used:
 
 
 def _used(case: Case, label: str) -> _Used:
-    numbered = list(enumerate(case.plan.candidates, 1))
-    same_dose = [pair for pair in numbered if pair[1].label == label]
-    same_fix = [pair for pair in numbered if label.startswith(f"{pair[1].fix}(")]
-    for number, candidate in same_dose or same_fix:
-        return _Used(label=label, number=number, candidate=candidate)
-    return _Used(label=label)
+    same_fix = [pair for pair in enumerate(case.plan.candidates, 1) if label.partition("(")[0] == pair[1].fix]
+    number, candidate = max(same_fix, key=lambda pair: pair[1].label == label, default=(0, None))
+    return _Used(label=label, number=number, candidate=candidate)
 
 
 def _facts(case: Case) -> list[tuple[str, str]]:
@@ -99,7 +96,8 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     facts += [(did, _change(one)) for one in used]
     if outcome.kind is OutcomeKind.HEALED:
         facts.append(("Checked", words.clean(outcome.checked, 600)))
-        facts += [("Mind", words.clean(one, 600)) for one in _caveats(used) if one != outcome.why]
+        caveats = [one.candidate.caveat for one in used if one.candidate is not None and one.candidate.caveat]
+        facts += [("Mind", words.clean(caveat, 600)) for caveat in caveats if caveat != outcome.why]
     facts += [("Peak", _peak(case, forecast)), ("Time", _time(case, forecast))]
     if outcome.kind is not OutcomeKind.OFFERED:
         facts.append(("State", words.STATES[outcome.state]))
@@ -112,10 +110,6 @@ def _change(used: _Used) -> str:
     dose = f" ({used.dose})" if used.dose else ""
     effect, promise = words.EFFECTS[used.candidate.effect]
     return f"{words.clean(used.candidate.title)}{dose}; {effect}: {promise}"
-
-
-def _caveats(used: list[_Used]) -> list[str]:
-    return [one.candidate.caveat for one in used if one.candidate is not None and one.candidate.caveat]
 
 
 def _peak(case: Case, forecast: Forecast | None) -> str:

@@ -136,42 +136,42 @@ def _inside(device: DeviceMemory) -> Iterator[Fact]:
     if allocated is not None:
         peak = words.known(device.peak_allocated)
         why = f"live tensors; at most {format_size(peak)} since the peak was last reset" if peak else "live tensors"
-        yield Fact(figure=format_size(allocated), name="allocated", why=why)
+        yield Fact(format_size(allocated), "allocated", why)
     if cached := _cached(device):
         why = "kept by the allocator for new tensors; `torch.cuda.empty_cache()` gives back what is not split"
-        yield Fact(figure=format_size(cached), name="reserved, not in use", why=why)
+        yield Fact(format_size(cached), "reserved, not in use", why)
     if split:
         largest = words.known(device.largest_free_block)
         why = "fragmentation: free parts of segments that are partly in use, so they cannot be given back"
         why += f"; the largest free block is {format_size(largest)}" if largest else ""
-        yield Fact(figure=format_size(split), name="of it inactive split", why=why)
+        yield Fact(format_size(split), "of it inactive split", why)
     for pool in device.private_pools:
         why = f"kept apart for a CUDA graph or a `torch.cuda.MemPool`; {format_size(pool.allocated)} of it is allocated"
-        yield Fact(figure=format_size(pool.reserved), name=f"private pool {words.clean(pool.name, 60)}", why=why)
+        yield Fact(format_size(pool.reserved), f"private pool {words.clean(pool.name, 60)}", why)
     if (cap := words.known(device.cap)) is not None:
         why = "this process may reserve no more (`torch.cuda.set_per_process_memory_fraction`)"
-        yield Fact(figure=format_size(cap), name="cap", why=why)
+        yield Fact(format_size(cap), "cap", why)
     if retries := words.known(device.retries):
         why = "times the allocator gave back its cache to serve a request, which is slow"
-        yield Fact(figure=str(retries), name="retries", why=why)
+        yield Fact(str(retries), "retries", why)
     if ooms := words.known(device.ooms):
-        yield Fact(figure=str(ooms), name="failures", why="requests that could not be served at all")
+        yield Fact(str(ooms), "failures", "requests that could not be served at all")
 
 
 def _outside(device: DeviceMemory, most: int) -> Iterator[Fact]:
     """Yield what only the driver tells: this process beside its segments, other processes, and what is free."""
     if context := words.known(device.context):
         why = "this process outside of the allocator: kernels, cuBLAS and cuDNN, NCCL"
-        yield Fact(figure=format_size(context), name="CUDA context and libraries", why=why)
+        yield Fact(format_size(context), "CUDA context and libraries", why)
     others = [] if not isinstance(device.processes, tuple) else [one for one in device.processes if not one.is_own]
     if elsewhere := words.known(device.elsewhere):
         why = "the driver names none of them" if not others else words.count(len(others), "process", "processes")
-        yield Fact(figure=format_size(elsewhere), name="other processes", why=why)
+        yield Fact(format_size(elsewhere), "other processes", why)
     for process in others[:most]:
         size = format_size(process.bytes) if isinstance(process.bytes, int) else "?"
         name = words.clean(process.name, 80) if process.name else "a process that cannot be named"
-        yield Fact(figure=size, name=f"pid {process.pid}", why=name)
+        yield Fact(size, f"pid {process.pid}", name)
     if len(others) > most:
-        yield Fact(figure="", name="", why=f"and {len(others) - most} more")
+        yield Fact("", "", f"and {len(others) - most} more")
     if (free := words.known(device.free)) is not None:
-        yield Fact(figure=format_size(free), name="free", why="what the driver could still give")
+        yield Fact(format_size(free), "free", "what the driver could still give")

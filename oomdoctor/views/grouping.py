@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -79,8 +79,7 @@ def within(census: Census, role: Role, models: Sequence[ModelFacts]) -> str | No
             way, rest = _way(holding.path.removesuffix(".grad"), roots)
             is_direct = len(way) > 1 and not rest
             held += [_Part(way[:-1], holding.bytes)] if is_direct else _parts_saved(holding, roots)
-    found = _innermost(held, _MOST * census.bytes_of(role))
-    return "".join(found) if found else None
+    return "".join(_innermost(_sizes(held), _MOST * census.bytes_of(role))) or None
 
 
 def saved_within(holding: Holding, models: Sequence[ModelFacts]) -> tuple[tuple[str, float], ...]:
@@ -89,12 +88,13 @@ def saved_within(holding: Holding, models: Sequence[ModelFacts]) -> tuple[tuple[
     It is the innermost one that has nearly all that is known to be of any, or two parts of that one which have as much.
     """
     parts = _parts_saved(holding, _roots(models))
-    around = _innermost(parts, _MOST * sum(part.bytes for part in parts))
+    sizes = _sizes(parts)
+    around = _innermost(sizes, _MOST * sum(part.bytes for part in parts))
+    inside = {way: size for way, size in sizes.items() if way[:-1] == around}
+    largest = Counter(inside).most_common(_FEW_PARTS)
     if not around:
         return ()
-    whole = sum(part.bytes for part in parts if part.way[: len(around)] == around)
-    largest = _sizes(parts, len(around) + 1, around).most_common(_FEW_PARTS)
-    told = largest if sum(size for _, size in largest) >= _MOST * whole else [(around, whole)]
+    told = largest if sum(size for _, size in largest) >= _MOST * sizes[around] else [(around, sizes[around])]
     return tuple(("".join(way), size / holding.bytes) for way, size in told)
 
 
@@ -122,24 +122,18 @@ def _parts_saved(holding: Holding, roots: Sequence[str]) -> list[_Part]:
     return [part for part in parts if part.way]
 
 
-def _sizes(parts: Sequence[_Part], depth: int, around: tuple[str, ...] = ()) -> Counter[tuple[str, ...]]:
-    """Return the bytes of each module ``depth`` steps deep below ``around``."""
+def _sizes(parts: Sequence[_Part]) -> Counter[tuple[str, ...]]:
+    """Return the bytes of each module and of each that it stands in."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for way, size in parts:
-        if len(way) >= depth and way[: len(around)] == around:
+        for depth in range(1, len(way) + 1):
             sizes[way[:depth]] += size
     return sizes
 
 
-def _innermost(parts: Sequence[_Part], least: float) -> tuple[str, ...]:
+def _innermost(sizes: Mapping[tuple[str, ...], int], least: float) -> tuple[str, ...]:
     """Return the way to the innermost module that has at least so many bytes, nothing where none has."""
-    found: tuple[str, ...] = ()
-    for depth in range(1, 1 + max((len(part.way) for part in parts), default=0)):
-        heaviest = _sizes(parts, depth).most_common(1)
-        if not heaviest or heaviest[0][1] < least:
-            break
-        found = heaviest[0][0]
-    return found
+    return max((way for way, size in sizes.items() if size >= least), key=len, default=())
 
 
 def _roots(models: Sequence[ModelFacts]) -> list[str]:

@@ -116,11 +116,11 @@ def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP,
         if device.allocated is not None and (device.allocated or device.device != "cpu")
     ]
     totals += _resident(growth.rss)
-    changes = [_Changes.of(device, top) for device in devices]
-    left_out = sum(change.left_out for change in changes)
+    changes = [_rows(device, top) for device in devices]
+    left_out = sum(number for _, number in changes)
     return GrowthRows(
         sentence=f"Since {when}: {_joined(changed, totals)}.",
-        rows=tuple(row for change in changes for row in change.rows()),
+        rows=tuple(row for rows, _ in changes for row in rows),
         more=f"and {words.count(left_out, 'smaller change')}" if left_out else None,
     )
 
@@ -131,59 +131,32 @@ def _by_model(evidence: Evidence, models: Sequence[ModelFacts]) -> Evidence:
     return replace(evidence, censuses=tuple(joined))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """What there is to list of one device.
+def _rows(device: DeviceGrowth, top: int) -> tuple[list[GrowthRow], int]:
+    """Return the changes on ``device``, and how many are left out of them.
 
-    Attributes:
-        listed: the largest changes, without those that are as nothing beside them.
-        renamed: what one path lost and another got, both of one role and of one size.
-        single: the one holder whose change is all that its role changed by.
+    The roles come first, each with its holder where one alone has changed by as much; then the largest other holders,
+    without those that are as nothing beside them; then what moved from one path to another.
     """
-
-    device: DeviceGrowth
-    listed: tuple[Change, ...]
-    renamed: tuple[tuple[Change, Change], ...]
-    single: dict[Role, Change]
-    left_out: int
-
-    @classmethod
-    def of(cls, device: DeviceGrowth, top: int) -> _Changes:
-        """Sort out the changes on ``device``."""
-        renamed = tuple(_renamed(device.holders))
-        moved = {id(change) for pair in renamed for change in pair}
-        changes = [change for change in device.holders if id(change) not in moved]
-        by_role: dict[Role, list[Change]] = {}
-        for change in changes:
-            by_role.setdefault(change.role, []).append(change)
-        roles = dict(device.roles)
-        single = {
-            role: held[0] for role, held in by_role.items() if len(held) == 1 and held[0].bytes == roles.get(role)
-        }
-        least = max((abs(change.bytes) for change in device.holders), default=0) * _WORTH_A_ROW
-        listed = [change for change in changes[:top] if abs(change.bytes) >= least]
-        return cls(
-            device=device,
-            listed=tuple(change for change in listed if change not in single.values()),
-            renamed=tuple(pair for pair in renamed[:top] if abs(pair[0].bytes) >= least),
-            single=single,
-            left_out=sum(change not in listed and change not in single.values() for change in changes),
-        )
-
-    def rows(self) -> Iterator[GrowthRow]:
-        """Yield the roles, each with its holder where it has one alone, then the other holders, then what moved."""
-        where = _name(self.device)
-        for role, size in self.device.roles:
-            one = self.single.get(role)
-            holder = f": {words.code(one.path, 120)}{_end(one)}" if one is not None else ""
-            yield GrowthRow(change=_signed(size), what=f"{words.ROLES[role]}{holder}", where=where)
-        for change in self.listed:
-            kind = f" ({words.ROLES[change.role]})" if change.role in WEIGHTS else ""
-            what = f"{words.code(change.path, 120)}{kind}{_end(change)}"
-            yield GrowthRow(change=_signed(change.bytes), what=what, where=where)
-        for gone, new in self.renamed:
+    where, moved = _name(device), tuple(_renamed(device.holders))
+    changes = [change for change in device.holders if not any(change is one for pair in moved for one in pair)]
+    roles = dict(device.roles)
+    of_role = {role: [change for change in changes if change.role is role] for role in roles}
+    single = {role: held[0] for role, held in of_role.items() if len(held) == 1 and held[0].bytes == roles[role]}
+    least = max((abs(change.bytes) for change in device.holders), default=0) * _WORTH_A_ROW
+    others = [change for change in changes if change not in single.values()]
+    listed = [change for change in others if change in changes[:top] and abs(change.bytes) >= least]
+    rows = []
+    for role, size in device.roles:
+        holder = f": {words.code(single[role].path, 120)}{_end(single[role])}" if role in single else ""
+        rows.append(GrowthRow(_signed(size), f"{words.ROLES[role]}{holder}", where))
+    for change in listed:
+        kind = f" ({words.ROLES[change.role]})" if change.role in WEIGHTS else ""
+        rows.append(GrowthRow(_signed(change.bytes), f"{words.code(change.path, 120)}{kind}{_end(change)}", where))
+    for gone, new in moved[:top]:
+        if abs(new.bytes) >= least:
             what = f"{words.code(gone.path, 120)} is now {words.code(new.path, 120)}"
-            yield GrowthRow(change=format_size(new.bytes), what=what, where=where)
+            rows.append(GrowthRow(format_size(new.bytes), what, where))
+    return rows, len(others) - len(listed)
 
 
 def _renamed(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:

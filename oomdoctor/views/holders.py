@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -26,14 +27,8 @@ _GRAPH: Final = "→ graph"
 _MOST_OF_IT: Final = 0.5
 _PADDING: Final = 1.01
 """How much larger than its elements a storage may be without being called larger."""
-_ELEMENT_BYTES: Final = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Bytes of one element. Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html"""
+_BITS: Final = re.compile(r"[a-z]+(\d+)")
+"""Bits of one element, in the name of its type. Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +173,8 @@ def _saved(holding: Holding, models: Sequence[ModelFacts]) -> Iterator[str]:
 
 def _own_bytes(holding: Holding) -> int | None:
     """Return what the elements of the largest tensor take, None where that is not known."""
-    size = _ELEMENT_BYTES.get(holding.dtype or "")
-    return None if size is None or holding.shape is None else size * math.prod(holding.shape)
+    bits = "8" if holding.dtype == "bool" else (_BITS.match(holding.dtype or "") or [None, None])[1]
+    return None if bits is None or holding.shape is None else int(bits) // 8 * math.prod(holding.shape)
 
 
 def _share(ratio: float) -> str:

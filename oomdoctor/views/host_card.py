@@ -1,10 +1,19 @@
-"""The host: this process and its children, the limits that are near, and what the page cache is worth."""
+"""The host: this process and its children, the limits that are near, and what the page cache is worth.
+
+People see a machine full of ``buff/cache`` or a container at its limit and blame the cache. Most often it is innocent:
+the kernel drops clean pages of files before it refuses memory or kills. It is not where the pages have no file behind
+them (tmpfs) or one that they have not been written to yet. Where the GPU shares the machine's memory, the driver may
+count the cache as used; the host's memory alone does not tell whether that is so.
+
+Source: ``drop_caches`` in Documentation/admin-guide/sysctl/vm.rst, "not a means to control the growth" of caches;
+cgroup-v1/memory.rst and cgroup-v2.rst for what is charged to a group.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import ModelFacts
@@ -14,9 +23,11 @@ from oomdoctor.views import words
 from oomdoctor.views.bar import ceiling, host_bar, process_bar
 from oomdoctor.views.device_card import Card, Fact, largest_role
 from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
-from oomdoctor.views.page_cache import is_in_question, page_cache_advice
 
 _NEAR: Final = 0.8
+"""Share of a limit from which it is told, and from which the page cache of a memory cgroup is looked at."""
+_WORTH_TELLING: Final = 0.05
+"""Share of the memory below which a part of the cache cannot decide whether a cell fits."""
 _CHILDREN: Final = 5
 _WORKER: Final = re.compile(r"DataLoader worker \d+(?P<loader>( of \w+)?)")
 _TENSORS_BESIDE_A_DEVICE: Final = 3
@@ -119,9 +130,9 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
     if isinstance(host.rss, int):
         parts = [(host.uss, "USS", " is its alone"), (host.pss, "PSS", " with shared pages shared out")]
         why = ", ".join(f"{name} {format_size(size)}{what}" for size, name, what in parts if isinstance(size, int))
-        yield Fact(figure=format_size(host.rss), name="this process", why=why or "resident")
+        yield Fact(format_size(host.rss), "this process", why or "resident")
     if unseen is not None:
-        yield Fact(figure=format_size(unseen), name="of it no tensor", why=_NO_TENSOR)
+        yield Fact(format_size(unseen), "of it no tensor", _NO_TENSOR)
     yield from map(_holding, held)
     children = host.children if isinstance(host.children, tuple) else ()
     rows = [(child,) for child in children] if most is None else _by_loader(children)
@@ -130,11 +141,11 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
         yield _process(row[0]) if len(row) == 1 else _workers(row)
     if rest := [child for row in rows[len(shown) :] for child in row]:
         name = f"{words.count(len(rest), 'more process', 'more processes')} that it started"
-        yield Fact(figure=format_size(sum(map(_own_bytes, rest))), name=name, why="")
+        yield Fact(format_size(sum(map(_own_bytes, rest))), name, "")
 
 
 def _holding(held: HostHolding) -> Fact:
-    return Fact(figure=format_size(held.bytes), name=f"of it in {words.code(held.path)}", why=consists_of(held))
+    return Fact(format_size(held.bytes), f"of it in {words.code(held.path)}", consists_of(held))
 
 
 def _by_loader(children: Sequence[HostProcess]) -> list[tuple[HostProcess, ...]]:
@@ -158,7 +169,7 @@ def _workers(row: Sequence[HostProcess]) -> Fact:
     why = [f"{alone} each, its alone (USS)"] if alone else []
     why += [f"{resident} each {_SHARED}"] if resident else []
     name = f"{len(row)} DataLoader workers{''.join(loader[1:])}"
-    return Fact(figure=format_size(sum(map(_own_bytes, row))), name=name, why="; ".join(why))
+    return Fact(format_size(sum(map(_own_bytes, row))), name, "; ".join(why))
 
 
 def _between(sizes: Sequence[Measured]) -> str:
@@ -182,13 +193,13 @@ def _process(process: HostProcess) -> Fact:
         why = _SHARED if rss is not None else words.clean(getattr(process.rss, "reason", ""))
     size = words.known(process.uss, process.rss)
     name = f"{words.clean(process.label, 60)} (pid {process.pid})"
-    return Fact(figure="?" if size is None else format_size(size), name=name, why=why)
+    return Fact("?" if size is None else format_size(size), name, why)
 
 
 def _page_cache(host: HostMemory) -> Iterator[Fact]:
     if isinstance(host.page_cache, int):
         advice = " ".join(words.clean(sentence, 600) for sentence in page_cache_advice(host))
-        yield Fact(figure=format_size(host.page_cache), name="page cache", why=advice)
+        yield Fact(format_size(host.page_cache), "page cache", advice)
 
 
 def _troubles(host: HostMemory) -> Iterator[Fact]:
@@ -196,14 +207,14 @@ def _troubles(host: HostMemory) -> Iterator[Fact]:
     if kills := words.known(host.cgroup_oom_kills):
         ooms = words.known(host.cgroup_ooms)
         why = "by the kernel in this memory cgroup" + (f", which ran out {words.count(ooms, 'time')}" if ooms else "")
-        yield Fact(figure=str(kills), name="killed for lack of memory", why=why)
+        yield Fact(str(kills), "killed for lack of memory", why)
     if swap := words.known(host.swap_used):
         total = words.known(host.swap_total)
         why = f"of {format_size(total)}; what lies there must be read back from disk" if total else ""
-        yield Fact(figure=format_size(swap), name="swap in use", why=why)
+        yield Fact(format_size(swap), "swap in use", why)
     if not isinstance(host.pressure, Unavailable) and host.pressure.some >= 0.01:
         why = f"of the last 10 s some task waited for memory, {words.percent(host.pressure.full)} of them all tasks did"
-        yield Fact(figure=words.percent(host.pressure.some), name="memory pressure", why=why)
+        yield Fact(words.percent(host.pressure.some), "memory pressure", why)
 
 
 def _limits(host: HostMemory) -> Iterator[tuple[Fact, float]]:
@@ -211,27 +222,117 @@ def _limits(host: HostMemory) -> Iterator[tuple[Fact, float]]:
     shm_total, shm_free = words.known(host.shm_total), words.known(host.shm_free)
     shm_used = shm_total - shm_free if shm_total is not None and shm_free is not None else None
     counted = _COUNTED.get(str(host.process_limit_name), "this process")
-    sizes = (
-        ("the memory cgroup", words.known(host.cgroup_used), words.known(host.cgroup_limit), _cgroup(host)),
-        (counted, words.known(host.process_used), words.known(host.process_limit), ""),
-        ("/dev/shm", shm_used, shm_total, "DataLoader workers pass batches through it"),
+    committed = host.committed if host.overcommit == _STRICT else None
+    limits = (
+        ("the memory cgroup", host.cgroup_used, host.cgroup_limit, format_size, _cgroup(host)),
+        (counted, host.process_used, host.process_limit, format_size, ""),
+        ("/dev/shm", shm_used, shm_total, format_size, "; DataLoader workers pass batches through it"),
+        ("open files", host.files_open, host.files_limit, str, ""),
+        ("memory mappings", host.maps, host.maps_limit, str, ""),
+        ("committed memory", committed, host.commit_limit, format_size, "; the system promises no more than it has"),
     )
-    for name, used, limit, why in sizes:
-        if used is not None and limit:
-            of = f"{format_size(used)} of {format_size(limit)}" + (f"; {why}" if why else "")
-            yield Fact(figure=words.percent(used / limit), name=name, why=of), used / limit
-    counts = [("open files", host.files_open, host.files_limit), ("memory mappings", host.maps, host.maps_limit)]
-    for name, number, most in counts:
-        if isinstance(number, int) and isinstance(most, int) and most:
-            yield Fact(figure=words.percent(number / most), name=name, why=f"{number} of {most}"), number / most
-    used, limit = words.known(host.committed), words.known(host.commit_limit)
-    if host.overcommit == _STRICT and used is not None and limit:
-        why = f"{format_size(used)} of {format_size(limit)}; the system promises no more than it has"
-        yield Fact(figure=words.percent(used / limit), name="committed memory", why=why), used / limit
+    for name, used, limit, spelled, why in limits:
+        if isinstance(used, int) and isinstance(limit, int) and limit:
+            fact = Fact(words.percent(used / limit), name, f"{spelled(used)} of {spelled(limit)}{why}")
+            yield fact, used / limit
 
 
 def _cgroup(host: HostMemory) -> str:
     cannot, can = words.known(host.cgroup_anon), words.known(host.cgroup_reclaimable)
     if cannot is None or can is None:
         return ""
-    return f"{format_size(cannot)} is held by programs, {format_size(can)} is page cache that can be dropped"
+    return f"; {format_size(cannot)} is held by programs, {format_size(can)} is page cache that can be dropped"
+
+
+class _Cache(NamedTuple):
+    """The page cache of what binds, in bytes: of the memory cgroup with a limit, else of the machine.
+
+    Attributes:
+        charged_to: usage of the cgroup that counts it, None for the machine's.
+        unwritten: what must be written to disk first.
+    """
+
+    whole: int
+    charged_to: int | None
+    size: int
+    droppable: int | None
+    tmpfs: int
+    unwritten: int
+
+    def matters(self, part: int | None) -> bool:
+        """Return whether ``part`` is worth a sentence."""
+        return part is not None and part >= _WORTH_TELLING * self.whole
+
+
+def page_cache_advice(host: HostMemory) -> tuple[str, ...]:
+    """Return at most four sentences: whether the page cache is the cause, and what could be done about it."""
+    cache = _cache(host)
+    return () if cache is None else tuple(_sentences(cache, has_swap=bool(words.known(host.swap_total))))
+
+
+def is_in_question(host: HostMemory) -> bool:
+    """Return whether the page cache may be why memory is short.
+
+    That is where a memory cgroup is near its limit, which counts the cache as used, and where most of the memory that
+    is not available is cache that the kernel cannot drop. Cache that it can drop is available.
+    """
+    limit, used = words.known(host.cgroup_limit), words.known(host.cgroup_used)
+    if limit and used is not None and used >= _NEAR * limit:
+        return True
+    total, available, size = words.known(host.total), words.known(host.available), words.known(host.page_cache)
+    if total is None or available is None or size is None:
+        return False
+    droppable, tmpfs, dirty = (words.known(one) for one in (host.reclaimable, host.tmpfs, host.dirty))
+    held = size - droppable if droppable is not None else (tmpfs or 0) + (dirty or 0)
+    return held > (total - available) / 2
+
+
+def _cache(host: HostMemory) -> _Cache | None:
+    total = words.known(host.total)
+    limit, used, size = (words.known(value) for value in (host.cgroup_limit, host.cgroup_used, host.cgroup_file))
+    if limit is not None and used is not None and size is not None and (total is None or total > limit):
+        droppable, tmpfs = words.known(host.cgroup_reclaimable), words.known(host.cgroup_tmpfs) or 0
+        unwritten = 0 if droppable is None else max(size - tmpfs - droppable, 0)
+        return _Cache(limit, used, size, droppable, tmpfs, unwritten)
+    size, droppable = words.known(host.page_cache), words.known(host.reclaimable)
+    if total is None or size is None:
+        return None
+    return _Cache(total, None, size, droppable, words.known(host.tmpfs) or 0, words.known(host.dirty) or 0)
+
+
+def _sentences(cache: _Cache, *, has_swap: bool) -> Iterator[str]:
+    size = format_size(cache.size)
+    if not cache.matters(cache.size):
+        where = "" if cache.charged_to is None else " in this memory cgroup"
+        yield f"Page cache holds copies of files; {size}{where} is too little to be the cause."
+        return
+    yield _what_it_is(cache, size)
+    if cache.matters(cache.tmpfs):
+        fate = "can only move to swap" if has_swap else "cannot drop"
+        yield (
+            f"{format_size(cache.tmpfs)} is tmpfs (/dev/shm and shared memory), which the kernel {fate}: "
+            "delete the files or end the processes that hold it."
+        )
+    if cache.matters(cache.unwritten):
+        why = "waits to be written to disk" if cache.charged_to is None else "waits to be written to disk or is locked"
+        yield f"{format_size(cache.unwritten)} {why} and cannot be dropped before; `sync` writes files."
+    if cache.droppable is not None and cache.matters(cache.droppable):
+        yield (
+            f"`drop_caches` would not help: it needs root, frees only what the kernel would drop by itself "
+            f"({format_size(cache.droppable)}), and every file must then be read from disk again."
+        )
+
+
+def _what_it_is(cache: _Cache, size: str) -> str:
+    """Return what is cached, and what of it is not the cause because the kernel can drop it."""
+    if cache.charged_to is None:
+        what, when = f"Page cache holds copies of files, {size} here", "when a program needs the memory"
+    else:
+        used = format_size(cache.charged_to)
+        what = f"The {used} that the memory cgroup counts as used include {size} of page cache, copies of files"
+        when = "before it kills a process"
+    if cache.droppable is None:
+        return f"{what}; the kernel drops what is clean of it {when}."
+    if not cache.matters(cache.droppable) and cache.matters(cache.size - cache.droppable):
+        return f"{what}; the kernel can drop only {format_size(cache.droppable)} of it."
+    return f"{what}; the kernel drops {format_size(cache.droppable)} of it {when}, so that part is not the cause."

@@ -14,41 +14,14 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from oomdoctor.model.memory import Role
 from oomdoctor.views.document import Document, Inline, prose
-from oomdoctor.views.words import TONES
+from oomdoctor.views.words import KINDS, TONES
 
-_UP: Final = ("45deg", "8px 8px")
-_DOWN: Final = ("135deg", "8px 8px")
-_UPRIGHT: Final = ("90deg", "6px 6px")
-_LEVEL: Final = ("0deg", "6px 6px")
-
-# Dark enough to carry white text, light enough to stand out from a dark page.
-_FILLS: Final = {
-    Role.ACTIVATION.value: ("#b8481a", None),
-    Role.PARAMETER.value: ("#2368a8", None),
-    Role.GRADIENT.value: ("#2f7f9e", _UP),
-    Role.OPTIMIZER_STATE.value: ("#2b7d5b", _LEVEL),
-    Role.BATCH.value: ("#96690f", _UPRIGHT),
-    Role.BUFFER.value: ("#5b6fa8", _DOWN),
-    Role.GRAPH_KEPT_ALIVE.value: ("#a8447f", _DOWN),
-    Role.TRACEBACK.value: ("#8a3fa0", _UPRIGHT),
-    Role.OUTPUT_CACHE.value: ("#a03f5c", _LEVEL),
-    Role.KV_CACHE.value: ("#3b7a76", _UPRIGHT),
-    Role.PINNED_HOST.value: ("#7b6f1e", _DOWN),
-    Role.USER_TENSOR.value: ("#6a5acd", None),
-    Role.WORKSPACE.value: ("#5d6d7e", _LEVEL),
-    Role.UNEXPLAINED.value: ("#767676", None),
-    "process": ("#7a5c48", None),
-    "simulated": ("#8a6d1c", _LEVEL),
-    "children": ("#2f7f9e", _UPRIGHT),
-    "cached": ("#757575", _LEVEL),
-    "context": ("#5c5c5c", None),
-    "elsewhere": ("#6e6e6e", _UPRIGHT),
-    "outside": ("#6e6e6e", _DOWN),
-    "free": ("rgba(128,128,128,0.15)", None),
-    "asked": ("#a85858", _UP),
-    "over": ("#c62828", _UP),
+_HATCHES: Final = {
+    "up": ("45deg", "8px 8px"),
+    "down": ("135deg", "8px 8px"),
+    "upright": ("90deg", "6px 6px"),
+    "level": ("0deg", "6px 6px"),
 }
 
 
@@ -92,18 +65,14 @@ def _tagged(text: str, style: str) -> Markup:
 
 
 def _fill(kind: str) -> str:
-    colour, pattern = _FILLS[kind]
-    if pattern is None:
+    colour, hatch = KINDS[kind].colour, KINDS[kind].hatch
+    if not hatch:
         return f"background:{colour}"
-    angle, size = pattern
+    angle, size = _HATCHES[hatch]
     # Dark on the colour, as the text on it is white.
     clear, dark = "rgba(0,0,0,0)", "rgba(0,0,0,0.25)"
-    stops = [f"{dark} 0%", f"{dark} 25%", f"{clear} 25%", f"{clear} 50%"]
-    if angle in (_UP[0], _DOWN[0]):
-        stops += [f"{dark} 50%", f"{dark} 75%", f"{clear} 75%", f"{clear} 100%"]
-    else:
-        stops += [f"{clear} 100%"]
-    hatching = f"linear-gradient({angle}, {', '.join(stops)})"
+    slanted = f"{dark} 50%, {dark} 75%, {clear} 75%, " if hatch in ("up", "down") else ""
+    hatching = f"linear-gradient({angle}, {dark} 0%, {dark} 25%, {clear} 25%, {clear} 50%, {slanted}{clear} 100%)"
     return f"background-color:{colour};background-image:{hatching};background-size:{size}"
 
 

@@ -8,18 +8,19 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import inline
-from oomdoctor.views.panel_parts import Buttons, Progress, code, wrapping
-from oomdoctor.views.panel_row import Row
-from oomdoctor.views.prices import fix_rows
+from oomdoctor.views.panel_parts import Buttons, Opener, Progress, changed_cells, code, diff, wrapping
+from oomdoctor.views.prices import fix_row, fix_rows
 from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
-    from oomdoctor.model.plan import Candidate, Plan
+    from oomdoctor.model.plan import Candidate, Forecast, Plan
     from oomdoctor.views.live import Live
 
 _AUTO: Final = (
@@ -178,3 +179,80 @@ def _best(case: Case, retry: Retry) -> str:
         certain = "" if first.forecast.fits else ", which is not certain to fit"
         return f"Run the cell again with fix {case.plan.candidates.index(first) + 1}{certain}"
     return retry.why or "No change that keeps the result was forecast to fit"
+
+
+class Row:
+    """The controls of one fix.
+
+    Args:
+        retry: runs the cell again with the fix of a number; None where buttons cannot run it.
+
+    Attributes:
+        box: the widget.
+    """
+
+    def __init__(
+        self,
+        widgets: Any,
+        number: int,
+        candidate: Candidate,
+        unchanged: Forecast,
+        buttons: Buttons,
+        retry: Callable[[int], None] | None,
+    ) -> None:
+        self._widgets, self._number, self._unchanged, self._buttons = widgets, number, unchanged, buttons
+        self._candidate, self._in_place = candidate, False
+        self._text = widgets.HTML(self._label())
+        self._openers: list[Opener] = []
+        self._run: Any = None
+        row, controls = self._row(), []
+        if row.apply and retry is None:
+            controls.append(widgets.HTML(code(row.apply)))
+        elif row.apply and retry is not None:
+            tooltip = f"Run the cell again with: {row.title}"
+            self._run = buttons.add(f"Retry with {number}", tooltip, lambda: retry(number))
+            controls.append(self._run)
+        if row.diff:
+            self._openers = [
+                Opener(widgets, f"diff {number}", f"Show the change in source: {row.title}", self._diff),
+                Opener(widgets, f"as a cell {number}", f"Show the changed cell to copy: {row.title}", self._cells),
+            ]
+        controls += [opener.button for opener in self._openers]
+        parts = [opener.part for opener in self._openers]
+        lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
+        self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
+
+    def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
+        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had.
+
+        Args:
+            can_retry: whether the cell can be run again now.
+        """
+        own = next((one for one in in_place if one.fix == self._candidate.fix), None)
+        self._in_place = own is not None
+        if own is not None and own.dose != self._candidate.dose:
+            self._candidate = own
+            for opener in self._openers:
+                opener.fill()
+        self._text.value = self._label()
+        for opener in self._openers:
+            opener.button.button_style = "primary" if self._in_place else ""
+        if self._run is not None:
+            self._buttons.enable(self._run, can_retry)
+
+    def _label(self) -> str:
+        """Return the fix on one line as HTML: what it is called and whether it fits; the diagnosis has its price."""
+        row = self._row()
+        title = f"{row.title} ({row.dose})" if row.dose else row.title
+        told = "✓ in place" if self._in_place else row.verdict_text
+        text = f"<b>{row.number}</b> {escape(title)} <small>{escape(told)}</small>"
+        return f'<div style="line-height:1.45">{text}</div>'
+
+    def _row(self) -> FixRow:
+        return fix_row(self._number, self._candidate, self._unchanged)
+
+    def _diff(self) -> list[Any]:
+        return diff(self._widgets, self._candidate.patch)
+
+    def _cells(self) -> list[Any]:
+        return changed_cells(self._widgets, self._candidate.patch, f"%oomdoctor fix {self._number} --insert")

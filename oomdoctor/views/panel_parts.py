@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.views.html import BAD, GOOD
+from oomdoctor.views.html import BAD, GOOD, inline
 
 if TYPE_CHECKING:
     from oomdoctor.model.fix import Patch
@@ -29,7 +29,7 @@ def _fitting(widgets: Any) -> Any:
 
 def code(text: str) -> str:
     """Return code as HTML within a sentence."""
-    return f'<code dir="ltr" style="font-family:{_MONO};background:none;color:inherit">{escape(text)}</code>'
+    return str(inline(f"`{text}`"))
 
 
 class Buttons:
@@ -75,27 +75,28 @@ class Buttons:
             button.disabled = self._running or not enabled
 
 
-def opener(widgets: Any, name: str, tooltip: str, fill: Callable[[], list[Any]]) -> tuple[Any, Any, Callable[[], None]]:
-    """Return a button that opens and closes a part, that part, and how to fill it anew where it is open.
+class Opener:
+    """A button that opens and closes a part, whose contents are made when it is opened.
 
-    It runs nothing, so the other buttons stay as they are. What is in the part is made when it is opened.
+    It runs nothing, so the other buttons stay as they are.
     """
-    part = widgets.VBox([], layout=widgets.Layout(display="none"))
-    button = widgets.Button(description=f"Show {name}", tooltip=tooltip, layout=_fitting(widgets))
 
-    def toggle(_: Any) -> None:
-        hidden = part.layout.display == "none"
-        if hidden:
-            part.children = tuple(fill())
-        part.layout.display = "" if hidden else "none"
-        button.description = f"{'Hide' if hidden else 'Show'} {name}"
+    def __init__(self, widgets: Any, name: str, tooltip: str, contents: Callable[[], list[Any]]) -> None:
+        self._name, self._contents = name, contents
+        self.part = widgets.VBox([], layout=widgets.Layout(display="none"))
+        self.button = widgets.Button(description=f"Show {name}", tooltip=tooltip, layout=_fitting(widgets))
+        self.button.on_click(lambda _: self._toggle())
 
-    def refill() -> None:
-        if part.layout.display != "none":
-            part.children = tuple(fill())
+    def _toggle(self) -> None:
+        is_hidden = self.part.layout.display == "none"
+        self.part.layout.display = "" if is_hidden else "none"
+        self.button.description = f"{'Hide' if is_hidden else 'Show'} {self._name}"
+        self.fill()
 
-    button.on_click(toggle)
-    return button, part, refill
+    def fill(self) -> None:
+        """Make the contents anew where the part is open."""
+        if self.part.layout.display != "none":
+            self.part.children = tuple(self._contents())
 
 
 def diff(widgets: Any, patch: Patch | Refused) -> list[Any]:

@@ -7,7 +7,7 @@ shown as such.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 from rich.theme import Theme
 
-from oomdoctor.views import textbar, words
+from oomdoctor.views import words
 from oomdoctor.views.document import (
     Bar,
     Block,
@@ -34,6 +34,7 @@ from oomdoctor.views.document import (
     Line,
     Notice,
     Section,
+    Segment,
     Source,
     Table,
     Timeline,
@@ -57,6 +58,9 @@ _STYLES: Final = Theme(
         "grew": "red",
     }
 )
+_NEVER_JOINED: Final = frozenset({"free", "asked", "over"})
+_NUMBER: Final[dict[str, Any]] = {"justify": "right", "no_wrap": True}
+_LINE_STYLES: Final = {"title": "title", "name": "strong", "muted": "muted", "more": "muted"}
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 _INDENT, _GAP = 2, 2
 _NARROW, _NARROW_FOR_FIXES = 60, 92
@@ -120,7 +124,7 @@ class _Renderer:
                 place = Text(f"{block.before}{block.place} │ ", "muted")
                 yield Text("  ") + self._inline(place) + Text(block.line, "strong")
             case Bar():
-                yield from textbar.draw(block, self._bar_width)
+                yield from draw(block, self._bar_width)
             case Timeline():
                 yield from self._timeline(block)
             case Items():
@@ -252,9 +256,74 @@ class _Renderer:
         return self._inline(text)
 
 
-_NUMBER: Final[dict[str, Any]] = {"justify": "right", "no_wrap": True}
-_LINE_STYLES: Final = {"title": "title", "name": "strong", "muted": "muted", "more": "muted"}
-
-
 def _indented(part: RenderableType) -> Padding:
     return Padding(part, (0, 0, 0, _INDENT))
+
+
+def draw(bar: Bar, width: int) -> list[Text]:
+    """Return the lines of ``bar``: its title, its budget marker, the bar, and the legend."""
+    groups = _groups(bar.segments, width)
+    kinds = [_kind(group) for group in groups]
+    cells = _cells([sum(segment.ratio for segment in group) for group in groups], width)
+    line = Text()
+    for kind, cell_count in zip(kinds, cells, strict=True):
+        line.append(words.KINDS[kind].sign * cell_count, words.KINDS[kind].style)
+    beyond = sum(count for count, kind in zip(cells, kinds, strict=True) if kind == "over")
+    return [*_heading(bar, beyond, width), line, *flow((_entry(group) for group in groups), width)]
+
+
+def flow(entries: Iterable[Text], width: int) -> list[Text]:
+    """Return the entries in lines, as many to a line as fit, none of them broken."""
+    lines = [Text()]
+    for entry in entries:
+        if lines[-1] and lines[-1].cell_len + 3 + entry.cell_len > width:
+            lines.append(Text())
+        lines[-1] += Text("   ") + entry if lines[-1] else entry
+    return lines
+
+
+def _groups(segments: Sequence[Segment], width: int) -> list[list[Segment]]:
+    """Return the segments one by one, those under half a cell together, in the place of the first of them."""
+    small = [one for one in segments if one.ratio * width < 0.5 and one.kind not in _NEVER_JOINED]
+    return [small if one in small else [one] for one in segments if one not in small or one is small[0]]
+
+
+def _kind(group: Sequence[Segment]) -> str:
+    return group[0].kind if len(group) == 1 else "other"
+
+
+def _entry(group: Sequence[Segment]) -> Text:
+    """Return a fill with what it stands for."""
+    kind = words.KINDS[_kind(group)]
+    named = ", ".join(f"{segment.label} {segment.size}" for segment in group)
+    return Text.assemble((kind.sign, kind.style), f" {'other: ' if len(group) > 1 else ''}{named}")
+
+
+def _heading(bar: Bar, beyond: int, width: int) -> list[Text]:
+    """Return the title with the budget, the marker standing over the last cell that is within it.
+
+    Args:
+        beyond: cells that are past the budget.
+    """
+    title = Text(bar.title, "bold")
+    if bar.budget is None or bar.budget_ratio is None:
+        return [title]
+    end = width - beyond if beyond else max(1, round(width * bar.budget_ratio))
+    mark = f"{bar.budget} ▼"
+    gap = end - cell_len(bar.title) - cell_len(mark)
+    if gap >= 1:
+        return [title + Text(" " * gap + mark)]
+    return [title, Text(mark.rjust(end))]
+
+
+def _cells(ratios: Sequence[float], width: int) -> list[int]:
+    """Share ``width`` cells out by ``ratios``: at least one each, the rest by the largest remainder."""
+    cells = [max(1, int(ratio * width)) for ratio in ratios]
+    by_remainder = sorted(range(len(ratios)), key=lambda i: cells[i] - ratios[i] * width)
+    step = 0
+    while sum(cells) < width:
+        cells[by_remainder[step % len(cells)]] += 1
+        step += 1
+    while sum(cells) > width:
+        cells[max(range(len(cells)), key=cells.__getitem__)] -= 1
+    return cells

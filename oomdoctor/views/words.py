@@ -7,7 +7,7 @@ the HTML views.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from oomdoctor.model.case import State
 from oomdoctor.model.fix import Effect
@@ -16,22 +16,46 @@ from oomdoctor.model.memory import DeviceMemory, Measured, Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import format_size
 
-ROLES: Final = {
-    Role.PARAMETER: "parameters",
-    Role.GRADIENT: "gradients",
-    Role.OPTIMIZER_STATE: "optimizer state",
-    Role.BUFFER: "buffers",
-    Role.ACTIVATION: "activations",
-    Role.BATCH: "the batch",
-    Role.GRAPH_KEPT_ALIVE: "graphs kept alive",
-    Role.TRACEBACK: "held by a traceback",
-    Role.OUTPUT_CACHE: "output history",
-    Role.KV_CACHE: "KV cache",
-    Role.PINNED_HOST: "pinned host memory",
-    Role.USER_TENSOR: "your tensors",
-    Role.WORKSPACE: "workspaces of cuBLAS",
-    Role.UNEXPLAINED: "no holder found",
+
+class Kind(NamedTuple):
+    """How a kind of memory is called, and how it looks as a stretch of a bar: no two look alike without colour."""
+
+    label: str
+    sign: str
+    style: str
+    colour: str
+    hatch: str = ""
+
+
+# The colours of pages are dark enough to carry white text, and light enough to stand out from a dark page.
+KINDS: Final = {
+    Role.ACTIVATION.value: Kind("activations", "█", "red", "#b8481a"),
+    Role.PARAMETER.value: Kind("parameters", "▓", "blue", "#2368a8"),
+    Role.GRADIENT.value: Kind("gradients", "▒", "cyan", "#2f7f9e", "up"),
+    Role.OPTIMIZER_STATE.value: Kind("optimizer state", "░", "green", "#2b7d5b", "level"),
+    Role.BATCH.value: Kind("the batch", "▚", "yellow", "#96690f", "upright"),
+    Role.BUFFER.value: Kind("buffers", "▪", "blue", "#5b6fa8", "down"),
+    Role.GRAPH_KEPT_ALIVE.value: Kind("graphs kept alive", "▞", "magenta", "#a8447f", "down"),
+    Role.TRACEBACK.value: Kind("held by a traceback", "◆", "magenta", "#8a3fa0", "upright"),
+    Role.OUTPUT_CACHE.value: Kind("output history", "▤", "magenta", "#a03f5c", "level"),
+    Role.KV_CACHE.value: Kind("KV cache", "▥", "cyan", "#3b7a76", "upright"),
+    Role.PINNED_HOST.value: Kind("pinned host memory", "▦", "yellow", "#7b6f1e", "down"),
+    Role.USER_TENSOR.value: Kind("your tensors", "▨", "yellow", "#6a5acd"),
+    Role.WORKSPACE.value: Kind("workspaces of cuBLAS", "▢", "bright_black", "#5d6d7e", "level"),
+    Role.UNEXPLAINED.value: Kind("no holder found", "?", "bright_black", "#767676"),
+    "process": Kind("this process", "▣", "bright_blue", "#7a5c48"),
+    "simulated": Kind("tensors of the simulated device", "◇", "yellow", "#8a6d1c", "level"),
+    "children": Kind("processes that it started", "▬", "cyan", "#2f7f9e", "upright"),
+    "cached": Kind("reserved, not in use", "┄", "bright_black", "#757575", "level"),
+    "context": Kind("CUDA context and libraries", "■", "bright_black", "#5c5c5c"),
+    "elsewhere": Kind("other processes", "▩", "bright_black", "#6e6e6e", "upright"),
+    "outside": Kind("in use otherwise", "▧", "bright_black", "#6e6e6e", "down"),
+    "free": Kind("free", "·", "bright_black", "rgba(128,128,128,0.15)"),
+    "asked": Kind("request", "╱", "red", "#a85858", "up"),  # noqa: RUF001 - a hatching, not a slash
+    "over": Kind("request, beyond the budget", "╳", "bold red", "#c62828", "up"),  # noqa: RUF001
+    "other": Kind("other", "≡", "bright_black", "#4a4a4a"),
 }
+ROLES: Final = {role: KINDS[role.value].label for role in Role if role.value in KINDS}
 
 EFFECTS: Final = {
     Effect.EXACT: ("exact", "bit-identical results"),

@@ -15,6 +15,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.views import html
 from oomdoctor.views.growth import growth_rows
 from oomdoctor.views.story import tell
+from oomdoctor.views.words import KINDS
 
 VIEWS: dict[str, Callable[[Case], str]] = {
     **{name: lambda case, view=view: html.render(view(case)) for name, view in cases.VIEWS.items()},  # type: ignore[misc]
@@ -135,9 +136,9 @@ def test_every_segment_has_a_line_in_the_legend_and_a_tooltip() -> None:
 
 
 def test_every_kind_of_memory_looks_different() -> None:
-    fills = [html._fill(kind) for kind in html._FILLS]
+    fills = [html._fill(kind) for kind in KINDS]
     assert len(set(fills)) == len(fills)
-    colours = [html._FILLS[kind][0] for kind in ("process", *(role.value for role in Role))]
+    colours = [KINDS[kind].colour for kind in ("process", *(role.value for role in Role))]
     assert colours.count(colours[0]) == 1, "both stand in the bar of this process"
 
 

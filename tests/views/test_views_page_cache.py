@@ -9,7 +9,7 @@ import pytest
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.views.page_cache import page_cache_advice
+from oomdoctor.views.host_card import page_cache_advice
 
 FULL = {
     "total": 64 * GIB,

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 from cases import healed, simulated
 
-from oomdoctor.views import bundle, notice_bundle, text, textbar
+from oomdoctor.views import bundle, notice_bundle, text
 from oomdoctor.views.story import tell
 from oomdoctor.views.terminal import fitted, looks
+from oomdoctor.views.words import KINDS
 
 SHOWN = {"diagnosis": bundle, "notice": notice_bundle}
 
@@ -91,7 +92,7 @@ def test_a_terminal_without_utf_8_is_told_the_same(encoding: str) -> None:
 
 
 def test_the_fills_of_a_bar_stay_apart() -> None:
-    fills = [sign for sign, _ in textbar._FILLS.values()]
+    fills = [kind.sign for kind in KINDS.values()]
     assert len({fitted(sign, io.TextIOWrapper(io.BytesIO(), encoding="ascii")) for sign in fills}) == len(fills)
 
 

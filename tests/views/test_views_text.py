@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from oomdoctor.model.sizes import GIB
-from oomdoctor.views import text, textbar
+from oomdoctor.views import text
 from oomdoctor.views.document import Bar, Segment
 from oomdoctor.views.story import tell
 from oomdoctor.views.survey import cards
+from oomdoctor.views.words import KINDS
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -88,7 +89,7 @@ def test_the_marker_stands_over_the_last_cell_within_the_budget() -> None:
 
 def test_a_title_too_long_for_the_marker_gets_a_line_of_its_own() -> None:
     bar = Bar(title="t" * 30, budget="1.00 GiB", budget_ratio=0.5, segments=(_segment(0.5), _segment(0.5, "over")))
-    title, marker, line, *_ = (part.plain for part in textbar.draw(bar, 40))
+    title, marker, line, *_ = (part.plain for part in text.draw(bar, 40))
     assert (title, marker) == ("t" * 30, "1.00 GiB ▼".rjust(20))
     assert len(line) == 40
 
@@ -99,19 +100,19 @@ def _segment(ratio: float, kind: str = "activation") -> Segment:
 
 @given(st.lists(st.integers(1, 64 * GIB), min_size=1, max_size=15), st.integers(20, 200))
 def test_the_bar_is_as_long_as_asked_for_and_shows_every_segment(sizes: list[int], width: int) -> None:
-    cells = textbar._cells([size / sum(sizes) for size in sizes], width)
+    cells = text._cells([size / sum(sizes) for size in sizes], width)
     assert sum(cells) == width
     assert min(cells) >= 1
 
 
 def test_every_kind_of_memory_has_a_fill_of_its_own() -> None:
-    fills = [fill for fill, _ in textbar._FILLS.values()]
+    fills = [kind.sign for kind in KINDS.values()]
     assert len(set(fills)) == len(fills)
 
 
 def _drawn(*ratios: tuple[float, str]) -> list[str]:
     bar = Bar(title="", budget=None, budget_ratio=None, segments=tuple(_segment(*one) for one in ratios))
-    return [part.plain for part in textbar.draw(bar, 60)]
+    return [part.plain for part in text.draw(bar, 60)]
 
 
 def test_what_is_under_half_a_cell_shares_one() -> None:
