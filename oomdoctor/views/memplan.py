@@ -86,7 +86,7 @@ def _headline(fit: Fit) -> Text:
 
 
 def _verdict(verdict: Verdict) -> Text:
-    return Text(f"{words.VERDICT_MARKS[verdict]} {verdict.value}", words.TONES[verdict])
+    return Text(words.verdict(verdict), words.TONES[verdict])
 
 
 def _least(plan: MemPlan) -> Iterator[Line]:

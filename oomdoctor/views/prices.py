@@ -71,19 +71,23 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
 
 def _unsized(unchanged: Forecast, incident: Incident) -> bool:
     """Return whether a forecast that fits is contradicted by a failure that did not say how much it asked for."""
-    return (
-        incident.is_oom
-        and incident.requested is None
-        and unchanged.peak is not None
-        and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
-    )
+    fits = unchanged.peak is not None and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
+    return incident.is_oom and incident.requested is None and fits
 
 
 def _unknown_need(unchanged: Forecast) -> str:
     seen = f" ({words.about(unchanged.peak)} was found: {basis(unchanged)})" if unchanged.peak else ""
     told = f"What this cell needs unchanged is not known: it failed, and the failure gave no size{seen}."
-    lacking = "better forecast" if seen else "forecast"
-    return f"{told} No {lacking}: {_reason(unchanged.refused)}." if unchanged.refused else told
+    return _with_reason(told, unchanged)
+
+
+def _lacking(forecast: Forecast) -> str:
+    """Return why there is no forecast, or no better one."""
+    return f"No {'better ' if forecast.peak else ''}forecast: {words.clean(forecast.refused or '')}"
+
+
+def _with_reason(told: str, unchanged: Forecast) -> str:
+    return f"{told} {_lacking(unchanged).removesuffix('.')}." if unchanged.refused else told
 
 
 def _unfixed(plan: Plan, *, fits: bool) -> str | None:
@@ -92,53 +96,38 @@ def _unfixed(plan: Plan, *, fits: bool) -> str | None:
     if plan.pending:
         what = "Their numbers and commands are shown" if plan.candidates else "The changes are shown"
         return f"Forecasts are being made. {what} when they are there."
-    if plan.candidates:
+    if plan.candidates or (unchanged.peak is None and unchanged.refused is None):
         return None
-    if fits and unchanged.verdict is Verdict.FITS:
-        return "No change is needed."
-    return None if unchanged.peak is None and unchanged.refused is None else "No fix was found that could be offered."
+    is_enough = fits and unchanged.verdict is Verdict.FITS
+    return "No change is needed." if is_enough else "No fix was found that could be offered."
 
 
 def _need(unchanged: Forecast) -> str:
     """Return in one sentence what the cell needs without any change."""
     if unchanged.peak is None:
-        return f"Unchanged, this cell has no forecast: {_reason(unchanged.refused or unchanged.basis)}."
+        reason = words.clean(unchanged.refused or unchanged.basis).removesuffix(".")
+        return f"Unchanged, this cell has no forecast: {reason}."
     line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{_verdict(unchanged)}{_comma(_tensors(unchanged))}"
+    verdict = f"{words.verdict(unchanged.verdict)}{_tensors(unchanged)} ({basis(unchanged)})"
     need = f"{words.about(_counted(unchanged))} ({_quantity(unchanged)})"
-    sentence = f"Unchanged, this cell needs {need}{budget}{line}: {verdict} ({basis(unchanged)})."
-    return f"{sentence} No better forecast: {_reason(unchanged.refused)}." if unchanged.refused else sentence
-
-
-def _reason(text: str) -> str:
-    return words.clean(text).removesuffix(".")
-
-
-def _comma(text: str) -> str:
-    return f", {text}" if text else ""
+    return _with_reason(f"Unchanged, this cell needs {need}{budget}{line}: {verdict}.", unchanged)
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
     """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them once that is settled."""
-    rows = (fix_row(number, candidate, plan.unchanged) for number, candidate in enumerate(plan.candidates, 1))
-    if plan.pending:
-        return tuple(replace(row, number=None, apply=None, diff=None) for row in rows)
-    return tuple(rows)
+    numbered = enumerate(plan.candidates, 1)
+    return tuple(fix_row(None if plan.pending else number, one, plan.unchanged) for number, one in numbered)
 
 
-def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
-    """Return one candidate as a row."""
-    forecast = candidate.forecast
+def fix_row(number: int | None, candidate: Candidate, unchanged: Forecast) -> FixRow:
+    """Return one candidate as a row, without commands where it has no number."""
+    forecast, is_offered = candidate.forecast, candidate.refuted is None and number is not None
     effect, promise = words.EFFECTS[candidate.effect]
     if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and candidate.refuted is None:
         promise = f"{promise}, to be checked"
-    applied = (
-        candidate.refuted is None
-        and candidate.effect is not Effect.ADVICE
-        and not (isinstance(candidate.patch, Refused) and not candidate.applies_live)
-    )
-    written = candidate.refuted is None and not isinstance(candidate.patch, Refused)
+    is_written = not isinstance(candidate.patch, Refused)
+    is_applied = candidate.effect is not Effect.ADVICE and (is_written or candidate.applies_live)
     return FixRow(
         number=number,
         title=words.clean(candidate.title),
@@ -146,14 +135,14 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
         effect=effect,
         promise=promise,
         peak=_peak(forecast, unchanged),
-        quantity=f"{_quantity(forecast)}{_comma(_tensors(forecast))}" if forecast.peak is not None else "",
+        quantity=f"{_quantity(forecast)}{_tensors(forecast)}" if forecast.peak is not None else "",
         basis=basis(forecast) if forecast.peak is not None else "",
         verdict=forecast.verdict,
-        verdict_text=_verdict(forecast),
+        verdict_text=words.verdict(forecast.verdict),
         slowdown=slowdown(forecast),
         gauge=_gauge(forecast, unchanged),
-        apply=f"%oomdoctor fix {number}" if applied else None,
-        diff=f"%oomdoctor diff {number}" if written else None,
+        apply=f"%oomdoctor fix {number}" if is_offered and is_applied else None,
+        diff=f"%oomdoctor diff {number}" if is_offered and is_written else None,
         notes=tuple(_notes(candidate, unchanged)),
     )
 
@@ -162,8 +151,7 @@ def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     notes = [f"Refused when it was tried: {words.clean(candidate.refuted, 600)}"] if candidate.refuted else []
     notes += [words.clean(candidate.caveat, 600)] if candidate.caveat else []
     if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
-        lacking = "forecast" if candidate.forecast.peak is None else "better forecast"
-        notes.append(f"No {lacking}: {words.clean(candidate.forecast.refused)}")
+        notes.append(_lacking(candidate.forecast))
     if isinstance(candidate.patch, Refused):
         notes.append(f"No diff: {words.clean(candidate.patch.reason)}")
     return notes
@@ -194,14 +182,10 @@ def _peak(forecast: Forecast, unchanged: Forecast) -> str:
     return f"{words.about(before)}{other} → {after}"
 
 
-def _verdict(forecast: Forecast) -> str:
-    return f"{words.VERDICT_MARKS[forecast.verdict]} {forecast.verdict.value}"
-
-
 def _tensors(forecast: Forecast) -> str:
     if forecast.reserved is None or forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
-    return f"{words.about(forecast.peak)} in tensors"
+    return f", {words.about(forecast.peak)} in tensors"
 
 
 def basis(forecast: Forecast) -> str:

@@ -64,15 +64,9 @@ EFFECTS: Final = {
     Effect.ADVICE: ("advice", "never applied for you"),
 }
 
-VERDICT_MARKS: Final = {
-    Verdict.FITS: "✓",
-    Verdict.BORDERLINE: "~",
-    Verdict.TOO_LARGE: "✗",
-    Verdict.UNKNOWN: "?",
-}
-
 TONES: Final = {Verdict.FITS: "good", Verdict.BORDERLINE: "warn", Verdict.TOO_LARGE: "bad", Verdict.UNKNOWN: ""}
 """Names of styles."""
+_MARKS: Final = {Verdict.FITS: "✓", Verdict.BORDERLINE: "~", Verdict.TOO_LARGE: "✗", Verdict.UNKNOWN: "?"}
 
 STATES: Final = {
     State.CLEAN: "clean, as if the changed cell had run first",
@@ -98,6 +92,11 @@ def code(text: str, limit: int = 60) -> str:
     """Return ``text`` as code within a sentence; a backtick of its own would end it there."""
     shown = clean(text, limit).replace("`", "'")
     return f"`{shown}`"
+
+
+def verdict(verdict: Verdict) -> str:
+    """Return ``✓ fits``: a sign says it without colour."""
+    return f"{_MARKS[verdict]} {verdict.value}"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
