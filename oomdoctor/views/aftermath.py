@@ -82,7 +82,7 @@ class _Used:
 
 def _used(case: Case, label: str) -> _Used:
     numbered = enumerate(case.plan.candidates, 1)
-    same_fix = [pair for pair in numbered if f"{label}(".startswith(f"{pair[1].fix}(")]
+    same_fix = [pair for pair in numbered if label == pair[1].label or label.startswith(f"{pair[1].fix}(")]
     number, candidate = max(same_fix, key=lambda pair: pair[1].label == label, default=(0, None))
     return _Used(label=label, number=number, candidate=candidate)
 
