@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.views.document import FixRow
-from oomdoctor.views.html import inline
+from oomdoctor.views.html import part
 from oomdoctor.views.panel_parts import Buttons, Opener, Progress, changed_cells, code, diff, wrapping
 from oomdoctor.views.prices import fix_row, fix_rows
 from oomdoctor.views.story import Retry
@@ -28,7 +28,6 @@ _AUTO: Final = (
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
-_UNDO: Final = "Take back what the last retry changed"
 _SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
 
 
@@ -120,7 +119,7 @@ class Panel:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
-        self._note.value = str(inline(f"Retries are off: {gone}.")) if gone else self._waits
+        self._note.value = part("inline", f"Retries are off: {gone}.") if gone else self._waits
         self._undo.tooltip = (
             "Take back what the last retry changed" if in_place else "There is nothing that can be taken back"
         )

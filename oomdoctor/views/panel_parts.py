@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.views.html import BAD, GOOD, inline
+from oomdoctor.views.html import part
 
 if TYPE_CHECKING:
     from oomdoctor.model.fix import Patch
@@ -29,7 +29,7 @@ def _fitting(widgets: Any) -> Any:
 
 def code(text: str) -> str:
     """Return code as HTML within a sentence."""
-    return str(inline(f"`{text}`"))
+    return part("inline", f"`{text}`")
 
 
 class Buttons:
@@ -104,14 +104,7 @@ def diff(widgets: Any, patch: Patch | Refused) -> list[Any]:
     if isinstance(patch, Refused):
         return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
     style = f"font-family:{_MONO};overflow-x:auto;white-space:pre;line-height:1.3;color:inherit;background:none"
-    lines = "\n".join(_line(line) for line in patch.diff().split("\n"))
-    return [widgets.HTML(f'<pre dir="ltr" style="{style}">{lines}</pre>')]
-
-
-def _line(line: str) -> str:
-    """Return a line of a diff; those that come and go are coloured, besides the signs that they have."""
-    colour = {"+": GOOD, "-": BAD}.get(line[:1]) if not line.startswith(("+++ ", "--- ")) else None
-    return escape(line) if colour is None else f'<span style="{colour}">{escape(line)}</span>'
+    return [widgets.HTML(f'<pre dir="ltr" style="{style}">{part("changed", patch.diff())}</pre>')]
 
 
 def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any]:
