@@ -168,21 +168,20 @@ def _lines(explanation: Explanation, notes: Sequence[str]) -> Iterator[Text]:
 
 
 def _facts(incident: Incident) -> Iterator[Text]:
-    yield Text(f"  family     {incident.family.value}" + (f", format {incident.format}" if incident.format else ""))
-    if incident.exc_type:
-        yield Text(f"  class      {incident.exc_type}")
-    if incident.device:
-        yield Text(f"  device     {incident.device}")
-    if sizes := _sizes(incident):
-        yield Text(f"  memory     {sizes.strip(' ()')}")
-    for name, line in (("line", incident.cell), ("reached", incident.inner)):
-        if line:
-            where = "" if line.line is None else f"{place(line)}: "
-            yield Text(f"  {name:<10} {where}{clean(line.source_line, _QUOTE)}")
-    if incident.framework_frame:
-        yield Text(f"  frame      {incident.framework_frame}")
-    if not incident.is_oom and incident.message:
-        yield Text(f"  message    {incident.message.splitlines()[0][:_QUOTE]}")
+    lines = [(name, line) for name, line in (("line", incident.cell), ("reached", incident.inner)) if line]
+    rows = (
+        ("family", incident.family.value + (f", format {incident.format}" if incident.format else "")),
+        ("class", incident.exc_type),
+        ("device", incident.device),
+        ("memory", _sizes(incident).strip(" ()")),
+        *(
+            (name, ("" if line.line is None else f"{place(line)}: ") + clean(line.source_line, _QUOTE))
+            for name, line in lines
+        ),
+        ("frame", incident.framework_frame),
+        ("message", "" if incident.is_oom else incident.message.partition("\n")[0][:_QUOTE]),
+    )
+    yield from (Text(f"  {name:<10} {told}") for name, told in rows if told)
 
 
 def _on(incident: Incident) -> str:

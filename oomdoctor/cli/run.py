@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
         result = shell.run_cell(source, store_history=True)  # type: ignore[no-untyped-call]
     _write(args, path)
-    _name_anyway(args, path)
     return _status(result.error_before_exec or result.error_in_exec)
 
 
@@ -142,28 +141,22 @@ def _shell_for(path: Path, main: ModuleType) -> ScriptShell:
 
 
 def _write(args: argparse.Namespace, script: Path) -> None:
-    """Write down what was asked for of the last failure."""
+    """Write down what was asked for of the last failure, and say how a script is run again that was not."""
     from oomdoctor import pipeline
     from oomdoctor.model.absence import Refused
 
     case = pipeline.last_case()
     if args.json is not None:
         _of_rank(args.json).write_text(json.dumps(case and case.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if args.diff is None or case is None or case.outcome.kind is not OutcomeKind.HEALED:
+    if case is None:
         return
-    for patch in (one.patch for one in case.plan.candidates if one.label in case.outcome.fixes):
+    is_written = args.diff is not None and case.outcome.kind is OutcomeKind.HEALED
+    for patch in (one.patch for one in case.plan.candidates if is_written and one.label in case.outcome.fixes):
         if isinstance(patch, Refused):
             print(f"oomdoctor run: no diff: {patch.reason}", file=sys.stderr)
         else:
             _of_rank(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
-
-
-def _name_anyway(args: argparse.Namespace, script: Path) -> None:
-    """Say how a script is run again that was not, for what cannot be taken back."""
-    from oomdoctor import pipeline
-
-    case = pipeline.last_case()
-    if case is not None and case.outcome.anyway and pipeline.admitted(case, args.auto):
+    if case.outcome.anyway and pipeline.admitted(case, args.auto):
         again = f"`oomdoctor run --anyway {script}` runs it again; what is named stays as it is"
         print(f"  Anyway  {again}", file=sys.stderr)
 

@@ -98,7 +98,11 @@ def _headline(device: DeviceMemory, census: Census | None, models: Sequence[Mode
 def _most(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts]) -> Iterator[tuple[int, str]]:
     """Yield bytes and words of the largest part of what is in use, and of the largest role where that is another."""
     if census is not None:
-        held = [(size, _has(census, role, models)) for role, size in census.roles]
+        unheld = "has no holder that was found"
+        held = [
+            (size, unheld if role is Role.UNEXPLAINED else f"is {largest_role(census, role, models)}")
+            for role, size in census.roles
+        ]
     else:
         held = [(words.known(device.allocated) or 0, "is allocated by this process")]
     outside = [
@@ -108,10 +112,6 @@ def _most(device: DeviceMemory, census: Census | None, models: Sequence[ModelFac
     largest = max(held, key=lambda part: part[0], default=(0, ""))
     other = max(outside, key=lambda part: part[0])
     yield from (part for part in ([other] if other[0] > largest[0] else []) + [largest] if part[0])
-
-
-def _has(census: Census, role: Role, models: Sequence[ModelFacts]) -> str:
-    return "has no holder that was found" if role is Role.UNEXPLAINED else f"is {largest_role(census, role, models)}"
 
 
 def largest_role(census: Census, role: Role, models: Sequence[ModelFacts]) -> str:

@@ -115,15 +115,9 @@ def _bar(forecast: Forecast, course: Course) -> Bar | None:
 def _work(course: Course) -> str:
     if not course.flops and not course.moved:
         return ""
-    return f"The part that was followed takes {_flops(course.flops)} and moves {format_size(int(course.moved))}."
-
-
-def _flops(count: float) -> str:
-    for unit in ("FLOPs", "kFLOPs", "MFLOPs", "GFLOPs", "TFLOPs"):
-        if count < 999.5 or unit == "TFLOPs":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+    thousands = next((power for power in range(4) if course.flops < 999.5 * 1000**power), 4)
+    flops = f"{course.flops / 1000**thousands:.3g} {('', 'k', 'M', 'G', 'T')[thousands]}FLOPs"
+    return f"The part that was followed takes {flops} and moves {format_size(int(course.moved))}."
 
 
 def _batch(batch: LargestBatch | Refused) -> str:

@@ -9,6 +9,7 @@ captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -21,13 +22,14 @@ from oomdoctor.views.story import Retry
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast, Plan
-    from oomdoctor.views.live import Live
+    from oomdoctor.views.panel_parts import Live
 
 _AUTO: Final = (
     ("ask me", "off"),
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
+_UNDO: Final = "Take back what the last retry changed"
 _SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
 
 
@@ -92,8 +94,9 @@ class Panel:
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
         self._note = widgets.HTML()
         head = [first if typed else self._best, self._undo, self._auto(), self._note]
-        self._head = widgets.HBox(head, layout=wrapping(widgets))
-        self.box = widgets.VBox(self._above())
+        # What is put out by a retry stands where that is watched.
+        self._above = (widgets.HBox(head, layout=wrapping(widgets)), self._progress.box, self._buttons.output)
+        self.box = widgets.VBox(self._above)
 
     def display(self) -> None:
         """Show it; where no kernel runs, a sentence stands in its place."""
@@ -120,9 +123,7 @@ class Panel:
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
         self._note.value = part("inline", f"Retries are off: {gone}.") if gone else self._waits
-        self._undo.tooltip = (
-            "Take back what the last retry changed" if in_place else "There is nothing that can be taken back"
-        )
+        self._undo.tooltip = _UNDO if in_place else "There is nothing that can be taken back"
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, bool(in_place))
         self._buttons.enable(self._best, self._has_best and can_retry)
@@ -131,20 +132,13 @@ class Panel:
 
     def _fill(self, plan: Plan) -> None:
         """Show a row for each fix."""
-        rows = zip(fix_rows(plan), enumerate(plan.candidates, 1), strict=True)
+        press = None if self._typed else partial(self._press, "fix")
         self._rows = [
-            Row(
-                *(self._widgets, number, candidate, plan.unchanged, self._buttons),
-                retry=None if self._typed else self._retry,
-            )
-            for row, (number, candidate) in rows
-            if row.apply or row.diff
+            Row(self._widgets, row.number, candidate, plan.unchanged, self._buttons, press)
+            for row, candidate in zip(fix_rows(plan), plan.candidates, strict=True)
+            if row.number is not None and (row.apply or row.diff)
         ]
-        self.box.children = (*self._above(), *(row.box for row in self._rows))
-
-    def _above(self) -> list[Any]:
-        """Return what stands above the fixes: what is put out by a retry stands where that is watched."""
-        return [self._head, self._progress.box, self._buttons.output]
+        self.box.children = (*self._above, *(row.box for row in self._rows))
 
     def _auto(self) -> Any:
         """Return the choice of what is done by itself from now on."""
@@ -158,9 +152,6 @@ class Panel:
 
         chosen.observe(choose, "value")
         return chosen
-
-    def _retry(self, number: int) -> None:
-        self._press("fix", number)
 
     def _press(self, verb: str, number: int | None) -> None:
         ended = self._doctor.press(verb, number, self._progress.show)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.sizes import format_size
 from oomdoctor.views.html import part
 
 if TYPE_CHECKING:
+    from oomdoctor.model.case import OutcomeKind
     from oomdoctor.model.fix import Patch
-    from oomdoctor.views.live import Live
 
 _MONO: Final = "var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))"
 _MOST_ROWS: Final = 30
@@ -156,3 +158,42 @@ class Progress:
         """Show nothing of it any more."""
         self._text.value = ""
         self.box.layout.display = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A retry at one moment.
+
+    Attributes:
+        attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
+        allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
+        waits: whether it begins only when the forecasts are there.
+        outcome: how it ended; None while it runs, and where it came to no result, as one that was interrupted.
+    """
+
+    attempt: int
+    most: int
+    elapsed_s: float
+    allocated: int | None = None
+    budget: int | None = None
+    waits: bool = False
+    outcome: OutcomeKind | None = None
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        before = "Waiting for the forecasts" if self.waits else "Going back to the cell's start"
+        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else before
+        return f"{what}, {self.elapsed_s:.1f} s{self._memory()}; the kernel's interrupt button ends it."
+
+    @property
+    def end(self) -> str:
+        """That it came to no result and how long it took, in words."""
+        attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
+        return f"! Ended without a result after {self.elapsed_s:.1f} s{attempts}."
+
+    def _memory(self) -> str:
+        if self.allocated is None:
+            return ""
+        of = "" if self.budget is None else f" of {format_size(self.budget)}"
+        return f": {format_size(self.allocated)}{of} in use"
