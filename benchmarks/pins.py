@@ -141,7 +141,7 @@ def _aspects(one: Any, other: Any) -> Iterator[tuple[str, str]]:
     for aspect in one:
         if one[aspect] != other[aspect]:
             patches = aspect == "patch" and [isinstance(answer[aspect], list) for answer in (one, other)]
-            named = {(False, True): "patched", (True, False): "not patched"}.get(tuple(patches or ()), aspect)
+            named = {(False, True): "patched", (True, False): "not_patched"}.get(tuple(patches or ()), aspect)
             yield named, f"{_short(one[aspect])} -> {_short(other[aspect])}"
 
 

@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from numbers import Complex, Integral, Number, Real
 from types import FunctionType, GeneratorType
 from typing import Any, Final
 
@@ -35,6 +36,14 @@ _FEW: Final = 8
 _WHOLE: Final = 1_024
 """Entries of a tensor up to which all of them are kept; of a larger one, sums over so many stretches."""
 _LONGEST: Final = 400
+_LONGEST_TEXT: Final = 100_000
+"""Letters up to which the numbers in a text are told from its words."""
+_INDICES: Final = {
+    torch.sparse_coo: ("indices",),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices")),
+}
+"""What tells where the entries of a sparse tensor stand."""
 _COUNTED: Final = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks")
 _CODE: Final = frozenset({FunctionType, staticmethod, classmethod, property})
 _OF_CODE: Final = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
@@ -96,10 +105,13 @@ class Leaves:
         cls = type(value)
         if is_ours(module_of(cls)) or (cls is FunctionType and is_installed(value.__globals__.get("__name__"))):
             return
-        if value is None or cls in _PLAIN:
-            yield path, plain_leaf(value)
-        elif cls in (float, complex):
+        if value is None or cls in _PLAIN or cls is range or cls is slice:
+            yield path, text_leaf(value) if cls is str and len(value) <= _LONGEST_TEXT else plain_leaf(value)
+        elif isinstance(value, Number):  # of Python's, NumPy's and others, which programs count in
             yield path, _number(value)
+        elif isinstance(value, set | frozenset):
+            items = _hash("\n".join(sorted(map(_spelled, value))).encode())
+            yield path, Leaf(exact=items, frame=f"{cls.__qualname__} of {len(value)}")
         elif issubclass(cls, type):
             if id(value) not in self._seen and not is_installed(module_of(value)):
                 self._seen[id(value)] = path
@@ -139,7 +151,10 @@ class Leaves:
             yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
         yield from self.below(type(value), type(value).__qualname__, depth, is_gradient=is_gradient)
         is_of_library = kind in _SET_UP and is_installed(module_of(type(value)))
-        for name, item in (*self._items(value, kind), *_places(value)):
+        members = [*self._items(value, kind), *_places(value)]
+        if not members and kind is Kind.OBJECT:
+            members = [*_reduced(value)]
+        for name, item in members:
             if is_of_library and (item is None or type(item) in _PLAIN):
                 yield path + name, replace(plain_leaf(item), is_of_library=True)
                 continue
@@ -160,8 +175,12 @@ class Leaves:
             half = _MOST_ITEMS // 2  # what a training appends stands at the end
             few = items if len(items) <= _MOST_ITEMS else [*items[:half], *items[-half:]]
             yield from ((f"[{at}]", item) for at, item in few)
-        elif kind is Kind.CALLABLE:  # what it is given by default is its code, which a change may have written anew
-            yield from ((f".{name}", item) for name, item in held_by(value) if "defaults__" not in name)
+        elif kind is Kind.CALLABLE:  # other defaults are its code, which a change may have written anew
+            for at, (name, item) in enumerate(held_by(value)):
+                if "defaults__" not in name:
+                    yield name, item
+                elif isinstance(item, list | dict | set):  # in which a program may count
+                    yield f"{name}[{at}]", item
             yield from ((f".{name}", item) for name, item in (plain_dict(value) or {}).items())
         elif kind is Kind.OPTIMIZER and not self._is_whole:  # how it steps shows in what it has stepped
             members = plain_dict(value) or {}
@@ -172,7 +191,7 @@ class Leaves:
         elif kind is Kind.ITERATOR:
             frame = value.gi_frame if type(value) is GeneratorType else None
             yield from ((f".{name}", item) for name, item in (frame.f_locals if frame is not None else {}).items())
-        elif kind is not Kind.SET and type(value).__name__ != "RemovableHandle":  # numbered across the process
+        elif type(value).__name__ != "RemovableHandle":  # numbered across the process
             for name, item in sorted((plain_dict(value) or {}).items()):
                 yield f".{name}", len(item) if name in _COUNTED else item
 
@@ -207,8 +226,6 @@ def _digest(found: Iterator[tuple[str, Leaf]]) -> str:
 
 def _length(value: Any, kind: Kind) -> str:
     """Return what tells of a container or an iterator without going into it."""
-    if kind is Kind.SET:
-        return ", ".join(sorted(repr(item) for item in value if kind_of(type(item)) is Kind.ATOM))[:_LONGEST]
     if kind in (Kind.MAPPING, Kind.SEQUENCE, Kind.TUPLE):
         return str(len(value))
     if kind is Kind.ITERATOR and type(value).__module__ == "builtins":
@@ -224,9 +241,32 @@ def plain_leaf(value: object) -> Leaf:
     return Leaf(exact=text if len(text) <= _LONGEST else _hash(text.encode()), frame=type(value).__name__)
 
 
-def _number(value: complex) -> Leaf:
-    parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
-    return Leaf(exact=repr(value), frame="number", numbers=parts, scale=max(map(abs, parts)))
+def _number(value: Any) -> Leaf:
+    if isinstance(value, Integral):
+        return plain_leaf(int(value))
+    number = complex(value) if isinstance(value, Complex) and not isinstance(value, Real) else float(value)
+    parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
+    return Leaf(exact=repr(number), frame="number", numbers=parts, scale=max(map(abs, parts)))
+
+
+def _spelled(item: Any) -> str:
+    """Return an item of a set as text: values as they are written, of other objects the type alone."""
+    if isinstance(item, tuple | frozenset):
+        return f"({', '.join(map(_spelled, item))})"
+    if isinstance(item, Number) and not isinstance(item, Integral):
+        return f"{complex(item):.5g}"  # type: ignore[call-overload]
+    return repr(item) if item is None or isinstance(item, Integral | str | bytes) else type(item).__qualname__
+
+
+def _reduced(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object that keeps nothing in sight would be pickled as; nothing of torch's own."""
+    try:
+        reduced = () if module_of(type(value)).startswith("torch") else value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001  border: any class may refuse in any way
+        return
+    if isinstance(reduced, tuple):
+        _, *kept = (*reduced, *(None,) * 5)[:5]
+        yield from ((f" as pickled[{at}]", list(one) if at > 1 and one else one) for at, one in enumerate(kept) if one)
 
 
 def text_leaf(text: str) -> Leaf:
@@ -235,8 +275,8 @@ def text_leaf(text: str) -> Leaf:
     numbers = tuple(map(float, written))
     words = _hash(_NUMBER.sub("#", text).encode())
     return Leaf(
-        exact=_hash(text.encode()),
-        frame=f"{text.count(chr(10))} lines {words}",
+        exact=text if len(text) <= _LONGEST else _hash(text.encode()),
+        frame=f"a text of {text.count(chr(10))} lines, {words}",
         numbers=numbers,
         digits=tuple(_last_digit(one) for one in written),
         scale=max(map(abs, numbers), default=0.0),
@@ -260,13 +300,18 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
     """Return the leaf of a tensor; without numbers, it takes no memory beside what it is told by."""
     with torch.no_grad():
         plain = tensor.detach().cpu()
-        if plain.layout is not torch.strided:
+        indices = b""
+        if plain.layout in _INDICES:  # as a dense tensor it may be larger than memory
+            plain = plain.coalesce() if plain.layout is torch.sparse_coo else plain
+            told = (getattr(plain, name)() for name in _INDICES[plain.layout])
+            indices, plain = b"".join(one.contiguous().numpy().tobytes() for one in told), plain.values()
+        elif plain.layout is not torch.strided:
             plain = plain.to_dense()
         plain = plain.resolve_conj().resolve_neg()
         if plain.is_complex():
             plain = torch.view_as_real(plain)
         flat = plain.contiguous().reshape(-1)
-        exact = _hash(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else ""
+        exact = _hash(indices + flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else ""
         frame = f"{tensor.dtype} {tuple(tensor.shape)}"
         rows = tensor.shape[0] if tensor.ndim else None
         if not has_numbers or not flat.is_floating_point():

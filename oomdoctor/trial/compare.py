@@ -29,7 +29,7 @@ from oomdoctor.sandbox.copies import Copy, answered
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory
-from oomdoctor.trial.differences import Difference, differences, is_blurred, rounding
+from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
 from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import HostCopies, Stage
 
@@ -231,7 +231,10 @@ class _Comparison:
             found = [one for one in found if one.path not in excused]
         if found:  # a clock or an id is another in each run
             again = self._again().leaves
-            excused |= {one.path for one in found if again.get(one.path) != unchanged.leaves[one.path]}
+            unsteady = {one.path for one in found if is_unsteady(one.path, left, changed.leaves, again)}
+            if any(left[path].is_gradient for path in unsteady):
+                return Trial(same=None, why="the cell computes other gradients each time it runs")
+            excused |= unsteady
             found = [one for one in found if one.path not in excused]
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from oomdoctor.objects.leaves import RANDOM, Leaf
@@ -63,6 +63,31 @@ def differences(
                 yield Difference(path=path, why=_told(leaf, other, size), size=size)
 
 
+def is_unsteady(path: str, before: Mapping[str, Leaf], after: Mapping[str, Leaf], again: Mapping[str, Leaf]) -> bool:
+    """Tell whether a leaf differs by no more than what another run of the unchanged program leaves: a clock, an id.
+
+    Args:
+        again: the end of that other run.
+    """
+    leaf, other, control = before[path], after.get(path), again.get(path)
+    if control is None or control.frame != leaf.frame:
+        return True
+    if control.exact == leaf.exact or other is None or other.frame != leaf.frame:
+        return False
+    if leaf.digits:  # a text: the numbers that are the same each time have to be so in the changed program
+        steady = [at for at, (one, two) in enumerate(zip(leaf.numbers, control.numbers, strict=True)) if one == two]
+        kept, others = _only(leaf, steady), _only(other, steady)
+        return not (_size(kept, others, 0.0) or 0.0) > _LEAST
+    steepest = _steepest(before)
+    size = _size(leaf, other, steepest)
+    return size is None or size <= _TIMES_NOISE * _noise(leaf, control, steepest)
+
+
+def _only(leaf: Leaf, places: Sequence[int]) -> Leaf:
+    numbers, digits = (tuple(values[at] for at in places) for values in (leaf.numbers, leaf.digits))
+    return replace(leaf, numbers=numbers, digits=digits, scale=max(map(abs, numbers), default=0.0))
+
+
 def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> tuple[float, str]:
     """Return the largest difference of numbers between two ends, as a share of its largest entry, and its path."""
     steepest = _steepest(before)
@@ -88,7 +113,8 @@ def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
         same = leaf.frame.replace(f"({leaf.rows},", "(,", 1) == other.frame.replace(f"({other.rows},", "(,", 1)
         is_of_part = same and other.rows < leaf.rows
         return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=is_of_part)
-    return Difference(path=path, why=f"is {other.frame} in place of {leaf.frame}")
+    became, was = (one.frame.partition(", ")[0] if one.digits or one.is_text else one.frame for one in (other, leaf))
+    return Difference(path=path, why=f"is {became} in place of {was}" if became != was else "is another text")
 
 
 def _told(leaf: Leaf, other: Leaf, size: float | None) -> str:
