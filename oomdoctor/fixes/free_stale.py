@@ -104,7 +104,10 @@ def _belongs(value: Any, weights: set[int]) -> bool:
 def _is_held_elsewhere(weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
     """Whether another name leads to one of the parameters."""
     others = [(Root(name), value) for name, value in namespace.items() if is_users(name) and name not in names]
-    return any(id(tensor) in weights for found in Walk().run(others) for tensor in found.tensors)
+    walk = Walk()
+    tensors = [tensor for found in (*walk.run(others), *walk.resume()) for tensor in found.tensors]
+    owners = [value for _, value in (*walk.modules, *walk.optimizers)]
+    return any(id(one) in weights for one in (*tensors, *(one for owner in owners for one in _weights(owner))))
 
 
 @proposing

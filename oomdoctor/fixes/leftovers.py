@@ -120,7 +120,8 @@ def _names_read(source: str) -> set[str]:
 
 def _holds_tensor(value: Any) -> bool:
     """Tell whether a tensor hangs on ``value``, without running any code of the user's."""
-    return bool(Walk().run([(Root("Out"), value)]))
+    walk = Walk()
+    return bool(walk.run([(Root("Out"), value)]) or walk.modules or walk.optimizers or walk.resume())
 
 
 def _patch_outputs(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType, FunctionType
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -29,6 +30,9 @@ _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
 _MOST_TURNS: Final = 32
 """Turns of a loop with backward passes after which it ends though no optimizer has stepped."""
+
+
+_LEAST_ROWS: Final = 2
 
 
 class Enough(BaseException):
@@ -180,8 +184,13 @@ def cut_functions(functions: Iterable[FunctionType]) -> set[str]:
 
 
 def cut_loaders(most: int) -> list[int]:
-    """Have every ``DataLoader`` give at most ``most`` rows of each batch; return a list that the sizes are noted in."""
+    """Have every ``DataLoader`` give at most ``most`` rows of each batch; return a list that the sizes are noted in.
+
+    Of loaders that are read side by side, one of smaller batches gives as many fewer rows: a program that weighs both
+    by the share of one of them would be right by chance.
+    """
     sizes: list[int] = []
+    at_work: WeakSet[_Few] = WeakSet()
     cls: Any = DataLoader
 
     def iterate(loader: Any) -> Iterator[Any]:
@@ -194,7 +203,9 @@ def cut_loaders(most: int) -> list[int]:
             worker_init_fn=None,
         )
         loader.__dict__["_DataLoader__multiprocessing_context"] = None
-        return _Few(_SingleProcessDataLoaderIter(loader), most, sizes)
+        few = _Few(_SingleProcessDataLoaderIter(loader), loader.batch_size or 0, most, sizes, at_work)
+        at_work.add(few)
+        return few
 
     cls.__iter__ = iterate
     return sizes
@@ -203,8 +214,8 @@ def cut_loaders(most: int) -> list[int]:
 class _Few:
     """An iterator over batches that gives a few rows of each."""
 
-    def __init__(self, batches: Any, most: int, sizes: list[int]) -> None:
-        self._batches, self._most, self._sizes = batches, most, sizes
+    def __init__(self, batches: Any, size: int, most: int, sizes: list[int], at_work: WeakSet[_Few]) -> None:
+        self._batches, self._size, self._most, self._sizes, self._at_work = batches, size, most, sizes, at_work
 
     def __iter__(self) -> _Few:
         return self
@@ -213,9 +224,15 @@ class _Few:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._at_work.discard(self)
+            raise
         self._sizes.append(batch_size(batch) or 0)
-        return few_rows(batch, self._most)
+        largest = max((one._size for one in self._at_work), default=0)
+        most = self._most * self._size // largest if self._size else self._most
+        return few_rows(batch, max(most, min(_LEAST_ROWS, self._most)))
 
 
 _IGNORED: Final = -100

@@ -8,6 +8,7 @@ gradient that is nothing but noise by its own size, that is as much as a whole s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -50,7 +51,6 @@ def differences(
         before: the end of the unchanged program; ``after``: of the changed one.
         controls: the ends of controls; None asks for the same bit for bit.
     """
-    steepest = _steepest(before)
     for path, leaf in before.items():
         other = after.get(path)
         if other is None:
@@ -58,8 +58,8 @@ def differences(
         elif leaf.frame != other.frame:
             yield _of_frames(path, leaf, other)
         elif leaf.exact != other.exact:
-            size = _size(leaf, other, steepest)
-            if controls is None or size is None or size > _allowed(leaf, path, controls, steepest):
+            size = _size(leaf, other)
+            if controls is None or size is None or size > _allowed(leaf, path, controls):
                 yield Difference(path=path, why=_told(leaf, other, size), size=size)
 
 
@@ -77,10 +77,9 @@ def is_unsteady(path: str, before: Mapping[str, Leaf], after: Mapping[str, Leaf]
     if leaf.digits:  # a text: the numbers that are the same each time have to be so in the changed program
         steady = [at for at, (one, two) in enumerate(zip(leaf.numbers, control.numbers, strict=True)) if one == two]
         kept, others = _only(leaf, steady), _only(other, steady)
-        return not (_size(kept, others, 0.0) or 0.0) > _LEAST
-    steepest = _steepest(before)
-    size = _size(leaf, other, steepest)
-    return size is None or size <= _TIMES_NOISE * _noise(leaf, control, steepest)
+        return not (_size(kept, others) or 0.0) > _LEAST
+    size = _size(leaf, other)
+    return size is None or size <= _TIMES_NOISE * _noise(leaf, control)
 
 
 def _only(leaf: Leaf, places: Sequence[int]) -> Leaf:
@@ -90,22 +89,15 @@ def _only(leaf: Leaf, places: Sequence[int]) -> Leaf:
 
 def rounding(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> tuple[float, str]:
     """Return the largest difference of numbers between two ends, as a share of its largest entry, and its path."""
-    steepest = _steepest(before)
     pairs = [(path, leaf, after[path]) for path, leaf in before.items() if path in after]
-    sizes = [(_size(leaf, other, steepest) or 0.0, path) for path, leaf, other in pairs if leaf.frame == other.frame]
+    sizes = [(_size(leaf, other) or 0.0, path) for path, leaf, other in pairs if leaf.frame == other.frame]
     return max(sizes, default=(0.0, ""))
 
 
 def is_blurred(before: Mapping[str, Leaf], control: Mapping[str, Leaf]) -> bool:
     """Tell whether rounding alone changes so much of the end that nothing can be told from it."""
-    steepest = _steepest(before)
-    noisy = [_noise(leaf, control.get(path), steepest) > _BLURRED for path, leaf in before.items() if leaf.numbers]
+    noisy = [_noise(leaf, control.get(path)) > _BLURRED for path, leaf in before.items() if leaf.numbers]
     return sum(noisy) > _MOST_BLURRED * len(noisy)
-
-
-def _steepest(end: Mapping[str, Leaf]) -> float:
-    """Return the largest entry of all gradients, which each of them is measured by."""
-    return max((leaf.scale for leaf in end.values() if leaf.is_gradient), default=0.0)
 
 
 def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
@@ -113,7 +105,7 @@ def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
         same = leaf.frame.replace(f"({leaf.rows},", "(,", 1) == other.frame.replace(f"({other.rows},", "(,", 1)
         is_of_part = same and other.rows < leaf.rows
         return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=is_of_part)
-    became, was = (one.frame.partition(", ")[0] if one.digits or one.is_text else one.frame for one in (other, leaf))
+    became, was = (re.sub(r", \w{16}$", "", one.frame) for one in (other, leaf))  # the words of a text are a hash
     return Difference(path=path, why=f"is {became} in place of {was}" if became != was else "is another text")
 
 
@@ -125,15 +117,11 @@ def _told(leaf: Leaf, other: Leaf, size: float | None) -> str:
     return f"is {other.exact} in place of {leaf.exact}" if len(leaf.exact + other.exact) < 80 else "differs"
 
 
-def _scale(leaf: Leaf, steepest: float) -> float:
-    return max(leaf.scale, steepest if leaf.is_gradient else 0.0)
-
-
-def _size(leaf: Leaf, other: Leaf, steepest: float) -> float | None:
+def _size(leaf: Leaf, other: Leaf) -> float | None:
     """Return the largest difference of the numbers, as a share of their scale; None where they have none."""
     if not leaf.numbers or len(leaf.numbers) != len(other.numbers):
         return None
-    scale, largest = max(_scale(leaf, steepest), other.scale), 0.0
+    scale, largest = max(leaf.scale, other.scale), 0.0
     digits = leaf.digits or (0.0,) * len(leaf.numbers)
     for one, another, digit in zip(leaf.numbers, other.numbers, digits, strict=True):
         if one != another and not (math.isnan(one) and math.isnan(another)):
@@ -144,12 +132,12 @@ def _size(leaf: Leaf, other: Leaf, steepest: float) -> float | None:
     return largest / scale if scale and largest < math.inf else largest and math.inf
 
 
-def _noise(leaf: Leaf, control: Leaf | None, steepest: float) -> float:
+def _noise(leaf: Leaf, control: Leaf | None) -> float:
     if control is None or leaf.frame != control.frame:
         return 0.0
-    return _size(leaf, control, steepest) or 0.0
+    return _size(leaf, control) or 0.0
 
 
-def _allowed(leaf: Leaf, path: str, controls: Sequence[Mapping[str, Leaf]], steepest: float) -> float:
-    noise = max((_noise(leaf, control.get(path), steepest) for control in controls), default=0.0)
+def _allowed(leaf: Leaf, path: str, controls: Sequence[Mapping[str, Leaf]]) -> float:
+    noise = max((_noise(leaf, control.get(path)) for control in controls), default=0.0)
     return max(_LEAST, _TIMES_NOISE * noise)

@@ -78,7 +78,7 @@ def test_another_name() -> None:
     "source", ["from torch import (\n    nn,\n)", "import torch.nn as nn", "import os, torch.nn as nn"]
 )
 def test_what_is_in_torch(source: str) -> None:
-    assert import_lines.knows(cells(source), "nn", "torch.nn")
+    assert import_lines.qualified_name(cells(source), "nn.Linear") == "torch.nn.Linear"
 
 
 @pytest.mark.parametrize(
