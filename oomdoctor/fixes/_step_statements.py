@@ -176,6 +176,7 @@ def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Ma
             return "list"
         if isinstance(part, ast.Call) and (function := functions.get(called(part.func))) is not None:
             parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+            parameters = parameters[called(part.func).startswith("self.") :]
             given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
             given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
             inner = {one: node for one, node in functions.items() if node is not function}

@@ -255,6 +255,8 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     constructed = _constructed(scope)
     losses = {**attributes, **(losses_known | constructed if function else constructed | losses_known)}
     functions = {n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local}
+    owned = {f"self.{one.tail}": one.function for one in program.scopes if one.owner}
+    methods = {text: node for text, node in owned.items() if isinstance(node, ast.FunctionDef)}
     named = dict.fromkeys(_layers(trees), "") if not function else {}
     named |= {text: facts.type_name if facts else "" for text, facts in models.items()}
     named = {text: kind for text, kind in named.items() if text not in losses}
@@ -295,7 +297,7 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
         losses=losses,
         makes_graph=makes_graph,
         masks_targets=any("-100" in page.cell.source for page in book.pages),
-        functions=functions,
+        functions=functions | methods,
         plain=plain | constants,
         dim=dim,
     )

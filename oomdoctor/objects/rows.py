@@ -25,11 +25,12 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 def batch_size(batch: Any, dim: int = 0) -> int | None:
     """Return how many rows a batch has: what most of its tensors share in dimension ``dim``. None where it has none.
 
-    Where it has no tensors, its first array or list tells.
+    One row is no batch where another tensor has more: a recurrent state has a row for each layer. Where it has no
+    tensors, its first array or list tells.
     """
     sizes = Counter(tensor.shape[dim] for tensor in tensors_in(batch) if tensor.ndim > dim)
     if sizes:
-        return sizes.most_common(1)[0][0]
+        return max(sizes, key=lambda size: (size > 1, sizes[size]))
     values = batch if isinstance(batch, tuple | list) else ()
     return next((len(value) for value in values if hasattr(value, "__array__") and value.ndim), None)
 

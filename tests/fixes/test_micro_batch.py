@@ -364,6 +364,22 @@ OWN_LOSS = """
         optimizer.step()
         losses.append(loss.item())
 """
+OWN_TRAINER = """
+    class Trainer:
+        def training_step(self, batch):
+            inputs, targets = batch
+            return criterion(model(inputs.to(device)), targets)
+
+        def fit(self):
+            for batch in loader:
+                loss = self.training_step(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+    Trainer().fit()
+"""
 TERMS = """
     for x, y in loader:
         out = model(x)
@@ -490,6 +506,7 @@ FOLLOWED = {
     "by hand": BY_HAND,
     "accumulating": ACCUMULATING,
     "own loss": OWN_LOSS,
+    "own trainer": OWN_TRAINER,
     "terms": TERMS,
     "popped": POPPED,
     "fetched again": FETCHED_AGAIN,
