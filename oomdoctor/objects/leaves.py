@@ -66,7 +66,7 @@ class Leaf:
         digits: of numbers in a text, what one is of the last digit that it is written with; empty for all else.
         scale: the largest of the entries, or of the sums of their absolute values.
         is_gradient: it is one, or is made of gradients: a state of an optimizer.
-        rows: length of the first dimension of a tensor, None for all else.
+        shape: of a tensor, None for all else.
         is_of_library: it is a plain attribute of an object of a library's.
     """
 
@@ -76,7 +76,7 @@ class Leaf:
     digits: tuple[float, ...] = ()
     scale: float = 0.0
     is_gradient: bool = False
-    rows: int | None = None
+    shape: tuple[int, ...] | None = None
     is_of_library: bool = False
 
     @property
@@ -312,10 +312,10 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
             plain = torch.view_as_real(plain)
         flat = plain.contiguous().reshape(-1)
         exact = _hash(indices + flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else ""
-        frame = f"{tensor.dtype} {tuple(tensor.shape)}"
-        rows = tensor.shape[0] if tensor.ndim else None
+        shape = tuple(tensor.shape)
+        frame = f"{tensor.dtype} {shape}"
         if not has_numbers or not flat.is_floating_point():
-            return Leaf(exact=exact, frame=frame, rows=rows)
+            return Leaf(exact=exact, frame=frame, shape=shape)
         values = flat.double()
         numbers, scale = (values, values.abs()) if values.numel() <= _WHOLE else _stretches(values)
     return Leaf(
@@ -324,7 +324,7 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
         numbers=tuple(numbers.tolist()),
         scale=float(scale.nan_to_num(0.0, 0.0, 0.0).max()) if scale.numel() else 0.0,
         is_gradient=is_gradient,
-        rows=rows,
+        shape=shape,
     )
 
 

@@ -33,7 +33,7 @@ class Difference:
 
     Attributes:
         size: of the difference, as a share of the largest entry; None where it is not one of numbers.
-        is_rows: it is the same kind of tensor with fewer rows, as a part of a batch has.
+        is_rows: it is the same kind of tensor, smaller in one dimension, as of a part of a batch.
     """
 
     path: str
@@ -101,10 +101,11 @@ def is_blurred(before: Mapping[str, Leaf], control: Mapping[str, Leaf]) -> bool:
 
 
 def _of_frames(path: str, leaf: Leaf, other: Leaf) -> Difference:
-    if leaf.rows is not None and other.rows is not None and leaf.rows != other.rows:
-        same = leaf.frame.replace(f"({leaf.rows},", "(,", 1) == other.frame.replace(f"({other.rows},", "(,", 1)
-        is_of_part = same and other.rows < leaf.rows
-        return Difference(path=path, why=f"has {other.rows} rows in place of {leaf.rows}", is_rows=is_of_part)
+    if leaf.shape and other.shape and len(leaf.shape) == len(other.shape):
+        unlike = [(one, two) for one, two in zip(leaf.shape, other.shape, strict=True) if one != two]
+        if len(unlike) == 1 and leaf.frame.split()[0] == other.frame.split()[0]:
+            were, are = unlike[0]
+            return Difference(path=path, why=f"has {are} rows in place of {were}", is_rows=are < were)
     became, was = (re.sub(r", \w{16}$", "", one.frame) for one in (other, leaf))  # the words of a text are a hash
     return Difference(path=path, why=f"is {became} in place of {was}" if became != was else "is another text")
 
