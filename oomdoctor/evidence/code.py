@@ -96,6 +96,8 @@ def facts(
         loops=loops,
         line=line,
     )
+    practices = detectors or {}
+    met = {detect: detect(program, objects) for detect in practices.values()}  # several fixes may mend one practice
     return CodeFacts(
         failing_cell=cells.failing.number,
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
@@ -120,7 +122,7 @@ def facts(
         reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
         trainers=trainers(program, under, passed, modules, loaders, loops),
         **_setup.told(program, under, modules, loaders, loaded, line),
-        sites={fix: found for fix, detect in (detectors or {}).items() if (found := detect(program, objects))},
+        sites={fix: met[detect] for fix, detect in practices.items() if met[detect]},
     )
 
 

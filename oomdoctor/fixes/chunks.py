@@ -42,6 +42,7 @@ from oomdoctor.fixes._terms import (
     refusing,
     takes_note,
 )
+from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -144,7 +145,7 @@ def _patch_forward(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refu
     for model in evidence.code.models:
         check(couples(model) or takes_note(model, own=True))
     check_training(evidence)
-    return _in_parts(cells, evidence.code.sites.get("half_weights", ()), dose)
+    return _in_parts(cells, evidence.code.sites.get("chunked_forward", ()), dose)
 
 
 @refusing
@@ -156,7 +157,7 @@ def _patch_inference(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
     if not code.grad_disabled:
         raise Unfit("the failing line runs with gradients on")
     _check_apart(code.models)
-    sites = code.sites.get("half_weights", ())
+    sites = code.sites.get("chunked_inference", ())
     if any(loop.in_failing_run for loop in code.loops):
         sites = tuple(one for one in sites if one.kind == "prediction")
         if not sites:
@@ -338,6 +339,7 @@ FIXES: Final = (
         cost="one more forward",
         propose=_propose_forward,
         patch=_patch_forward,
+        detect=detect_runs,
     ),
     Fix(
         id="chunked_inference",
@@ -347,6 +349,7 @@ FIXES: Final = (
         cost="the same arithmetic in smaller pieces",
         propose=_propose_inference,
         patch=_patch_inference,
+        detect=detect_runs,
     ),
     Fix(
         id="chunked_loss",

@@ -352,7 +352,7 @@ def patched(*sources: str, kinds: Any = None, dose: Dose = FOUR, **facts: Any) -
     cells = live.cells_of(*sources)
     models = kinds or {"model": Net()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds=dict.fromkeys(models, "model"))
-    sites = {"half_weights": detect_runs(definitions.read(cells), objects)}
+    sites = {"chunked_forward": detect_runs(definitions.read(cells), objects)}
     found = live.evidence(live.model_facts(), **facts)
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), dose)
 

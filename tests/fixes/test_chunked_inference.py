@@ -249,7 +249,7 @@ def run(*sources: str) -> dict[str, Any]:
 def patched(found: Evidence, *sources: str) -> Patch | Refused:
     cells, models = live.cells_of(*sources), {"model": made()}
     objects = Objects(namespace=models, modules=tuple(models.items()), kinds={"model": "model"})
-    sites = {"half_weights": detect_runs(definitions.read(cells), objects)}
+    sites = {"chunked_inference": detect_runs(definitions.read(cells), objects)}
     return patch(cells, replace(found, code=replace(found.code, sites=sites)), FOUR)
 
 
