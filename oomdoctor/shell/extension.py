@@ -50,8 +50,10 @@ from oomdoctor.shell.warming import Warming
 if TYPE_CHECKING:
     from oomdoctor.shell.showing import Filling, Shown
 
-_PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
-"""A line that may write to a tensor past autograd; what is not like it needs no reading."""
+_PAST_AUTOGRAD: Final = re.compile(
+    r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()|\.load_state_dict\("
+)
+"""A line that may write to a tensor past autograd, or loads weights; what is not like it needs no reading."""
 
 
 _may_write_unseen = lru_cache(maxsize=4096)(_PAST_AUTOGRAD.search)
