@@ -129,7 +129,7 @@ def running_loops(evidence: Evidence) -> list[TrainingLoop]:
     """Return the training loops of the failing run, at least one."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if not loops:
-        raise Unfit("no training loop was found in what the failing cell runs")
+        raise Unfit("no training loop was found in what the cell runs")
     return loops
 
 

@@ -304,7 +304,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     through = _trainers.patched("autocast", cells, evidence, dose)
     if not loops and through is None:
-        raise Unfit("no training loop was found in what the failing cell runs")
+        raise Unfit("no training loop was found in what the cell runs")
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
             raise Unfit(f"{cell} has to do with mixed precision already")
