@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from oomdoctor.program import words
+from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.definitions import Program, Scope, is_gradless
 from oomdoctor.program.names import (
     call_name,
@@ -175,7 +176,7 @@ def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]
         nodes = (node for statement in scope.body for node in ast.walk(statement))
         gradless: list[Any] = [node for node in nodes if any(map(is_gradless, getattr(node, "items", ())))]
         gradless += [scope.function] if scope.disables_grad else []
-        if any(_covers(node, line) for node in gradless for line in lines):
+        if any(line in lines_of(node) for node in gradless for line in lines):
             return True
     return False
 
@@ -187,27 +188,23 @@ def _is_hidden(program: Program, line: int) -> bool:
 
 def _home(program: Program, cell: int, line: int) -> Scope | None:
     functions = (scope for scope in program.scopes if scope.cell == cell)
-    found = [scope for scope in functions if scope.function is not None and _covers(scope.function, line)]
+    found = [scope for scope in functions if scope.function is not None and line in lines_of(scope.function)]
     return max(found, key=lambda scope: scope.body[0].lineno, default=None)
-
-
-def _covers(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _behind(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
     """Yield the statements that are run after the one with the line, if it does not fail."""
     waiting = list(body)
-    at = next((at for at, one in enumerate(waiting) if _covers(one, line)), None)
+    at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
     if at is None:
         return
     now = waiting[at]
     if isinstance(now, ast.If):
         for block, other in ((now.body, now.orelse), (now.orelse, now.body)):
-            if any(_covers(one, line) for one in block):
+            if any(line in lines_of(one) for one in block):
                 yield from other
                 yield from _behind(block, line)
-    elif isinstance(now, ast.Try) and any(_covers(one, line) for one in now.body):
+    elif isinstance(now, ast.Try) and any(line in lines_of(one) for one in now.body):
         yield from now.orelse
         yield from _behind(now.body, line)
     elif isinstance(now, ast.With):
@@ -253,6 +250,6 @@ def _is_called_once(callers: list[Scope], lines: dict[Scope, int]) -> bool:
 def _repeats(body: Iterable[ast.stmt], line: int) -> bool:
     """Return whether the line stands in a loop, or has one in its statement."""
     nodes = (node for one in body for node in ast.walk(one) if isinstance(node, ast.stmt))
-    around = [node for node in nodes if _covers(node, line)]
+    around = [node for node in nodes if line in lines_of(node)]
     inner = ast.walk(around[-1]) if around else ()
     return any(isinstance(node, _LOOPS) for node in around) or any(isinstance(node, _REPEATING) for node in inner)

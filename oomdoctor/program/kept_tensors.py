@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.program import words
+from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import Flow, Loop
 from oomdoctor.program.definitions import Program, Scope, Statement, place, short, statements, with_gradients
 from oomdoctor.program.gradients import Graphs
@@ -280,10 +281,9 @@ class _Search:
         """Whether ``node`` was over when the failing line, which stands in the same scope, was run."""
         if self._line is None or scope.cell != self._program.failing:
             return False
-        function = scope.function if scope.function is not None else None
-        defined = [s.function for s in self._program.scopes if s.function and s.cell == scope.cell]
-        around = [one for one in defined if one.lineno <= self._line <= (one.end_lineno or one.lineno)]
-        here = function in around if function is not None else not around
+        functions = [s.function for s in self._program.scopes if s.function is not None and s.cell == scope.cell]
+        around = [one for one in functions if self._line in lines_of(one)]
+        here = scope.function in around if scope.function is not None else not around
         return here and (node.end_lineno or node.lineno) < self._line
 
     def _is_of_module(self, scope: Scope) -> bool:

@@ -229,19 +229,18 @@ def edit(
             return Refused(f"{cell}: {why}")
         lines = "\n".join(live or ())
         return Edit(cell=cell.number, before=cell.source, after=after, replay=lines, file=cell.file)
-    changed = _changed(parsed.module, module)
-    imports, functions = (
-        [node for node in changed if is_import(node)],
-        [node for node in changed if isinstance(node, cst.FunctionDef)],
-    )
+    known = {_text(parsed.module, node) for node in parsed.module.body}
+    changed = [node for node in module.body if _text(module, node) not in known]
+    imports = "".join(_text(module, node) for node in changed if is_import(node))
+    functions = [_text(module, node) for node in changed if isinstance(node, cst.FunctionDef)]
     classes = [node for node in changed if isinstance(node, cst.ClassDef)]
     given = [given_to_class(parsed.module, module, node, fresh_name("Changed", cells)) for node in classes]
     if None in given:
         return Refused(f"the change is in a class of {cell}, which the live objects would not follow")
-    others = [node for node in changed if node not in imports and node not in functions and node not in classes]
-    if others and live is None:
+    others = (node for node in changed if not is_import(node) and not isinstance(node, cst.FunctionDef | cst.ClassDef))
+    if any(others) and live is None:
         return Refused(f"the change is in statements of {cell}, which the live objects would not follow")
-    parts = ["".join(_text(module, node) for node in imports), *(_text(module, node) for node in functions), *given]
+    parts = [imports, *functions, *given]
     texts = [parsed.masked.unmask(text) for text in filter(None, parts)]
     if None in texts:
         return Refused("the change would touch a line of IPython's own syntax")
@@ -282,12 +281,6 @@ def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:
         return Refused("there is nothing left to change")
     good.sort(key=lambda one: (one.cell == cells.failing.number, one.cell))
     return Patch(edits=tuple(good))
-
-
-def _changed(before: cst.Module, after: cst.Module) -> list[Statement]:
-    """Return the top-level statements of ``after`` that ``before`` does not have in the same text."""
-    known = {_text(before, node) for node in before.body}
-    return [node for node in after.body if _text(after, node) not in known]
 
 
 def _text(module: cst.Module, node: cst.CSTNode) -> str:
