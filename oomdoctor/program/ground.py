@@ -188,7 +188,7 @@ def _is_hidden(program: Program, line: int) -> bool:
 
 def _home(program: Program, cell: int, line: int) -> Scope | None:
     functions = (scope for scope in program.scopes if scope.cell == cell)
-    found = [scope for scope in functions if scope.function is not None and line in lines_of(scope.function)]
+    found = [s for s in functions if s.function is not None and s.function.lineno <= line <= lines_of(s.function)[-1]]
     return max(found, key=lambda scope: scope.body[0].lineno, default=None)
 
 
