@@ -173,13 +173,9 @@ class Book:
             for call in calls(where.tree)
             if call_name(call).rpartition(".")[2] == called
         ]
-        omitted = not uses
-        for call, place in uses:
-            given = arguments_of(call, function).get(name)
-            omitted = omitted or given is None
-            if given is not None:
-                yield given, place
-        if omitted and default is not None:
+        given = [(arguments_of(call, function).get(name), place) for call, place in uses]
+        yield from ((value, place) for value, place in given if value is not None)
+        if default is not None and (not given or any(value is None for value, _ in given)):
             yield default, Place(page=page, line=function.lineno)
 
     def numbers(

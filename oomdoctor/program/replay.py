@@ -22,6 +22,7 @@ from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.book import SETTINGS, Book, Number, Page, binds, calls, key_of
+from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.magics import mask
 from oomdoctor.program.names import call_name, imported, outside, own_nodes, read_first, root_of
@@ -176,11 +177,8 @@ class _Again:
             if not is_changed and not self._reads_stale(node):
                 self._stale -= _rebound(node)
                 continue
-            if is_changed and isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef):
-                rerun = True
-            else:
-                rerun = self._is_made_anew(node)
-            if rerun:
+            defines = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef)
+            if (is_changed and defines) or self._is_made_anew(node):
                 found.append(ast.get_source_segment(text, node) or ast.unparse(node))
                 self._mark(old, place, node)
             elif (instead := self._of_the_same_data(node)) is not None:
@@ -197,15 +195,9 @@ class _Again:
 
     def _changed_entries(self, old: Page, place: int) -> dict[Number, int]:
         """Return the values within settings that change in a statement, none if others change as well."""
-        if place >= len(old.tree.body):
-            return {}
-        node, number_of = old.tree.body[place], old.cell.number
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        return {
-            number: value
-            for number, value in self._values.items()
-            if number.page.cell.number == number_of and number.node.lineno in lines
-        }
+        lines = lines_of(old.tree.body[place]) if place < len(old.tree.body) else ()
+        here = [number for number in self._values if number.page.cell.number == old.cell.number]
+        return {number: self._values[number] for number in here if number.node.lineno in lines}
 
     def _set_live(self, old: Page, place: int, node: ast.stmt) -> list[str]:
         """Return lines that change settings where they are, where only an entry of theirs changes."""
@@ -259,24 +251,19 @@ class _Again:
 
         The data set is made in the call, and what making it again would do is not known.
         """
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
-            return None
-        call = node.value
-        if not isinstance(call, ast.Call) or not _LOADER.match(call_name(call)) or not call.args:
-            return None
-        data, *rest = call.args
-        others = [*rest, *(keyword.value for keyword in call.keywords)]
-        bases = (ast.unparse(base) for one in self._named(call_name(data)) for base in one.bases)
-        iterates = any("Iterable" in base for base in bases)
-        if iterates or not isinstance(data, ast.Call) or self._reads_stale(ast.copy_location(ast.Expr(data), node)):
-            return None
-        if not all(self._is_plain(one) for one in others):
-            return None
-        name = node.targets[0].id
-        same = ast.Call(
-            func=call.func, args=[ast.parse(f"{name}.dataset", mode="eval").body, *rest], keywords=call.keywords
-        )
-        return f"{name} = {ast.unparse(same)}"
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(func=made, args=[ast.Call() as data, *rest], keywords=keywords) as call,
+            ) if _LOADER.match(call_name(call)):
+                others = [*rest, *(keyword.value for keyword in keywords)]
+                bases = (ast.unparse(base) for one in self._named(call_name(data)) for base in one.bases)
+                iterates = any("Iterable" in base for base in bases)
+                is_stale = self._reads_stale(ast.copy_location(ast.Expr(data), node))
+                if not iterates and not is_stale and all(map(self._is_plain, others)):
+                    own = ast.parse(f"{name}.dataset", mode="eval").body
+                    return f"{name} = {ast.unparse(ast.Call(func=made, args=[own, *rest], keywords=keywords))}"
+        return None
 
     def _reads_now(self, node: ast.stmt) -> set[str]:
         """Return the names that ``node`` reads when it runs: of a function its defaults and decorators alone."""
@@ -319,15 +306,9 @@ class _Again:
         found = self._book.function(name)
         if found is None:
             return self._makes.match(ast.unparse(call.func)) is not None
-        return (
-            depth > 0
-            and all(
-                isinstance(node, ast.Assign | ast.AnnAssign | ast.Return | ast.Pass)
-                or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-                for node in found[1].body
-            )
-            and all(self._is_plain(node, depth - 1) for node in found[1].body)
-        )
+        body = [one for one in found[1].body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+        kinds = ast.Assign, ast.AnnAssign, ast.Return, ast.Pass
+        return depth > 0 and all(isinstance(one, kinds) and self._is_plain(one, depth - 1) for one in body)
 
     def _touches(self, node: ast.stmt) -> bool:
         """Whether ``node``, which is left as it ran, made or changed something that the failing cell needs."""
