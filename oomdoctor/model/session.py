@@ -170,11 +170,6 @@ class Session:
         return self._of(Kind.OPTIMIZER)
 
     @property
-    def schedulers(self) -> Named:
-        """Every learning rate scheduler of the namespace."""
-        return self._of(Kind.SCHEDULER)
-
-    @property
     def loaders(self) -> Named:
         """Every ``DataLoader`` of the namespace."""
         return self._of(Kind.LOADER)

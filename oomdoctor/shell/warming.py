@@ -42,7 +42,10 @@ _MODULES: Final = (
     *("oomdoctor.views", "oomdoctor.views.panel", "libcst.native", "oomdoctor.forecast.planning"),
 )
 """What takes longest to load, a step each; what else there is comes with the rehearsal."""
-_ON_TENSORS: Final = ("oomdoctor.evidence.tensors", "oomdoctor.allocator.virtual", "oomdoctor.retry.vault")
+_ON_TENSORS: Final = (
+    *("oomdoctor.evidence.census", "oomdoctor.evidence.devices"),
+    *("oomdoctor.allocator.virtual", "oomdoctor.retry.vault"),
+)
 _PAUSE_S: Final = 0.05
 """Time that the loop gets for other things between two steps."""
 _AT_END_S: Final = 0.1

@@ -123,8 +123,8 @@ def broken(*_: Any, **__: Any) -> Any:
 def test_what_fails_for_want_of_memory_loses_no_diagnosis(
     shell: InteractiveShell, capsys: Any, where: str, fails: Callable[..., Any] | None
 ) -> None:
+    import oomdoctor.evidence.census
     import oomdoctor.evidence.moment
-    import oomdoctor.evidence.tensors
     import oomdoctor.forecast.planning
     import oomdoctor.views
 
