@@ -149,7 +149,7 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: from the attention.
     """
-    from oomdoctor.fixes._attention_kernels import Checked
+    from oomdoctor.fixes._forward import Checked
 
     with Checked():
         yield

@@ -2,6 +2,12 @@
 
 All of it comes from shadow runs; the user's process runs nothing of the cell. Each part has the whole time to itself:
 the forecast, the cards, the fixes, the batch.
+
+The largest batch that fits is found by forecasts alone. From the batch that the cells set it goes up, or down to a
+single sample, until the answer lies between two sizes, and then closes in. The peak grows all but evenly with the
+batch, so the next guess is where the line through two forecasts meets the budget; every other guess leaves a third, for
+peaks that do not. Two sizes are forecast together. A guess has the next one beside it that forecasts can tell from it:
+where the one fits and the other does not, the search is over.
 """
 
 from __future__ import annotations
@@ -11,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final
+from typing import Final, TypeAlias
 
 from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.ahead import evidence_ahead
 from oomdoctor.forecast.attempts import patched
-from oomdoctor.forecast.batches import largest
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.forecast.pricing import is_of_card, lacked_card, price
 from oomdoctor.forecast.reading import BASIS, late
@@ -37,6 +42,14 @@ _ENDLESS: Final = 1 << 60
 """Bytes that no program fills; how much there is, the plan says."""
 _LEAST_S: Final = 1.0
 """Less time than this is not enough for another round of forecasts."""
+_MOST: Final = 1 << 24
+"""Larger batches are not asked for."""
+_NEAR: Final = 100
+"""Sizes that differ by less than one part in so many are not told apart: a forecast is no better than that."""
+_ON_LINE: Final = 0.5
+"""A batch that was to need the whole budget and needs less than this share of it has not the samples it was to have."""
+_Price: TypeAlias = Callable[[Sequence[int]], Sequence[Forecast]]
+_LATE: Final = "the time for forecasts was over"
 
 _STATES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
 """Values that an optimizer keeps for each weight with its default settings. Source: ``torch.optim``, ``state[...]``."""
@@ -274,3 +287,77 @@ def _largest(
         return price(session, attempts, budget=forecast.budget, prepare=_nothing, timeout_s=left_s)
 
     return largest(now, forecast, price_batches, has_time=lambda: end - time.monotonic() > _LEAST_S)
+
+
+def largest(now: int, forecast: Forecast, price_batches: _Price, *, has_time: Callable[[], bool]) -> LargestBatch:
+    """Return the largest batch whose forecast fits.
+
+    Args:
+        now: samples in a batch as the cell stands; ``forecast``: what it needs so.
+        price_batches: forecasts the cell with batches of these sizes; called again and again.
+        has_time: whether there is time for more forecasts.
+    """
+    known, budget = {now: forecast}, forecast.budget or 0
+    end, tried, by_line, is_line = None, 1, True, True
+    while True:
+        high = min((size for size in known if known[size].verdict is not Verdict.FITS), default=None)
+        low = max((size for size in known if high is None or size < high), default=0)
+        if high is None and low >= _MOST:
+            end = f"larger batches than {low} were not asked for"
+        if end is not None or high == 1 or (high is not None and low and high - low <= max(1, low // _NEAR)):
+            break
+        if not has_time():
+            end = _LATE
+            break
+        if high is None:
+            sizes = [low * 2, max(_where_the_line_ends(known, low, budget), low * 4) if is_line else low * 4]
+        elif not low:
+            sizes = [1]
+        else:
+            guess = _between(known, low, high, budget)
+            thirds = [low + (high - low) // 3, high - (high - low) // 3]
+            sizes = [guess, guess + max(1, guess // _NEAR)] if by_line else thirds
+            by_line = not by_line
+        sizes = sorted({size for size in sizes if low < size and (high is None or size < high)})
+        for size, found in zip(sizes, price_batches(sizes), strict=True):
+            tried += 1
+            if found.refused is not None:
+                end = f"a batch of {size} could not be forecast: {found.refused}" if has_time() else _LATE
+                break
+            fits = found.verdict is Verdict.FITS
+            if high is None and fits and _is_same(known[low], found):
+                end = f"a batch of {size} needs exactly what one of {low} does: there seem to be no more samples"
+                break
+            if high is None and fits and size > 4 * low and _needs(found) < _ON_LINE * budget:
+                is_line = False
+                break
+            known[size] = replace(found, slowdown=None)
+            low, high = (size, high) if fits else (low, size)
+    return LargestBatch(now=now, size=low, forecast=known[low or high or now], above=high, end=end, tried=tried)
+
+
+def _where_the_line_ends(known: dict[int, Forecast], low: int, budget: int) -> int:
+    """Return the size that the line through the two largest known ones speaks for; 0 where there is none."""
+    below = max((size for size in known if size < low), default=None)
+    if below is None or _needs(known[low]) <= _needs(known[below]):
+        return 0
+    steepness = (_needs(known[low]) - _needs(known[below])) / (low - below)
+    return min(low + int((budget - _needs(known[low])) / steepness), _MOST)
+
+
+def _between(known: dict[int, Forecast], low: int, high: int, budget: int) -> int:
+    """Return where the line from a size that fits to one that does not meets the budget."""
+    least, most = _needs(known[low]), _needs(known[high])
+    share = (budget - least) / (most - least) if most > least else 0.5
+    return min(max(low + int((high - low) * share), low + 1), high - 1)
+
+
+def _needs(forecast: Forecast) -> float:
+    """Return what the verdict counts: the larger of peak and reserved, with the error of such forecasts."""
+    return max(forecast.peak or 0, forecast.reserved or 0) * (1 + forecast.error_ratio)
+
+
+def _is_same(one: Forecast, two: Forecast) -> bool:
+    """Whether two batches hold the same samples, as far as forecasts tell: not a byte and not an operation more."""
+    flops = {forecast.course.flops for forecast in (one, two) if forecast.course is not None}
+    return (one.peak, one.reserved) == (two.peak, two.reserved) and len(flops) <= 1

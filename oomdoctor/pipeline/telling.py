@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -118,19 +119,35 @@ def check_snapshot() -> None:
     Raises:
         NotAvailable: the line to show.
     """
-    from oomdoctor.evidence import cuda_snapshot
-
+    torch = sys.modules.get("torch")
     if simulated() is not None:
         raise NotAvailable("there is no snapshot: the virtual accelerator has no CUDA allocator")
-    cuda_snapshot.check()
+    if torch is None or not torch.cuda.is_initialized():
+        raise NotAvailable("there is no snapshot: this process uses no CUDA device, whose allocator keeps one")
 
 
 def snapshot(path: Path) -> str:
-    """Write the snapshot of torch's CUDA allocator; return in one line what it has."""
-    from oomdoctor.evidence import cuda_snapshot
+    """Write torch's own snapshot of the CUDA allocator, for its visualiser; return in one line what it has.
 
+    Without ``torch.cuda.memory._record_memory_history`` it has the segments and blocks as they stand, and not where
+    they were allocated. Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory
+
+    Raises:
+        NotAvailable: there is none, or the file cannot be written.
+    """
     check_snapshot()
-    return cuda_snapshot.dump(path)
+    import torch
+
+    # What ``torch.cuda.memory._dump_snapshot`` does, with a look at what there is to dump.
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    try:
+        path.write_bytes(pickle.dumps(found))
+    except OSError as exc:
+        raise NotAvailable(f"{path} cannot be written: {exc.strerror}") from None
+    opens = "the allocator's snapshot, for https://docs.pytorch.org/memory_viz"
+    if any(found.get("device_traces", ())):
+        return f"{opens}, with the traces recorded so far"
+    return f"{opens}, without traces: torch.cuda.memory._record_memory_history() must be on before the allocations"
 
 
 def foresee(

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _attention_kernels, _attention_source
+from oomdoctor.fixes import _attention_source, _forward
 from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, WRITTEN, guard, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
@@ -277,9 +277,7 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
     monkeypatch.setattr(kernel, "arguments", lambda *args: [one.replace("!=", "==") for one in call(*args)])
     with pytest.raises(OomDoctorError, match="nothing to attend to"):
         run(cell, SETUP, LOOP, fixed=True)
-    monkeypatch.setattr(
-        _attention_kernels.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {}))
-    )
+    monkeypatch.setattr(_forward.Checked, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {})))
     assert not alike(plain, run(cell, SETUP, LOOP, fixed=True))
     monkeypatch.setattr(kernel, "arguments", call)
     assert alike(plain, run(cell, SETUP, LOOP, fixed=True))
@@ -288,7 +286,7 @@ def test_a_sabotaged_kernel_is_not_equivalent(monkeypatch) -> None:
 
 
 def test_dropout_of_weights_is_handed_on_where_kernels_drop(monkeypatch) -> None:
-    monkeypatch.setattr(_attention_kernels, "_SOFTMAXES", frozenset())  # as on CUDA
+    monkeypatch.setattr(_forward, "_SOFTMAXES", frozenset())  # as on CUDA
     cell, setup = layer(GPT), SETUP.replace("Attention()", "Attention(drop=0.5)")
     applied = run(cell, setup, LOOP, fixed=True)
     model, keep = applied["model"].eval(), applied["keep"]
@@ -352,7 +350,7 @@ def test_where_weights_are_dropped_the_kernels_of_the_cpu_save_nothing() -> None
     loop = LOOP.replace("24", "128").replace("range(5)", "range(1)")
     plain = run(cell, setup, loop)
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(_attention_kernels, "_SOFTMAXES", frozenset())
+        patching.setattr(_forward, "_SOFTMAXES", frozenset())
         applied = run(cell, setup, loop, fixed=True)
     one = 3 * 2 * 128 * 128 * 4
     assert plain["peak"] - applied["peak"] < one

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from oomdoctor.forecast.batches import largest
+from oomdoctor.forecast.foresee import largest
 from oomdoctor.model.memplan import LargestBatch
 from oomdoctor.model.plan import Course, Forecast, Verdict
 
