@@ -235,7 +235,7 @@ def _device_text(loop: str, given: Collection[str], trees: Iterable[ast.Module],
         return f'"{kind}"'
     made = [one for tree in trees if root not in given for one in ast.walk(tree) if isinstance(one, ast.Assign)]
     values = [ast.unparse(one.value) for one in made if name in map(ast.unparse, one.targets)]
-    if name.endswith(".device") or (values and all(map(_DEVICE.match, values))):
+    if values and all(map(_DEVICE.match, values)):
         return f"{name}.type"
     return name if values and all(map(_TYPE.fullmatch, values)) else f"torch.device({name}).type"
 

@@ -239,7 +239,12 @@ class _Comparison:
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
             return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
-        size, path = rounding({path: leaf for path, leaf in left.items() if path not in excused}, changed.leaves)
+        left = {path: leaf for path, leaf in left.items() if path not in excused}
+        size, path = rounding(left, changed.leaves)
+        if size > _FAR:  # by what is the same each time: no clock
+            again = self._again().leaves
+            left = {path: leaf for path, leaf in left.items() if again.get(path) == leaf}
+            size, path = rounding(left, changed.leaves)
         far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
         equal = "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
         return Trial(same=True, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))

@@ -251,7 +251,7 @@ def test_golden_diffs(name: str, dose: Dose, diff: str) -> None:
         ("device = 'cpu:0'", "x.to(device)", "torch.device(device).type"),
         ("device = pick_device()", "x.to(device=device)", "torch.device(device).type"),
         ("device = next(model.parameters()).device", "x.to(device, non_blocking=True)", "device.type"),
-        ("args = Args()", "x.to(args.device)", "args.device.type"),
+        ("args = Args()", "x.to(args.device)", "torch.device(args.device).type"),
         ("device = torch.device('cpu')\nmodel.to(device)", "x", "device.type"),
         ("device = torch.device('cpu')", "x", '"cpu"'),
         ("", "x.to(torch.float32)", '"cpu"'),

@@ -53,7 +53,7 @@ def exhaust(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "fails"),
-    [(threading.Thread, "start", refuse), (releasing, "_empty_frame", exhaust)],
+    [(threading.Thread, "start", refuse), (releasing, "empty_frame", exhaust)],
     ids=["no thread", "no frame"],
 )
 def test_the_locals_go_and_the_traceback_stays(owner: Any, name: str, fails: Any) -> None:
