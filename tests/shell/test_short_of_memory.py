@@ -47,7 +47,7 @@ def refuse(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def exhaust(*_: Any) -> None:
+def exhaust(*_: Any, **__: Any) -> None:
     raise MemoryError
 
 
