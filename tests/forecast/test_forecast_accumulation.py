@@ -77,7 +77,7 @@ from oomdoctor.model.session import Attempt
 
 def work(shadows):
     shadows.begin(None, Attempt(source="x = torch.randn(9, requires_grad=True)\\n(x * x).sum().backward()"))
-    yield shadows.next()[1].why
+    yield shadows.next()[1].forecast.refused
 
 assert "oomdoctor.forecast.child" not in sys.modules
 nursery = Nursery(session({{"torch": torch}}, ""), nothing, work, budget=None, timeout_s=60, waits=False)
