@@ -89,10 +89,9 @@ def not_repeatable(
 
 
 def unseen_write(program: Program) -> str | None:
-    """Return what of the failing cell writes to tensors before a snapshot notices: past autograd, or loaded weights."""
+    """Return what of the failing cell writes into a tensor past autograd, which a snapshot does not notice."""
     nodes = (node for scope in program.running for node in _nodes(scope.body))
-    found = (node for node in nodes if _writes_past_autograd(node) or _loads_weights(node))
-    return next((short(ast.unparse(node)) for node in found), None)
+    return next((short(ast.unparse(node)) for node in nodes if _writes_past_autograd(node)), None)
 
 
 class _Names:
@@ -304,10 +303,6 @@ def _writes_past_autograd(node: ast.AST) -> bool:
             written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
             return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
     return False
-
-
-def _loads_weights(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and call_name(node).endswith(".load_state_dict")
 
 
 def _leads_past_autograd(value: ast.expr) -> bool:

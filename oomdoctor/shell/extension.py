@@ -50,10 +50,10 @@ from oomdoctor.shell.warming import Warming
 if TYPE_CHECKING:
     from oomdoctor.shell.showing import Filling, Shown
 
-_PAST_AUTOGRAD: Final = re.compile(
-    r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()|\.load_state_dict\("
-)
-"""A line that may write to a tensor past autograd, or loads weights; what is not like it needs no reading."""
+_PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
+"""A line that may write to a tensor past autograd; what is not like it needs no reading."""
+_LOADS: Final = ".load_state_dict("
+"""Writes weights before any forward or step: a cell that has it gets its copies before it begins."""
 
 
 _may_write_unseen = lru_cache(maxsize=4096)(_PAST_AUTOGRAD.search)
@@ -252,7 +252,7 @@ class Extension:
         if not self.config.snapshot or is_own(raw_cell):
             return None
         transaction = Transaction(self.shell.user_ns, raw_cell, self.config.room)
-        if quietly(lambda: self._writes_unseen(raw_cell)):
+        if _LOADS in raw_cell or quietly(lambda: self._writes_unseen(raw_cell)):
             transaction.keep_all()
         transaction.arm()
         return transaction
