@@ -152,7 +152,7 @@ class Leaves:
         yield from self.below(type(value), type(value).__qualname__, depth, is_gradient=is_gradient)
         is_of_library = kind in _SET_UP and is_installed(module_of(type(value)))
         members = [*self._items(value, kind), *_places(value)]
-        if not members and kind is Kind.OBJECT:
+        if not members and kind is Kind.OBJECT and not (self._is_whole and is_of_library):
             members = [*_reduced(value)]
         for name, item in members:
             if is_of_library and (item is None or type(item) in _PLAIN):

@@ -17,8 +17,8 @@ from oomdoctor.objects.leaves import RANDOM, Leaf
 
 _TIMES_NOISE: Final = 30.0
 """How many times as large as that of the control a difference may be: a part's sums round in another order."""
-_LEAST: Final = 2e-6
-"""Relative difference that is rounding in any program: some twenty of float32's last digits."""
+_LEAST: Final = 5e-6
+"""Relative difference that is rounding in any program: some forty of float32's last digits, as sums over rows have."""
 _DIGITS: Final = 1.01
 """How many of the last digit that it is printed with a number may be off by rounding."""
 _BLURRED: Final = 0.02

@@ -2,6 +2,9 @@
 
 import array
 import collections
+import datetime
+import decimal
+import fractions
 import functools
 import io
 import itertools
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
@@ -20,7 +24,9 @@ UNREAD = torch.utils.hooks.RemovableHandle | types.BuiltinFunctionType
 HOW = ("foreach", "fused")  # how an optimizer steps through its parameters is not what it leaves
 PLAIN = bool | int | float | complex | str | bytes | np.ndarray | np.generic
 STATES: dict[Any, Any] = {
-    set: lambda value: sorted(map(repr, value)),
+    set | frozenset: lambda value: sorted(map(repr, value)),
+    range | slice | decimal.Decimal | fractions.Fraction | datetime.timedelta: repr,
+    pd.DataFrame | pd.Series: lambda value: (value.to_dict(), str(value.dtypes)),
     torch.optim.Optimizer | LRScheduler: lambda value: value.state_dict(),
     torch.Generator: lambda value: value.get_state(),
     random.Random: lambda value: value.getstate(),
