@@ -93,7 +93,7 @@ def composed(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: Evidence
             continue
         after = {edit.cell: edit.after for edit in patch.edits}
         history = tuple(replace(cell, source=after.get(cell.number, cell.source)) for cell in cells.history)
-        written = second.patch(Cells(history=history), known, other)
+        written = second.patch(replace(cells, history=history), known, other)
         if isinstance(written, Patch) and (both := _both(patch, written)) is not None:
             return both
     return _SAME_PLACE

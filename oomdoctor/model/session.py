@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -91,9 +91,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """The program: the modules of the user's own that it imports, then the cells, oldest first; the last one failed."""
+    """The program: the modules of the user's own that it imports, then the cells, oldest first; the last one failed.
+
+    Attributes:
+        other_names: what functions of the program are called by beside the name of their definition, each with that.
+    """
 
     history: tuple[Cell, ...]
+    other_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def failing(self) -> Cell:
@@ -108,8 +113,8 @@ class Cells:
     def beside(self, cell: Cell) -> Cells:
         """Return what shares its names with ``cell``: a module none but itself, a cell all cells."""
         if cell.file is not None:
-            return Cells(history=(cell,))
-        return Cells(history=tuple(one for one in self.history if one.file is None)) if self.modules else self
+            return replace(self, history=(cell,))
+        return replace(self, history=tuple(one for one in self.history if one.file is None)) if self.modules else self
 
     def get(self, number: int) -> Cell:
         """Return the cell with this execution count.

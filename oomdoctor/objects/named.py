@@ -6,8 +6,8 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from types import ModuleType
+from functools import lru_cache, partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
 
 from oomdoctor.objects.containers import pairs_of
@@ -166,6 +166,26 @@ def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]
     inner = parts_of([module for _, module in found[Kind.MODULE].values()])
     found[Kind.MODULE] = {key: item for key, item in found[Kind.MODULE].items() if key not in inner}
     return {kind: tuple(items.values()) for kind, items in found.items()}
+
+
+def other_names(namespace: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what functions of the user's are called by beside the name of their definition, each with that.
+
+    By a name of the namespace, as in ``step = partial(train_step, model)``, or an attribute of an object of theirs.
+    """
+    held = list(user_names(spelled(namespace)))
+    own = (
+        value for _, value in held if kind_of(type(value)) is Kind.OBJECT and not is_installed(module_of(type(value)))
+    )
+    held += [pair for value in own for pair in list((plain_dict(value) or {}).items())[:_MOST_ITEMS]]
+    found: dict[str, str] = {}
+    for name, value in held:
+        while type(value) in (partial, MethodType):
+            value = value.func if type(value) is partial else value.__func__
+        is_own = type(value) is FunctionType and not is_installed(value.__globals__.get("__name__"))
+        if is_own and value.__name__.isidentifier() and value.__name__ != name:
+            found[name] = value.__name__
+    return tuple(found.items())
 
 
 def _children(path: str, value: Any, kind: Kind) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
-from oomdoctor.objects.named import find, own_modules
+from oomdoctor.objects.named import find, other_names, own_modules
 from oomdoctor.program.modules import with_modules
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def open_session(
     namespace: dict[str, Any], cells: Cells, accelerator: Accelerator, shell: Any = None, *, is_kept: bool = False
 ) -> Session:
     """Bind the user's namespace and cells, and the modules of their own that these import, into a session."""
-    cells = with_modules(cells, own_modules())
+    cells = with_modules(replace(cells, other_names=other_names(namespace)), own_modules())
     return Session(namespace=namespace, cells=cells, accelerator=accelerator, find=find, shell=shell, is_kept=is_kept)
 
 

@@ -1,7 +1,8 @@
 """The cells as one program: which definition of a name is live, what the failing cell runs, and the calls it makes.
 
-Names are followed by their text alone, as the cells define them, the last definition winning. What is called through
-a variable, a dictionary or a framework is not seen.
+Names are followed by their text alone, as the cells define them, the last definition winning; a function that a
+variable or an attribute holds is known by what these were when the cell failed. What is called through a dictionary or
+a framework is not seen.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Program:
         scopes: the top level of each cell and every live function, in the order of the cells.
         running: those of them that the failing cell runs.
         aliases: names that the program knows modules of the user's own by.
+        other_names: of functions, each with that of the definition.
         arguments: for each live function the ``(parameter, argument text)`` pairs on which all its calls agree.
     """
 
@@ -75,6 +77,7 @@ class Program:
     running: tuple[Scope, ...]
     masked: Mapping[int, MaskedCell]
     arguments: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     aliases: frozenset[str] = frozenset()
 
     def is_own(self, text: str) -> bool:
@@ -95,7 +98,9 @@ class Program:
 
     def function(self, name: str) -> Scope | None:
         """Return the live function called ``name``, or the one method of that name."""
-        found = [scope for scope in self.scopes if scope.function is not None and scope.tail == name]
+        functions = [scope for scope in self.scopes if scope.function is not None]
+        found = [scope for scope in functions if scope.tail == name]
+        found = found or [scope for scope in functions if scope.tail == self.other_names.get(name)]
         plain = [scope for scope in found if not scope.owner]
         return (plain or found)[-1] if found else None
 
@@ -129,13 +134,15 @@ def read(cells: Cells) -> Program:
     tops = [Scope(cell=n, function=None, body=tuple(tree.body), file=files.get(n)) for n, tree in trees.items()]
     scopes = [*tops, *functions]
     failing = cells.failing.number
-    running = _reached(failing, scopes)
+    other_names = dict(cells.other_names)
+    running = _reached(failing, scopes, other_names)
     return Program(
         failing=failing,
         scopes=tuple(scopes),
         running=running,
         masked=masked,
         arguments={scope.name: _arguments(scope.function, scopes) for scope in functions if scope.function},
+        other_names=other_names,
         aliases=frozenset(
             name
             for cell in (cells.history if files else ())
@@ -226,7 +233,7 @@ def _bound(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Fu
             yield from ((name, None) for name in bound_by(node))
 
 
-def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
+def _reached(failing: int, scopes: list[Scope], other_names: Mapping[str, str]) -> tuple[Scope, ...]:
     """Return the failing cell's top level and what it calls, by name, and what that calls."""
     waiting = [scope for scope in scopes if scope.function is None and scope.cell == failing]
     done: list[Scope] = []
@@ -236,6 +243,7 @@ def _reached(failing: int, scopes: list[Scope]) -> tuple[Scope, ...]:
             continue
         done.append(scope)
         called = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
+        called |= {other_names[name] for name in called & other_names.keys()}
         waiting += [one for one in scopes if one.function is not None and one.tail in called]
     return tuple(done)
 

@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -76,7 +77,7 @@ def with_modules(cells: Cells, own: Iterable[ModuleType]) -> Cells:
         found[file] = Cell(number=_numbers.setdefault(file, -1 - len(_numbers)), source=text, file=file)
         is_package = hasattr(module, "__path__")
         waiting += _imported(parsed(text), name if is_package else name.rpartition(".")[0])
-    return Cells(history=(*reversed(found.values()), *cells.history))
+    return replace(cells, history=(*reversed(found.values()), *cells.history))
 
 
 def _imported(tree: ast.Module | None, package: str) -> Iterator[str]:

@@ -108,7 +108,10 @@ def write(
         return Refused(_in_module(cells, texts))
     before = Book.read(cells)
     after = Book.read(
-        Cells(history=tuple(replace(cell, source=texts.get(cell.number, cell.source)) for cell in cells.history))
+        replace(
+            cells,
+            history=tuple(replace(cell, source=texts.get(cell.number, cell.source)) for cell in cells.history),
+        )
     )
     again = _Again(after, makes, used_up, entries)
     for old, new in zip(before.pages[:-1], after.pages[:-1], strict=True):

@@ -174,7 +174,8 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
     for call in _calls(body):
         text, method = ast.unparse(call.func), words.last_name(call)
         event = _event(call, roles)
-        if event is not None and event[0] == "forward" and roles.of(text) is None and program.function(text):
+        own = program.function(method if event and event[0] == "step" else text) if program.is_own(text) else None
+        if event is not None and event[0] in {"forward", "step"} and roles.of(text) is None and own is not None:
             event = None  # a function of the cells, whatever its name sounds like
         if event is not None:
             yield event
