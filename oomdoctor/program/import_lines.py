@@ -96,7 +96,11 @@ def insert_at_top(parsed: rewriting.ParsedCell, module: cst.Module, imports: Seq
     if not missing:
         return module
     at = _after_imports(parsed)
-    new = list(rewriting.statements("\n".join(missing) + "\n", parsed))
+    homes: dict[tuple[str, str], list[str]] = {}  # one line for all that comes from one module
+    for head, word, names in (text.partition(" import ") for text in missing):
+        homes.setdefault((head, word), []).append(names)
+    lines = "".join(f"{head}{word}{', '.join(names)}\n" for (head, word), names in homes.items())
+    new = list(rewriting.statements(lines, parsed))
     header, body = list(module.header), list(module.body)
     if at == 0 and body:
         header, above = _parted(header)
