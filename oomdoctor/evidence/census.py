@@ -194,7 +194,7 @@ class _Count:
         yield [(root, value) for root, value in names if root.name in program.borrowed]
         yield [(Root(name, ident=id(value), origin=Origin.OUTPUT), value) for name, value in program.outputs]
         for origin, frames in ((Origin.FRAME, program.frames), (Origin.EARLIER, program.earlier)):
-            for frame in frames:
+            for frame in sorted(frames, key=lambda one: not one.is_program):  # a name of the user's tells more
                 drives = frame.is_program and kind_of(type(frame.values.get("self"))) is not Kind.MODULE
                 yield [
                     (Root(name, frame.place, drives, origin=origin, ends=frame.ends), value)

@@ -180,9 +180,9 @@ def other_names(namespace: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     held += [pair for value in own for pair in list((plain_dict(value) or {}).items())[:_MOST_ITEMS]]
     found: dict[str, str] = {}
     for name, value in held:
-        while type(value) in (partial, MethodType):
-            value = value.func if type(value) is partial else value.__func__
-        is_own = type(value) is FunctionType and not is_installed(value.__globals__.get("__name__"))
+        while (cls := type(value)) is partial or cls is MethodType:
+            value = value.func if cls is partial else value.__func__
+        is_own = type(value) is FunctionType and is_users_file(value.__code__.co_filename)
         if is_own and value.__name__.isidentifier() and value.__name__ != name:
             found[name] = value.__name__
     return tuple(found.items())
