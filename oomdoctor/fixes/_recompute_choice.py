@@ -87,14 +87,18 @@ def _taken(cut: Sequence[Part]) -> Iterator[Choice]:
 
 def _saved(cut: Sequence[Part], chosen: set[Part]) -> int:
     """Return by how much the peak is lower, at the end of the forward or while a part goes backwards."""
-    freed = sum(part.freed for part in chosen)
+    return sum(part.freed for part in chosen) + _backward(cut, set()) - _backward(cut, chosen)
+
+
+def _backward(cut: Sequence[Part], chosen: set[Part]) -> int:
+    """Return by how much more the backward pass holds at most than the end of the forward, 0 where it never does."""
     gone, worst = 0, 0
     for part in reversed(cut):
-        remaining = part.output if part in chosen else part.kept
-        if part in chosen:
-            worst = max(worst, part.freed + _GRADIENTS * part.largest - gone)
-        gone += remaining
-    return freed - max(worst, 0)
+        comes_back = part.freed if part in chosen else 0
+        # What it gave out is gone with the part that read it.
+        worst = max(worst, comes_back + _GRADIENTS * part.largest - part.output - gone)
+        gone += part.output if part in chosen else part.kept
+    return worst
 
 
 class _Tree:
