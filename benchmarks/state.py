@@ -1,4 +1,4 @@
-"""Whether a retry leaves what a fresh kernel would: ``benchmarks/state.py [FILE] [--family NAME]``.
+"""Whether a retry leaves what a fresh kernel would: ``benchmarks/state.py [FILE] [--family NAME] [--setting NAME]``.
 
 Model families x ways to train x places to fail (the table of the tests), in real Jupyter kernels. Each program fails
 twice: under a real limit of the process (``RLIMIT_DATA``), where torch's own allocator is refused memory, and on a
@@ -168,14 +168,14 @@ def _names(one: dict[str, str], other: dict[str, str]) -> str:
     return ", ".join(sorted(name for name in {**one, **other} if one.get(name) != other.get(name)))
 
 
-def measure(families: list[str], tell: Callable[[str], None]) -> None:
+def measure(families: list[str], settings: list[str], tell: Callable[[str], None]) -> None:
     """Try every program at every point in both ways, and tell of each."""
     total: Counter[str] = Counter()
     with kernel() as healing:
         healing.run("%load_ext oomdoctor", ok=True)
         healing.value(f"{HERE}.limit()")
         for family, setting in PROGRAMS:
-            if families and family not in families:
+            if (families and family not in families) or (settings and setting not in settings):
                 continue
             cells = cells_of(family, setting)
             for point in POINTS:
@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--family", action="append", default=[])
+    parser.add_argument("--setting", action="append", default=[], help="how it trains, as the second column says")
     asked = parser.parse_args()
     told: list[str] = []
 
@@ -206,7 +207,7 @@ def main() -> None:
         told.append(line)
 
     tell(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
-    measure(asked.family, tell)
+    measure(asked.family, asked.setting, tell)
     if asked.file:
         asked.file.write_text("\n".join(told) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ optimizers and tensors; see ``foreign`` for their own attributes.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, ModuleType
@@ -211,7 +212,7 @@ class Shape:
         if id(names) in self.known:
             return
         try:
-            if module.__name__.rpartition(".")[2] in source:
+            if re.search(rf"\b{re.escape(module.__name__.rpartition('.')[2])}\b", source):
                 self.note_globals(names, module.__name__, DEPTH)
                 return
             self.add(Numbers(names, module.__name__))

@@ -664,3 +664,15 @@ def test_the_names_that_a_text_writes_into(text: str, names: set[str]) -> None:
 )
 def test_the_last_name_of_a_path(path: str, name: str) -> None:
     assert code_names.last_name(path) == name
+
+
+def test_a_module_is_named_by_a_word_of_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the functions of a module may set is told by a cell that names it, not by one with a longer word."""
+    (tmp_path / "odd_part.py").write_text("import torch\ndef put(name): setattr(torch.nn.functional, name, 1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_part", raising=False)
+    for cell, is_told in (("odd_parts = 1", False), ("import odd_part", True)):
+        __import__("odd_part")
+        transaction = Transaction({"__name__": "__main__"}, cell, lambda: 1 << 30)
+        assert any("names that the cell makes up" in text for text in transaction.losses()) is is_told
+    del sys.modules["odd_part"]
