@@ -131,7 +131,7 @@ class _Planner:
             raise Unfit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
-        self.leading = self._lead()
+        self.leading, self._looking = self._lead(), set[int]()
         self._graph = self._with_graph()
         batch = {name for unit in self.units if id(unit) in self.leading for name in reads_of(unit)} & {*split.batch}
         self._batch = tuple(name for name in split.batch if name in batch)
@@ -247,11 +247,17 @@ class _Planner:
         return found
 
     def _with_graph(self) -> set[int]:
-        """Return those of them whose results have a graph, as they are made by a model or of what one has made."""
+        """Return those of them whose results have a graph, as they are made by a model or of what one has made.
+
+        What only looks at such results, as a sum of losses does, is noted as well.
+        """
         names, found = set[str](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
-            if id(unit) in self.leading and not off and (self._split.makes_graph(unit) or reads_of(unit) & names):
+            reads_graph = bool(reads_of(unit) & names)
+            if reads_graph:
+                self._looking.add(id(unit))
+            if id(unit) in self.leading and not off and (reads_graph or self._split.makes_graph(unit)):
                 found.add(id(unit))
                 names |= binds_of(unit)
         return found
@@ -301,6 +307,8 @@ class _Planner:
                 raise Unfit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
             anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
             is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
+            if is_inner and not leads and id(unit) in self._looking and self._loss in reads_of(unit):
+                raise Unfit(f"line {unit.lineno} uses `{self._loss}`, which is bound anew before the backward pass")
             places[id(unit)] = "inner" if is_inner else "after"
             tainted |= binds_of(unit) if depends else set()
             behind.append(unit)
@@ -348,7 +356,8 @@ class _Planner:
             if id(unit) in self._backwards:
                 continue
             binds = binds_of(unit) - {self._loss}
-            is_data = id(unit) not in self._graph if self._graph else moves_only(unit, MOVES) or counts_only(unit)
+            is_data = moves_only(unit, MOVES) or counts_only(unit)
+            is_data = id(unit) not in self._graph | self._looking if self._graph else is_data
             if binds & wanted or (not is_data and binds & self._shared):
                 more.add(id(unit))
                 wanted |= reads_of(unit)

@@ -174,9 +174,10 @@ def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Ma
             return "dict"
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
             return "list"
-        if isinstance(part, ast.Call) and (function := functions.get(called(part.func))) is not None:
-            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-            parameters = parameters[called(part.func).startswith("self.") :]
+        owner, dot, method = called(part.func).rpartition(".") if isinstance(part, ast.Call) else ("", "", "")
+        function = functions.get(f"self.{method}" if owner and owner != name else method)
+        if isinstance(part, ast.Call) and function is not None:
+            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)][len(dot) :]
             given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
             given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
             inner = {one: node for one, node in functions.items() if node is not function}
