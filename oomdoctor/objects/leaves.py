@@ -2,7 +2,8 @@
 
 A leaf is small however large its tensor is: of many entries, sums over stretches are kept in place of the entries, so
 that two states can be compared in another process and a difference is seen wherever it lies. Limits: what lies behind
-objects of compiled libraries is not seen, nor what is more than twelve steps away from a name.
+objects of compiled libraries is not seen, nor what is more than twelve steps away from a name, those from a module to
+another apart.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _OF_CODE: Final = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 _RANDOM: Final = "(random number generators)"
 _PLAIN: Final = frozenset({bool, int, str, bytes, bytearray})
 _VALUES: Final = _PLAIN | {float, complex}
+_KEYS: Final = (str, bytes, Number, tuple, frozenset)
 _SET_UP: Final = (Kind.MODULE, Kind.LOADER, Kind.OBJECT)
 _OPAQUE: Final = (Kind.OBJECT, Kind.ITERATOR)
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf")
@@ -139,13 +141,17 @@ class Leaves:
                 yield f"{path}._backward_hooks", plain_leaf(len(hooks))
             return
         if kind is Kind.ARRAY:
-            yield path, _array(value)
+            if value.dtype.kind in "OV":
+                yield from self.below(value.tolist(), path, depth, is_gradient=is_gradient)
+            else:
+                yield path, _array(value)
             return
         if kind is Kind.GENERATOR_STATE:
             yield path, _random(generator_state(value))
             return
         if kind in (Kind.SEQUENCE, Kind.TUPLE) and len(value) > _FEW and all(type(item) in _PLAIN for item in value):
-            yield path, plain_leaf([*value])  # a corpus of texts: one leaf each would hide all that comes after
+            text = "\n".join(map(repr, value))  # a corpus: one leaf each would hide all that comes after
+            yield path, text_leaf(text) if len(text) <= _LONGEST_TEXT else plain_leaf(text)
             return
         if kind is not Kind.CALLABLE:
             yield path, Leaf(exact=_length(value, kind), frame=f"{type(value).__qualname__}")
@@ -159,7 +165,8 @@ class Leaves:
                 yield path + name, replace(plain_leaf(item), is_of_library=True)
                 continue
             below = is_gradient or (kind is Kind.OPTIMIZER and name == ".state")
-            yield from self.below(item, path + name, depth - 1, is_gradient=below)
+            steps = 0 if kind is Kind.MODULE or path.endswith("._modules") else 1
+            yield from self.below(item, path + name, depth - steps, is_gradient=below)
 
     def _items(self, value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
         """Yield what an object holds, each with what is added to its path."""
@@ -169,7 +176,7 @@ class Leaves:
         if kind is Kind.MAPPING:
             for at, (key, item) in enumerate(pairs_of(value, kind, _MOST_ITEMS)):
                 # A key that is an object (a parameter, in an optimizer's state) is known by its place.
-                yield f"[{key!r}]" if type(key) in (str, int, bool, float) else f"[{at}]", item
+                yield f"[{_spelled(key) if isinstance(key, _KEYS) else at}]", item
         elif kind in (Kind.SEQUENCE, Kind.TUPLE):
             items = list(enumerate(items_of(value, kind, _LONGEST_LIST)))
             half = _MOST_ITEMS // 2  # what a training appends stands at the end
@@ -250,12 +257,15 @@ def _number(value: Any) -> Leaf:
 
 
 def _spelled(item: Any) -> str:
-    """Return an item of a set as text: values as they are written, of other objects the type alone."""
+    """Return an item of a set as text: values as they are written, of other objects the type and plain attributes."""
     if isinstance(item, tuple | frozenset):
         return f"({', '.join(map(_spelled, item))})"
     if isinstance(item, Number) and not isinstance(item, Integral):
         return f"{complex(item):.5g}"  # type: ignore[call-overload]
-    return repr(item) if item is None or isinstance(item, Integral | str | bytes) else type(item).__qualname__
+    if item is None or isinstance(item, Integral | str | bytes):
+        return repr(item)
+    plain = sorted((name, value) for name, value in (plain_dict(item) or {}).items() if isinstance(value, _KEYS))
+    return f"{type(item).__qualname__}({', '.join(f'{name}={_spelled(value)}' for name, value in plain)})"
 
 
 def _reduced(value: Any) -> Iterator[tuple[str, Any]]:
@@ -290,10 +300,9 @@ def _last_digit(number: str) -> float:
 
 
 def _array(value: Any) -> Leaf:
-    if value.dtype.kind in "fiub":
+    if value.dtype.kind in "fiubc":
         return tensor_leaf(torch.from_numpy(value.copy()))
-    raw = value.tobytes() if value.dtype.kind != "O" else repr(value).encode()
-    return Leaf(exact=_hash(raw), frame=f"{value.dtype} {value.shape}")
+    return Leaf(exact=_hash(value.tobytes()), frame=f"{value.dtype} {value.shape}")
 
 
 def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers: bool = True) -> Leaf:

@@ -23,8 +23,9 @@ from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import RANDOM, Leaf
-from oomdoctor.program.definitions import bound_in_other_loops
+from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names
+from oomdoctor.program.regions import regions
 from oomdoctor.sandbox.copies import Copy, answered
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
@@ -205,12 +206,15 @@ class _Comparison:
         changed = self._ended(after, **given)
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
-        if unchanged.error is not None and changed.error != unchanged.error:
+        if unchanged.error is not None and (changed.error != unchanged.error or not unchanged.trains):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         if changed.error != unchanged.error:
             return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
-        if changed.rows != unchanged.rows and not self.is_whole:  # it takes other batches from its loader
+        is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))  # it may pass over small batches
+        if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # or take others from its loader
             return self._whole.of(after)
+        if is_idle:
+            return Trial(same=None, why="the cell takes no step on the batches that were tried")
         if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
             precise = self._without_autocast.of(after)
             if precise.same is False:

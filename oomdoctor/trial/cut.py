@@ -1,10 +1,10 @@
 """A cell cut to a step or two on a few rows, in a process that was forked to be thrown away.
 
-A loop of the unchanged program ends after so many optimizer steps, or one batch more where it runs a model and takes
-none; a loop that only the changed program has, over parts of a batch, is not cut. Both are told apart by the text of
-the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch, fetched in this
-process, and unlike each other: a wrong weight of a part's loss shows on the row with the most and the one with the
-fewest entries that are padding or ignored, and on labels of several kinds.
+A loop of the unchanged program ends after so many optimizer steps, or one batch more where it takes none, but runs a
+model over a loader or without gradients; a loop that only the changed program has, over parts of a batch, is not cut.
+Both are told apart by the text of the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch,
+fetched in this process, and unlike each other: a wrong weight of a part's loss shows on the row with the most and the
+one with the fewest entries that are padding or ignored, and on labels of several kinds.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Progress:
         known: the lines of the unchanged program: its loops begin on them.
         most: optimizer steps after which a loop ends.
         was_cut: whether a loop ended before its time.
+        drawn: the sizes of the batches that loaders have given.
         gradients: that optimizers have stepped by: a learning rate of nothing would leave no trace of them.
         begins: called before the first forward; ``calls``: before each, with its module.
     """
@@ -56,6 +57,7 @@ class Progress:
         self.calls: Callable[[torch.nn.Module], None] = lambda _: None
         self.steps = self.backwards = self.forwards = 0
         self.was_cut = False
+        self.drawn: list[int] = []
         self.gradients: dict[str, Leaf] = {}
 
     def count(self) -> None:
@@ -96,7 +98,9 @@ class Progress:
         elif self.backwards > loop.backwards:
             over = loop.turns >= _MOST_TURNS
         else:
-            over = gives_batches and loop.turns > self.most and self.forwards > loop.forwards
+            # With gradients, a loop over parts of a batch may be a part of a step.
+            evaluates = len(self.drawn) - loop.drawn >= loop.turns or not torch.is_grad_enabled()
+            over = gives_batches and evaluates and loop.turns > self.most and self.forwards > loop.forwards
         self.was_cut = self.was_cut or over
         return over
 
@@ -112,10 +116,10 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Leaf]:
 class Loop:
     """One loop that is running, with what had come to pass when it began."""
 
-    __slots__ = ("backwards", "forwards", "line", "progress", "steps", "turns")
+    __slots__ = ("backwards", "drawn", "forwards", "line", "progress", "steps", "turns")
 
     def __init__(self, progress: Progress, line: str) -> None:
-        self.progress, self.line, self.turns = progress, line, 0
+        self.progress, self.line, self.turns, self.drawn = progress, line, 0, len(progress.drawn)
         self.steps, self.backwards, self.forwards = progress.steps, progress.backwards, progress.forwards
 
 

@@ -27,10 +27,12 @@ from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.stage import Stage
+from oomdoctor.trial.stage import Stage, read_back
 
 _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"
+_PRINTED: Final = "what is printed"
+_LINES: Final = 200
 _VALUE: Final = "the value that the cell ends with"
 _FILES: Final = "what is written to files"
 _ENVIRONMENT: Final = "the environment"
@@ -53,7 +55,7 @@ class End:
         names: the names of the user's at the end.
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
         was_cut: whether a loop ended before its time.
-        computes: whether it has called a module, or backward, or stepped.
+        computes: whether it has called a module, or backward, or stepped; ``trains``: one of the last two.
         computes_in_16_bits: autocast was on, or a gradient has such a type.
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
             what a copy of the process may not do.
@@ -66,6 +68,7 @@ class End:
     steps: int = 0
     was_cut: bool = False
     computes: bool = False
+    trains: bool = False
     rows: int = 0
     computes_in_16_bits: bool = False
     error: str | None = None
@@ -122,15 +125,15 @@ def run(
         _leave_autocast_off()
     cut_loops(progress)
     progress.count()
-    sizes = cut_loaders(rows)
+    sizes = progress.drawn = cut_loaders(rows)
     if nudged:
         nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    texts_written = {name: file.getvalue() for name, file in stage.written.items()}
-    extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: texts_written, _ENVIRONMENT: {**os.environ}}
+    files_written = {name: read_back(file) for name, file in stage.written.items()}
+    extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}
     try:
         leaves = {**end_of(namespace, found, stage.said.getvalue(), extra), **progress.gradients}
     except TooMuch as much:
@@ -141,6 +144,7 @@ def run(
         steps=progress.steps,
         was_cut=progress.was_cut,
         computes=bool(progress.steps or progress.backwards or progress.forwards),
+        trains=bool(progress.steps or progress.backwards),
         rows=max(sizes, default=0),
         computes_in_16_bits=bool(stage.autocast)
         or any(leaf.is_gradient and leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
@@ -301,7 +305,10 @@ def end_of(
                 found.update(leaves.below(value, f"{module.__name__}.{name}"))
     if len(found) >= _MOST_LEAVES:
         raise TooMuch(f"the names lead to more than {_MOST_LEAVES:,} values")
-    found["what is printed"] = text_leaf(said)
+    lines = said.splitlines()
+    found[_PRINTED] = plain_leaf(f"{len(lines)} lines")
+    for at, line in enumerate([*lines[:_LINES], "\n".join(lines[_LINES:])]):  # one may tell a clock, another a loss
+        found[f"{_PRINTED}, line {at + 1}"] = text_leaf(line)
     found["the modes of torch"] = plain_leaf([*map(str, _modes())])
     found.update(generators())
     return found

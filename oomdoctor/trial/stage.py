@@ -18,10 +18,13 @@ import gc
 import io
 import logging
 import os
+import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -209,6 +212,8 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
     opened = names["open"]
 
     def kept(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wax+") and str(file) in files:  # what the program has written itself
+            return type(files[str(file)])(files[str(file)].getvalue())
         if not set(mode) & set("wax+") or str(file) == os.devnull:  # where the streams of a copy lead to
             return opened(file, mode, *args, **kwargs)
         made = files.setdefault(str(file), _unclosed(io.BytesIO() if "b" in mode else io.StringIO()))
@@ -217,11 +222,29 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
             made.truncate()
         return made
 
-    def saved(value: Any, file: Any, *_args: Any, **_kwargs: Any) -> None:
-        files.setdefault(str(file), _unclosed(io.StringIO())).write(f"saved {type(value).__name__}\n")
+    save, load = torch.save, torch.load
+
+    def saved(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        save(value, kept(file, "wb") if isinstance(file, str | os.PathLike) else file, *args, **kwargs)
+
+    def loaded(file: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(kept(file, "rb") if isinstance(file, str | os.PathLike) else file, *args, **kwargs)
 
     names["open"] = module["open"] = kept
-    vars(torch)["save"] = saved
+    vars(torch).update(save=saved, load=loaded)
+
+
+def read_back(file: Any) -> Any:
+    """Return what was written to a file that is memory: its text, or the objects that its bytes are of."""
+    raw = file.getvalue()
+    if isinstance(raw, bytes):
+        arrays: Any = sys.modules.get("numpy")
+        readers: list[Callable[[Any], Any]] = [partial(torch.load, weights_only=False), pickle.load]
+        readers += [partial(arrays.load, allow_pickle=True)] if arrays is not None else []
+        for read in readers:
+            with suppress(Exception):  # it is of another form
+                return read(io.BytesIO(raw))
+    return raw
 
 
 def _drop_nothing() -> None:

@@ -25,29 +25,35 @@ LOOP = "for x in data:\n    {call}\n"
 STORED = {
     "partial": ("step = partial(train_step, model, opt)", LOOP.format(call="step(x)")),
     "attribute": (
-        "class Trainer:\n"
-        "    def __init__(self, step): self.step = step\n"
-        "    def fit(self, data):\n"
-        "        for x in data:\n"
-        "            self.step(model, opt, x)\n"
-        "trainer = Trainer(train_step)",
+        (
+            "class Trainer:\n"
+            "    def __init__(self, step): self.step = step\n"
+            "    def fit(self, data):\n"
+            "        for x in data:\n"
+            "            self.step(model, opt, x)\n"
+            "trainer = Trainer(train_step)"
+        ),
         "trainer.fit(data)",
     ),
     "closure": (
-        "def made():\n"
-        "    def inner(x):\n"
-        "        model(x).mean().backward()\n"
-        "        opt.step()\n"
-        "    return inner\n"
-        "step = made()",
+        (
+            "def made():\n"
+            "    def inner(x):\n"
+            "        model(x).mean().backward()\n"
+            "        opt.step()\n"
+            "    return inner\n"
+            "step = made()"
+        ),
         LOOP.format(call="step(x)"),
     ),
     "method": (
-        "class Learner:\n"
-        "    def one_batch(self, x):\n"
-        "        model(x).mean().backward()\n"
-        "        opt.step()\n"
-        "step = Learner().one_batch",
+        (
+            "class Learner:\n"
+            "    def one_batch(self, x):\n"
+            "        model(x).mean().backward()\n"
+            "        opt.step()\n"
+            "step = Learner().one_batch"
+        ),
         LOOP.format(call="step(x)"),
     ),
 }

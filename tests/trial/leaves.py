@@ -55,7 +55,7 @@ def leaves(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tupl
             yield from leaves(value.grad, f"{path}.grad")
     elif value is None or isinstance(value, PLAIN):
         yield path, value
-    elif id(value) not in inside and len(inside) < 12 and not isinstance(value, UNREAD):
+    elif id(value) not in inside and len(inside) < 40 and not isinstance(value, UNREAD):
         yield f"{path}.type", type(value).__name__
         for name, child in children(value):
             yield from leaves(child, f"{path}{name}", (*inside, id(value)))

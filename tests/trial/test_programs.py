@@ -64,7 +64,7 @@ def _tried(cells: dict[str, list[str]], effect: Effect) -> Trial:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         exec(compile(text, name, "exec"), namespace)
     (before,), (after,) = cells["before"], cells["after"]
-    shown = Cells(history=(Cell(number=1, source=before),))
+    shown = Cells(history=tuple(Cell(number=at, source=text) for at, text in enumerate([*cells["setup"], before], 1)))
     session: Any = Session(namespace=namespace, cells=shown, accelerator=None)
     unchanged = Attempt(source=before, replays=(last,) if again else ())
     return compare(
