@@ -24,7 +24,6 @@ from oomdoctor.views.memplan import foresight
 from oomdoctor.views.mime import plain, report_bundle
 from oomdoctor.views.story import read
 from oomdoctor.views.survey import focus, survey
-from oomdoctor.views.terminal import width
 
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Unavailable
@@ -64,14 +63,7 @@ class Report:
         self.number, self.process = next(_numbers), os.getpid()
 
     def of(self, device: str) -> Report:
-        """Return the report of one device and the host.
-
-        Args:
-            device: its name or the beginning of it.
-
-        Raises:
-            UsageError: no device in use is called so.
-        """
+        """Return the report of one device, by its name or the beginning of it, and the host. See ``focus``."""
         found = copy(self)
         found.evidence = focus(self.evidence, device)
         found.only = found.evidence.device.name
@@ -122,7 +114,7 @@ class Report:
         return f"<Report: {', '.join(_filled(name, whole) for name, whole in facts)}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(self.survey(), width=width())
+        return report_bundle(self.survey())
 
 
 class Grown:
@@ -151,7 +143,7 @@ class Grown:
         return f"<Grown: {self._rows().sentence}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(tuple(self._rows().blocks()), width=width())
+        return report_bundle(tuple(self._rows().blocks()))
 
     def _rows(self) -> GrowthRows:
         return growth_rows(self.before.whole, self.after.whole, "the earlier report", only=self._only)
@@ -205,7 +197,7 @@ class Planned:
         return f"<Planned: {peak}, {self.plan.here.verdict.value}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(foresight(self.plan, self._names), width=width())
+        return report_bundle(foresight(self.plan, self._names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +205,12 @@ class Explained(Explanation):
     """An explanation with its text and its HTML.
 
     Attributes:
-        meanings: what each failure is, in one sentence.
+        meanings: what each failure is, in one sentence; ``titles``: what each fix does.
         notes: what the explanation could not take into account, a line each.
     """
 
     meanings: Mapping[Incident, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    titles: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,7 +218,7 @@ class Explained(Explanation):
         return Explanation.to_dict(self) | ({"notes": list(self.notes)} if self.notes else {})
 
     def __str__(self) -> str:
-        return plain(read(self, self.meanings, self.notes))
+        return plain(read(self, self.meanings, self.titles, self.notes))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(read(self, self.meanings, self.notes))
+        return report_bundle(read(self, self.meanings, self.titles, self.notes))

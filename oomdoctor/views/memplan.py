@@ -38,11 +38,7 @@ _CARDS: Final = f"as torch reports their memory, and {format_size(CONTEXT_BYTES)
 
 
 def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document:
-    """Return what a cell needs that was not run, where that fits, and what would help.
-
-    Args:
-        names: what the cells are called in a program that is no notebook.
-    """
+    """Return what a cell needs that was not run, where that fits, and what would help."""
     forecast, course = plan.forecast, plan.forecast.course or Course()
     line = forecast.peak_line
     if "\n" not in plan.cell.source.strip():  # there is but one line to tell
