@@ -22,8 +22,6 @@ from oomdoctor.model.memory import DeviceMemory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from oomdoctor.allocator.blocks import Block
-
 
 class VirtualAccelerator:
     """A device of ``capacity_bytes`` on which all CPU tensors of this thread live.

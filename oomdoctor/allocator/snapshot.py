@@ -10,7 +10,7 @@ Source: ``snapshot`` in ``c10/cuda/CUDACachingAllocator.cpp``, ``THCPModule_memo
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from oomdoctor.allocator.blocks import FREE, UNMAPPED, Block, Segment
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.blocks import BlockPool
 
 
-class _PoolOf(Protocol):
-    def __call__(self, small: bool, stream: int, owner: tuple[int, int]) -> BlockPool: ...
-
-
 def of_segments(segments: Iterable[Segment]) -> list[dict[str, Any]]:
     """Return a record for each segment, and for each mapped range of an expandable one, by address."""
     ranges = (mapped for segment in segments for mapped in _mapped(segment))
@@ -31,7 +27,9 @@ def of_segments(segments: Iterable[Segment]) -> list[dict[str, Any]]:
 
 
 def rebuild(
-    records: Iterable[Mapping[str, Any]], pool_of: _PoolOf, page_of: Callable[[bool], tuple[int, int]]
+    records: Iterable[Mapping[str, Any]],
+    pool_of: Callable[[bool, int, tuple[int, int]], BlockPool],
+    page_of: Callable[[bool], tuple[int, int]],
 ) -> list[Segment]:
     """Return the segments that the records tell of; their free blocks are in no pool yet.
 
