@@ -13,15 +13,17 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.sandbox import reserve
+
+T = TypeVar("T")
 
 _EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
@@ -45,6 +47,18 @@ class Borders:
         except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
             self.fault(stage, exc)
             return None
+
+    async def retried(self, retry: Awaitable[T], restore: Callable[[], None]) -> T | None:
+        """Return what ``retry`` returns; None where ours fails, which leaves the state of the cell's start."""
+        try:
+            return await retry
+        except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
+            self.fault("retry", exc)
+        except BaseException:  # an interrupt, which may have come in the midst of anything
+            self.guarded("rollback", restore)
+            raise
+        self.guarded("rollback", restore)
+        return None
 
     def fault(self, stage: str, exc: BaseException) -> None:
         """Print that a stage failed; what the handler of a signal raised in it is the program's, and kept."""

@@ -51,8 +51,6 @@ def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
 
 def _filenames_by_text(shell: Any) -> dict[str, int]:
     """Return the same from what IPython before 8 keeps: the text by the file name, and the texts by their numbers."""
-    import linecache
-
     parsed = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ())
     numbers = {text.rstrip("\n"): at for at, text in enumerate(parsed)}
     found, number = {}, None

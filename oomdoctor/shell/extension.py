@@ -15,6 +15,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
@@ -110,12 +111,10 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
-        self.end_filling()
+        self.close()
         self.warming.end()
-        self.open = self.healed = None
-        virtual = sys.modules.get("oomdoctor.allocator.virtual")
-        if virtual is not None and virtual.active() is not None:
-            virtual.switch_off()
+        if pipeline.simulated() is not None:
+            sys.modules["oomdoctor.allocator.virtual"].switch_off()
 
     # Around each cell -----------------------------------------------------------------------------------------
 
@@ -236,6 +235,12 @@ class Extension:
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.end_filling()
 
+    def close(self, passed: str = "") -> None:
+        """Let go of the last failure, which can be retried no more; ``passed`` says what has moved the state on."""
+        self.passed = passed
+        self.end_filling()
+        self.open = self.healed = None
+
     def end_filling(self) -> None:
         """Make no more forecasts of the last failure."""
         filling, self.filling = self.filling, None
@@ -276,9 +281,7 @@ class Extension:
             done = None if unseen is None else f"run `{unseen}`, which may have changed the state"
         if done is not None:
             cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
-            self.passed = f"{cell} has {done}"
-            self.end_filling()
-            self.open = self.healed = None
+            self.close(f"{cell} has {done}")
 
     # What passes by -------------------------------------------------------------------------------------------
 

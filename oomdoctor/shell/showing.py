@@ -74,9 +74,8 @@ class Shown:
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
-        self._retell(case)
-        if self._panel is not None:
-            self._panel.update(case, retry_of(case))
+        self.tell_end(case)
+        self.offer(case)
 
     def refresh(self) -> None:
         """Turn on in the panel what can be done now, and off what cannot."""
@@ -90,14 +89,10 @@ class Shown:
 
     def tell_end(self, case: Case) -> None:
         """Say in the diagnosis how a retry ended: what a button puts out is not in the notebook's file."""
-        if case.number == self._number:
-            self._retell(case)
-
-    def _retell(self, case: Case) -> None:
         from oomdoctor.views import bundle
 
-        if not hasattr(self._extension.shell, "kernel"):  # a terminal cannot take back what it has printed
-            return
+        if case.number != self._number or not hasattr(self._extension.shell, "kernel"):
+            return  # another failure is shown; and a terminal cannot take back what it has printed
         told = bundle(case, self._extension.names, retry_of(case))
         if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
             self._diagnosis.update(told, raw=True)

@@ -13,7 +13,6 @@ import asyncio
 import functools
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
@@ -24,10 +23,8 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from oomdoctor.objects.alive import alive_exactly
+from oomdoctor.objects.named import is_users_file
 
-_LIBRARIES: Final = tuple(
-    {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
-)
 _OWN: Final = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"  # noqa: PTH120 - compared as text, like co_filename
 _LONGEST_S: Final = 5.0
 """Time that tasks get to end after they were cancelled."""
@@ -168,7 +165,7 @@ def _is_users(code: CodeType | None) -> bool:
     name = code.co_filename if code is not None else "<"
     if name.startswith("<"):
         return name.startswith("<ipython-input-")
-    return not name.startswith((*_LIBRARIES, _OWN))
+    return is_users_file(name) and not name.startswith(_OWN)
 
 
 _WITH_MANAGERS: Final = (

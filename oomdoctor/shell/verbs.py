@@ -23,6 +23,7 @@ from oomdoctor.shell import memplan as planning
 from oomdoctor.shell import retrying
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.memreport import USAGE
+from oomdoctor.shell.outputs import one_line
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -180,9 +181,7 @@ def _release(extension: Extension, fix_id: str) -> None:
 
 def shown(*words: str) -> str:
     """Return what was typed in quotes, on one line, and cut where it is long."""
-    from oomdoctor.views.words import clean
-
-    return f"'{clean(' '.join(words), 60)}'"
+    return f"'{one_line(' '.join(words))}'"
 
 
 def _case() -> Case:
