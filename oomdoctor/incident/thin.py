@@ -101,15 +101,13 @@ def _around_anchors(text: str) -> str:
     there = [anchor for anchor in ANCHORS if anchor in lowered]
     said = [strong for strong in STRONG if any(anchor in strong for anchor in there)]
     for strong in said if text.isascii() else (*said, *TRANSLATED):
-        places = list(_hits(lowered, strong, _ENDS))
-        if len(places) == _ENDS:
-            places += _last_hits(lowered, strong, _ENDS)
-        spans += _around(places, len(text))
+        places = list(_hits(lowered, strong))
+        spans += _around([*places[:_ENDS], *places[-_ENDS:]], len(text))
     spans = _merged(spans)
     for anchor in there:
         if _length(spans) > _MOST:
             break
-        spans = _merged(spans + _around(_hits(lowered, anchor, len(text)), len(text)))
+        spans = _merged(spans + _around(_hits(lowered, anchor), len(text)))
     return "\n".join(text[low:high] for low, high in _within(spans, _MOST))
 
 
@@ -121,20 +119,12 @@ def _length(spans: list[tuple[int, int]]) -> int:
     return sum(high - low for low, high in spans)
 
 
-def _hits(lowered: str, anchor: str, most: int) -> Iterator[int]:
+def _hits(lowered: str, anchor: str) -> Iterator[int]:
+    """Yield where ``anchor`` stands; of hits close to one another the first, whose surroundings have the others."""
     at = lowered.find(anchor)
-    while at >= 0 and most > 0:
+    while at >= 0:
         yield at
-        most -= 1
         at = lowered.find(anchor, at + _BELOW // 2)
-
-
-def _last_hits(lowered: str, anchor: str, most: int) -> Iterator[int]:
-    at = lowered.rfind(anchor)
-    while at >= 0 and most > 0:
-        yield at
-        most -= 1
-        at = lowered.rfind(anchor, 0, max(0, at - _BELOW // 2))
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
