@@ -18,7 +18,7 @@ from rich.text import Text
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
-from oomdoctor.rulebook import configured, load_sound, locate
+from oomdoctor.rulebook import configured, load, locate
 from oomdoctor.rulebook.loading import files_in
 from oomdoctor.views.words import count
 
@@ -155,7 +155,7 @@ def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
         for rule in book.rules
         if not any(Path(rule.path).resolve().is_relative_to(place) for place in places)
     }
-    checked = load_sound(paths, fixes.ids(), others)
+    checked = load(paths, fixes.ids(), others)
     if as_json:
         print(json.dumps({"rules": len(checked.rules), "faults": list(map(asdict, checked.faults))}, indent=2))
     else:
