@@ -29,8 +29,6 @@ def cuda_out_of_memory(*, tried: int, total: int, allocated: int, reserved: int,
     Args:
         tried: size of the segment that was refused, as CUDA prints it, not of the tensor.
         total: capacity of the device; what is not reserved is free.
-        allocated: blocks in use.
-        reserved: all segments, those blocks included.
         allowed: what this process may reserve; None where nothing limits it.
 
     Source: the ``TORCH_CHECK_WITH(OutOfMemoryError, ...)`` in ``c10/cuda/CUDACachingAllocator.cpp``.

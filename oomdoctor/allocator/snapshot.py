@@ -10,6 +10,7 @@ Source: ``snapshot`` in ``c10/cuda/CUDACachingAllocator.cpp``, ``THCPModule_memo
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from oomdoctor.allocator.blocks import FREE, UNMAPPED, Block, Segment
@@ -34,7 +35,6 @@ def rebuild(
     """Return the segments that the records tell of; their free blocks are in no pool yet.
 
     Args:
-        records: of one device.
         pool_of: returns the pool of a kind, stream and owner.
         page_of: returns the page of an expandable segment of small blocks, or of large ones, and its address space.
     """
@@ -62,15 +62,9 @@ def rebuild(
 
 
 def _mapped(segment: Segment) -> Iterator[list[Block]]:
-    blocks: list[Block] = []
-    for block in segment.blocks():
-        if block.state != UNMAPPED:
-            blocks.append(block)
-        elif blocks:
-            yield blocks
-            blocks = []
-    if blocks:
-        yield blocks
+    for is_mapped, blocks in groupby(segment.blocks(), lambda block: block.state != UNMAPPED):
+        if is_mapped:
+            yield list(blocks)
 
 
 def _record(blocks: Sequence[Block]) -> dict[str, Any]:

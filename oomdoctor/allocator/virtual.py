@@ -1,11 +1,9 @@
 """A machine without a GPU made to behave as one with so much memory.
 
 While it is on, the storage of every CPU tensor counts as device memory: each goes through the model of the CUDA caching
-allocator, and where the capacity ends ``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else
-changes: results are those of the CPU, ``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
-
-The allocator's settings are those of ``PYTORCH_CUDA_ALLOC_CONF`` when it is switched on, with ``expandable_segments``
-and the others as CUDA would use them, so that they can be tried out. What is set later holds for the next one.
+allocator, with the settings of ``PYTORCH_CUDA_ALLOC_CONF`` at that time, and where the capacity ends
+``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else changes: results are those of the CPU,
+``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
 
 Limits:
     * Dispatch modes belong to a thread. What other threads allocate is not counted until an operation of this thread
