@@ -170,9 +170,8 @@ def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNod
     passed = -1
     for failed, healed in healed_pairs(ends):
         if not healed.reading.edits:
-            raise OomDoctorError(
-                f"the fix of failure {healed.reading.number} has no patch, so no fresh run can check it"
-            )
+            number = healed.reading.number
+            raise OomDoctorError(f"the fix of failure {number} has no patch, so no fresh run can check it")
         for edit in healed.reading.edits:
             if place[id_of[edit.cell]] > passed:
                 changed[id_of[edit.cell]] = edit.after

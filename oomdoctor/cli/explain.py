@@ -94,9 +94,8 @@ def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
             chunks.append(chunk)
             size += len(chunk)
             if size > _LONGEST:
-                raise UsageError(
-                    f"the input has no end within {_LONGEST >> 30} GiB: give a file, or the part that matters"
-                )
+                endless = f"the input has no end within {_LONGEST >> 30} GiB"
+                raise UsageError(f"{endless}: give a file, or the part that matters")
         tail = b"".join(chunks)
     whole = size <= len(head) + len(tail)
     return head + (b"" if whole else b"\n") + tail, whole

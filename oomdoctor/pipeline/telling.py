@@ -79,12 +79,7 @@ def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
 
 
 def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Mapping[str, int] | None = None) -> Report:
-    """Tell what holds memory now, by role and by name: the device first, where one is in use.
-
-    Args:
-        namespace: where to look for names.
-        filenames: number of the cell by the file name of its code.
-    """
+    """Tell what holds memory now: see ``shell.memreport.report``."""
     from oomdoctor.evidence.moment import collect
     from oomdoctor.views.displayed import Report
 
@@ -161,7 +156,6 @@ def foresee(
     Args:
         device: the name, or the beginning of it, of the device to plan for: the one in use by default.
         memory: bytes of another card to plan for.
-        time_s: for each part of the work: the forecast, the cards, the fixes, the batch.
 
     Raises:
         UsageError: no device in use is called so.

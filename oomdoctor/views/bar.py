@@ -15,7 +15,6 @@ def device_bar(
     """Return the bar of ``device``, None where nothing at all is known.
 
     Args:
-        device: the memory as its allocator and driver tell it.
         census: who holds what there; None for a device that was not searched.
         total: what a message says about the capacity, used where the device itself cannot say.
         asked: bytes of the request that failed.

@@ -76,11 +76,7 @@ def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool
 
 
 class Panel:
-    """The controls of one failure.
-
-    Attributes:
-        box: the widget.
-    """
+    """The controls of one failure; ``box`` is the widget."""
 
     def __init__(self, widgets: Any, doctor: Doctor, *, typed: bool) -> None:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
@@ -175,9 +171,6 @@ class Row:
 
     Args:
         retry: runs the cell again with the fix of a number; None where buttons cannot run it.
-
-    Attributes:
-        box: the widget.
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import OutcomeKind
@@ -41,12 +40,11 @@ if TYPE_CHECKING:
 
     from oomdoctor.model.case import Case
     from oomdoctor.model.code import ModelFacts
-    from oomdoctor.model.explanation import Explanation
+    from oomdoctor.views.displayed import Explained
 
 _TOP: Final = 5
 _LONGEST_NOTE: Final = 500
 _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
-_NOTHING: Final[Mapping[Any, str]] = MappingProxyType({})
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
 
 _FATES: Final = {
@@ -116,32 +114,22 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     )
 
 
-def read(
-    explanation: Explanation,
-    meanings: Mapping[Incident, str] = _NOTHING,
-    titles: Mapping[str, str] = _NOTHING,
-    notes: Sequence[str] = (),
-) -> Document:
-    """Return what a message alone tells: there is no memory to look at, so nothing is measured and nothing priced.
-
-    Args:
-        meanings: sentences that say what its failures are; ``titles``: what its fixes do.
-        notes: what it could not take into account, a line each.
-    """
-    failure, findings = explanation.incident, explanation.findings
+def read(explained: Explained) -> Document:
+    """Return what a message alone tells: there is no memory to look at, so nothing is measured and nothing priced."""
+    failure, findings, meanings = explained.incident, explained.findings, explained.meanings
     first, *others = (
-        headline(incident, meaning=meanings.get(incident, "")) for incident in (failure, *explanation.others)
+        headline(incident, meaning=meanings.get(incident, "")) for incident in (failure, *explained.others)
     )
     told = meanings.get(failure, "") if failure.is_oom else failure.message.partition("\n")[0]
     sizes = ((name.replace("_", " "), getattr(failure, name)) for name in _SIZES)
     numbers = ", ".join(f"{name} {format_size(size)}" for name, size in sizes if size is not None)
     why = causes(findings) if findings else Line(_UNTOLD, "inner")
     fixes = dict.fromkeys(fix for finding in findings for fix in finding.fixes)
-    helps = tuple(f"{words.clean(titles.get(fix, fix))} ({words.code(fix)})" for fix in fixes)
+    helps = tuple(f"{words.clean(explained.titles.get(fix, fix))} ({words.code(fix)})" for fix in fixes)
     return (
         Line(first, "lead"),
         *(Line(words.clean(line, 200), "inner") for line in (told, numbers) if line),
-        *(Line(words.clean(note, _LONGEST_NOTE), "muted") for note in notes),
+        *(Line(words.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
         *((Head("Why"), why) if findings or failure.is_oom else ()),
         *((Head("What helps"), Items(helps)) if helps else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
@@ -172,7 +160,8 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
 
 
 def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
-    where = words.limited_name(device) if device else _bare_name(incident)
+    bare = "host memory" if incident.device == "cpu" else words.clean(incident.device or "the device", 40)
+    where = words.limited_name(device) if device else bare
     total = words.known(incident.total, device.total if device else None)
     free = words.known(incident.free, device.free if device else None)
     if incident.requested is None:
@@ -193,12 +182,6 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         left = f"{format_size(free - back)} of {whole} was free after the call had ended"
         return f"{asked}, which could not be had; {left}"
     return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
-
-
-def _bare_name(incident: Incident) -> str:
-    if incident.device in (None, "cpu"):
-        return "host memory" if incident.device else "the device"
-    return words.clean(incident.device or "", 40)
 
 
 def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
