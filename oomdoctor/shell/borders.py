@@ -1,11 +1,9 @@
 """The border between what is ours and what is the user's: failures of ours, tracebacks of theirs, and whose run it is.
 
 A failure of ours prints one line, and the user's result and traceback stay. Their traceback is held back only while an
-automatic retry may still heal it.
-
-A failure is the cell's where it is shown in the cell's own context: by its code, by a task that it made, by a cell that
-it runs in its turn. A callback of a widget and a thread have contexts of their own, even while a cell is running. A
-cell that loads the extension has begun before it, so it has no run: it is known by its frame.
+automatic retry may still heal it. A failure is the cell's where it is shown in the cell's own context: by its code, its
+tasks, the cells that it runs. Callbacks of widgets and threads have contexts of their own, while a cell runs as well.
+A cell that loads the extension has begun before it and has no run: it is known by its frame.
 """
 
 from __future__ import annotations
@@ -197,17 +195,9 @@ def mark_told(exc: BaseException) -> None:
 
 
 class Wrapped:
-    """A wrapped method.
+    """Calls ``around`` in place of the method ``name`` of ``owner``; ``original`` is the method as it was.
 
     Where somebody else has wrapped ours when it is removed, theirs stays, and ours only passes on from then.
-
-    Args:
-        owner: the object.
-        name: of its method.
-        around: is called in place of the method, with what the method would be called with.
-
-    Attributes:
-        original: the method as it was.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:

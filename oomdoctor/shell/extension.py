@@ -3,8 +3,7 @@
     begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``failing``; if a retry was asked for: ``retrying``
 
 The cell runs in the shell's own ``run_cell_async``, which this wraps; a retry runs there as well, so that cells which
-await are retried on the loop that they belong to. Each stage stands behind a border: a failure of ours prints one
-line, and the user's result and traceback stay as they were.
+await are retried on the loop that they belong to. Each stage stands behind a border (see ``borders``).
 """
 
 from __future__ import annotations
@@ -180,8 +179,7 @@ class Extension:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source = self.memplan.take()
         if source is not None and result.success:
-            given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
-            return await self._run_cell_async(source, *args, **{**kwargs, **given})
+            return await self._run_cell_async(source, *args, **{**kwargs, **self._transformed(source)})
         return result
 
     def _let_through(self, run: Run, result: Any) -> None:
@@ -202,13 +200,11 @@ class Extension:
 
     async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
         """Run a text as the cell that was asked for with ``kwargs``, without a place in the history."""
-        given = {
-            **kwargs,
-            "store_history": False,
-            "transformed_cell": self.shell.transform_cell(source),
-            "preprocessing_exc_tuple": None,
-        }
-        return await self._run_within(run, source, **given)
+        return await self._run_within(run, source, **{**kwargs, "store_history": False, **self._transformed(source)})
+
+    def _transformed(self, source: str) -> dict[str, Any]:
+        """Return what the shell is to be told of a text besides the text itself."""
+        return {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
@@ -216,15 +212,13 @@ class Extension:
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
         if asked is not None:
-            raw_cell, args, kwargs = asked, (), {"transformed_cell": self.shell.transform_cell(asked)}
+            raw_cell, args, kwargs = asked, (), self._transformed(asked)
         return self._awaited.original(raw_cell, *args, **kwargs)
 
     def is_awaited(self, cell: CellRun) -> bool:
         """Return whether the loop awaits this cell."""
-        transformed, failed = (cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple"))
-        return bool(
-            self.shell.should_run_async(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=failed)
-        )
+        told = {name: cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple")}
+        return bool(self.shell.should_run_async(cell.source, **told))
 
     def _tend_filling(self, raw_cell: str) -> None:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
@@ -249,8 +243,7 @@ class Extension:
 
     def is_source_awaited(self, cell: Cell) -> bool:
         """Return whether a cell with this text is one that the loop awaits."""
-        transformed = self.shell.transform_cell(cell.source)
-        return bool(self._awaited.original(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=None))
+        return bool(self._awaited.original(cell.source, **self._transformed(cell.source)))
 
     def _begin(self, raw_cell: str) -> Any:
         """Take the snapshot of a cell of the user's; None for a cell of our own magics."""

@@ -176,9 +176,8 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
     if (line := runs_apart(run.source)) is not None:
         script = "the script has a namespace of its own, in which nothing is changed from outside"
         hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
-        return pipeline.record(
-            pipeline.refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
-        )
+        why = f"`{line}` cannot be run with a change in place: {script}; {hint}"
+        return pipeline.record(pipeline.refused(case, why))
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
         extension.open = OpenCase(session, run.transaction, run.beside, failure=kept, changed=dict(extension.changed))

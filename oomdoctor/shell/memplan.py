@@ -64,12 +64,10 @@ class MemPlanner:
         return source
 
     def answer(self, words: list[str], cell: str | None, number: int, *, time_s: float) -> None:
-        """Plan ``cell`` as ``words`` ask for.
+        """Plan what stands below the magic as ``words`` ask for; None where it has one sign.
 
         Args:
-            cell: what stands below the magic, None where it has one sign.
             number: of the magic's own cell.
-            time_s: for each part of the plan.
 
         Raises:
             UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.

@@ -72,7 +72,7 @@ class MemReport:
         Raises:
             UsageError: they ask for what is not there; nothing is written then.
         """
-        from oomdoctor.views import report_bundle, text
+        from oomdoctor.views import html, report_bundle, text
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or HELP.intersection(words):
@@ -85,11 +85,11 @@ class MemReport:
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
         growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
+        survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
         if not options.paths and not options.prints_json:
-            survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
             display_in(self._shell, partial(text.render, survey), report_bundle(survey), raw=True)
             return
-        page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
+        page = html.page("Memory report", survey) if options.html is not None else ""
         found = report.to_dict()
         if earlier is not None and options.diff:
             found["growth"] = report.diff(earlier[1]).to_dict()

@@ -188,11 +188,8 @@ def _unwritable(path: Path, exc: Exception) -> UsageError:
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
     if isinstance(exc, RuntimeError):
         reason = "its links lead in a circle"
-    folder = (
-        f" (there is no folder {one_line(path.parent)})"
-        if isinstance(exc, FileNotFoundError) and not path.parent.exists()
-        else ""
-    )
+    is_lost = isinstance(exc, FileNotFoundError) and not path.parent.exists()
+    folder = f" (there is no folder {one_line(path.parent)})" if is_lost else ""
     return UsageError(f"{one_line(path)} cannot be written: {reason}{folder}")
 
 

@@ -116,7 +116,6 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
 
     Args:
         result: the shell's, of the cell that fails or that asks for the retry; it answers as the retry does.
-        cell: that cell.
         tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open

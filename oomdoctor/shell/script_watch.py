@@ -16,7 +16,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import FrameType, FunctionType
+from traceback import walk_stack
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from oomdoctor import pipeline
@@ -268,12 +269,11 @@ class Watch:
 
 def _begun(text: str, filename: str) -> str:
     """Return ``text`` up to the end of the statement that its top level is running, all of it where that has ended."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "<module>":
+    own = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code.co_filename == filename)
+    outside = next((frame for frame in own if not frame.f_code.co_flags & inspect.CO_OPTIMIZED), None)
+    if outside is None or outside.f_code.co_name != "<module>":
         return text
-    end = statement_end(text, frame.f_lineno)
+    end = statement_end(text, outside.f_lineno)
     return text if end is None else "".join(f"{one}\n" for one in text.split("\n")[:end])
 
 

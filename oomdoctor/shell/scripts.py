@@ -246,11 +246,7 @@ def _home_of(function: Callable[..., Any]) -> FunctionType:
 
 
 def _spell(
-    wrapper: Callable[..., Any],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    text: str,
+    wrapper: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], text: str
 ) -> tuple[str, dict[str, Any]] | Refused:
     """Return a line that calls ``wrapper`` and binds ``RESULT``, and what has to be bound among the globals for it.
 

@@ -1,10 +1,8 @@
 """What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type.
 
-Forecasts take seconds, which are spent in a forked copy of the kernel: they may come after the diagnosis was shown, and
-are filled in. The kernel's own loop listens to the copy between cells, and does no more for it than to show what came.
-What is forked is the failed cell's end, and a retry goes back to its start by the transaction that the kernel
-keeps: no forecast, come or not, changes what a retry does. Whatever looks at the plan waits for the rest of it first. A
-cell of the user's ends it: it moves the state that the forecasts are of, and should have the machine for itself.
+Forecasts take seconds, spent in a forked copy of the kernel: they may be filled in after the diagnosis was shown. The
+kernel's loop listens to the copy between cells and shows what came. Whatever looks at the plan waits for the rest of it
+first; a cell of the user's ends it, as it moves the state that the forecasts are of.
 """
 
 from __future__ import annotations
@@ -296,11 +294,8 @@ class Filling:
     """The plan of one failure in the making.
 
     Args:
-        case: as far as it is known.
-        kept: is told the case whenever it is another one, and when it is complete.
-
-    Attributes:
         case: with the plan as it stands.
+        kept: is told the case whenever it is another one, and when it is complete.
     """
 
     def __init__(self, case: Case, planning: Planning, borders: Borders, kept: Callable[[Case], Case]) -> None:

@@ -223,13 +223,12 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     """Return the fix in another of its doses, which has no forecast."""
     from oomdoctor.forecast.attempts import attempt_with
 
-    opened, chosen = extension.open, " ".join(asked)
+    chosen = " ".join(asked)
     if str(candidate.dose).replace(", ", " ") == chosen:
         return candidate
     if candidate.parts:
         raise UsageError(f"{candidate.fix} are two changes, which come in the doses of the plan")
-    _retryable(extension)
-    assert opened is not None
+    opened = _retryable(extension)
     fix = fixes.get(candidate.fix)
     proposed = fix.propose(case.incident, case.evidence)
     doses = {} if isinstance(proposed, Refused) else {str(one.dose).replace(", ", " "): one for one in proposed}
@@ -250,10 +249,11 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     )
 
 
-def _retryable(extension: Extension) -> Any:
+def _retryable(extension: Extension) -> retrying.OpenCase:
     if extension.open is None:
         why = retrying.why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
+    return extension.open
 
 
 VERBS: Final[dict[str, Verb]] = {
