@@ -2,8 +2,7 @@
 
 OomDoctorError
 ├── UsageError              what a user typed cannot be used; one line, nothing was changed
-│   ├── SizeError           a size that does not parse
-│   └── RuleErrors          rule files with faults, all of them, each with path:line
+│   └── SizeError           a size that does not parse
 ├── ForecastError           a shadow run that could not give an answer
 ├── StateError              a snapshot that could not be taken or brought back
 └── NotAvailable            a part of oomdoctor that this machine or this process lacks
@@ -12,17 +11,12 @@ OomDoctorError
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "Fault",
     "ForecastError",
     "NotAvailable",
     "OomDoctorError",
-    "RuleErrors",
     "SizeError",
     "StateError",
     "UsageError",
@@ -51,18 +45,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.message}"
-
-
-class RuleErrors(UsageError):
-    """Rule files with faults.
-
-    Attributes:
-        faults: every fault that was found, in the order of files and lines.
-    """
-
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("\n".join(map(str, self.faults)))
 
 
 class ForecastError(OomDoctorError):

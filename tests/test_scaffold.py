@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from oomdoctor.errors import RuleErrors
 from oomdoctor.rulebook import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,9 +93,8 @@ def test_one_file_in_the_way_stops_all_three(checkout):
 def test_the_new_rule_is_sound_but_for_its_example(checkout):
     assert make_new(checkout, "FIX=offload_states").returncode == 0
     rule = checkout / "rules" / "device" / "when_offload_states.yaml"
-    with pytest.raises(RuleErrors) as caught:
-        load([rule], known_fixes=["offload_states"])
-    assert [fault.message for fault in caught.value.faults] == ["the rule does not fire on this example"]
+    book = load([rule], known_fixes=["offload_states"])
+    assert [fault.message for fault in book.faults] == ["the rule does not fire on this example"]
     rule.write_text(rule.read_text().replace("activation_ratio > 1", "activation_ratio > 0.5"))
     assert load([rule], known_fixes=["offload_states"]).rules[0].file.id == "when_offload_states"
 

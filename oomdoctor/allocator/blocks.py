@@ -164,8 +164,7 @@ def map_in(first: Block, size: int, grant: Callable[[int], bool]) -> Block | Non
     """Map what ``size`` bytes from ``first`` on lack, and return a free block of at least that size, in no pool.
 
     Args:
-        first: as ``find`` returned it.
-        size: of the request.
+        first: as ``find_expandable`` returned it.
         grant: asks the driver for so many bytes; False: it has none. What was mapped until then stays, as free blocks.
     """
     block = first

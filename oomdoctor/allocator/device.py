@@ -5,6 +5,7 @@ It only keeps count; ``mode`` shows it what the program does, ``virtual`` switch
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from oomdoctor.model.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from oomdoctor.allocator.blocks import Block
 
 
 class VirtualAccelerator:
@@ -130,15 +129,10 @@ class VirtualAccelerator:
         Raises:
             OutOfSpace: one does not fit; it is not counted.
         """
-        if torch._C._len_torch_function_stack():  # backward goes past a function mode of the user's; so do we
-            with torch._C.DisableTorchFunction():
-                self._count_all(result)
-        else:
-            self._count_all(result)
-
-    def _count_all(self, result: Any) -> None:
-        for storage in storages_of(result):
-            self._ledger.count(storage)
+        # Backward goes past a function mode of the user's; so do we.
+        with torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else nullcontext():
+            for storage in storages_of(result):
+                self._ledger.count(storage)
 
     def check_room(self, sizes: Sequence[int]) -> None:
         """Raise what requests of ``sizes`` bytes, one after the other, would raise; keep none of them.

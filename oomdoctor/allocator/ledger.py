@@ -25,7 +25,7 @@ from oomdoctor.allocator.caching import OutOfSpace
 from oomdoctor.objects.alive import alive_exactly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from oomdoctor.allocator.caching import CachingAllocator
 
@@ -69,25 +69,20 @@ class Ledger:
         known = self._counted.get(key)
         if known is not None and known.nbytes == nbytes and known() is storage:
             return
+        self._in_turn(self._book_deaths, lambda: self._book(storage, key, nbytes))
+
+    def settle(self) -> None:
+        """Book every death and every change of size that has not been booked."""
+        self._in_turn(self._book_deaths, self._book_changed_sizes)
+
+    def _in_turn(self, *bookings: Callable[[], Any]) -> None:
         with self._lock:
             if self._busy:  # a __del__ runs tensor code in the midst of a booking: counted when it is seen again
                 return
             self._busy = True
             try:
-                self._book_deaths()
-                self._book(storage, key, nbytes)
-            finally:
-                self._busy = False
-
-    def settle(self) -> None:
-        """Book every death and every change of size that has not been booked."""
-        with self._lock:
-            if self._busy:
-                return
-            self._busy = True
-            try:
-                self._book_deaths()
-                self._book_changed_sizes()
+                for book in bookings:
+                    book()
             finally:
                 self._busy = False
 

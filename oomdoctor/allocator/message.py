@@ -23,17 +23,12 @@ def cuda_size(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f} GiB"
 
 
-def cuda_out_of_memory(
-    *, tried: int, total: int, allocated: int, reserved: int, device: int = 0, allowed: int | None = None
-) -> str:
+def cuda_out_of_memory(*, tried: int, total: int, allocated: int, reserved: int, allowed: int | None = None) -> str:
     """Return the message for a request of ``tried`` bytes that found no room; all sizes in bytes.
 
     Args:
         tried: size of the segment that was refused, as CUDA prints it, not of the tensor.
         total: capacity of the device; what is not reserved is free.
-        allocated: blocks in use.
-        reserved: all segments, those blocks included.
-        device: index of the device.
         allowed: what this process may reserve; None where nothing limits it.
 
     Source: the ``TORCH_CHECK_WITH(OutOfMemoryError, ...)`` in ``c10/cuda/CUDACachingAllocator.cpp``.
@@ -41,7 +36,7 @@ def cuda_out_of_memory(
     allowed_info = "" if allowed is None else f"{cuda_size(allowed)} allowed; "
     return (
         f"CUDA out of memory. Tried to allocate {cuda_size(tried)}. "
-        f"GPU {device} has a total capacity of {cuda_size(total)} of which {cuda_size(total - reserved)} is free. "
+        f"GPU 0 has a total capacity of {cuda_size(total)} of which {cuda_size(total - reserved)} is free. "
         f"Including non-PyTorch memory, this process has {cuda_size(reserved)} memory in use. "
         f"{allowed_info}Of the allocated memory {cuda_size(allocated)} is allocated by PyTorch, "
         f"and {cuda_size(reserved - allocated)} is reserved by PyTorch but unallocated. "

@@ -69,8 +69,9 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (compiling := _running_compiled()) is not None:
             eval_frame.set_eval_frame(None)
         try:
-            if compiling is not None:
-                self._warn_once()
+            if compiling is not None and not self._warned:
+                self._warned = True
+                warnings.warn(_UNCOMPILED, stacklevel=3)
             if stays_whole(func):
                 return run_apart(func, self, args, kwargs)
             self._foresee(func, types, args, kwargs)
@@ -115,11 +116,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except OutOfSpace as full:
             return full.with_traceback(None)
         return None
-
-    def _warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(_UNCOMPILED, stacklevel=4)
 
 
 def _dispatches_itself(kind: type) -> bool:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
     from oomdoctor.allocator.blocks import Block
-    from oomdoctor.allocator.settings import AllocatorSettings
 
 Event: TypeAlias = "tuple[Literal['alloc'], Hashable, int] | tuple[Literal['free'], Hashable]"
 """``("alloc", id, nbytes)`` or ``("free", id)``."""
@@ -19,67 +18,39 @@ Event: TypeAlias = "tuple[Literal['alloc'], Hashable, int] | tuple[Literal['free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a sequence of allocations comes to, in bytes.
+    """What a sequence of allocations comes to.
 
     Attributes:
-        peak_allocated: high-water mark over the replay, what was allocated before it included.
+        peak_allocated: bytes, the high-water mark with what was allocated before it; likewise ``peak_reserved``.
         failed_at: index of the event that found no room, where the replay ended; None if all of it fits.
-        refused: bytes that this event asked for.
     """
 
     peak_allocated: int
     peak_reserved: int
-    allocated: int
-    reserved: int
-    retries: int
-    failed_at: int | None = None
-    refused: int | None = None
+    failed_at: int | None
 
 
 def replay(
-    events: Iterable[Event],
-    capacity_bytes: int | None = None,
-    *,
-    allocator: CachingAllocator | None = None,
-    blocks: Mapping[Hashable, Block | None] | None = None,
-    settings: AllocatorSettings | None = None,
+    events: Iterable[Event], allocator: CachingAllocator, blocks: Mapping[Hashable, Block | None] | None = None
 ) -> Replay:
     """Run ``events`` through an allocator, to their end or to the first request that does not fit.
 
     Args:
-        events: ``("alloc", id, nbytes)`` and ``("free", id)`` in order. A free of an unknown id is passed over.
-        capacity_bytes: the limit; None leaves that of ``allocator``, or none.
-        allocator: one that already holds what was there before; it is used up. None begins with an empty device.
-        blocks: the blocks of ``allocator`` that the events may free, by id; None for what is not to be freed. An
-            allocation of one of these ids is passed over: it is there.
-        settings: those of the new allocator, or to change ``allocator`` to. None leaves its own, or the defaults.
+        events: in order. A free of an unknown id is passed over.
+        allocator: may hold what was there before; it is used up.
+        blocks: those of ``allocator`` that the events may free, by id; None for what is not to be freed. An allocation
+            of one of these ids is passed over: it is there.
     """
-    model = CachingAllocator(capacity_bytes) if allocator is None else allocator
-    if capacity_bytes is not None:
-        model.capacity_bytes = capacity_bytes
-    if settings is not None:
-        model.settings = settings
-    model.reset_peak()
-    retries, live = model.retries, dict[Any, Any](blocks or {})
+    allocator.reset_peak()
+    live, failed_at = dict[Any, Any](blocks or {}), None
     there = frozenset(live)
-    failed_at = refused = None
     for index, event in enumerate(events):
         if event[0] == "free":
-            model.free(live.pop(event[1], None))
-            continue
-        if event[1] in there:
-            continue
-        try:
-            live[event[1]] = model.malloc(event[2])
-        except OutOfSpace as full:
-            failed_at, refused = index, full.requested
-            break
-    return Replay(
-        peak_allocated=model.peak_allocated,
-        peak_reserved=model.peak_reserved,
-        allocated=model.allocated,
-        reserved=model.reserved,
-        retries=model.retries - retries,
-        failed_at=failed_at,
-        refused=refused,
-    )
+            allocator.free(live.pop(event[1], None))
+        elif event[1] not in there:
+            try:
+                live[event[1]] = allocator.malloc(event[2])
+            except OutOfSpace:
+                failed_at = index
+                break
+    return Replay(peak_allocated=allocator.peak_allocated, peak_reserved=allocator.peak_reserved, failed_at=failed_at)

@@ -10,7 +10,8 @@ Source: ``snapshot`` in ``c10/cuda/CUDACachingAllocator.cpp``, ``THCPModule_memo
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from oomdoctor.allocator.blocks import FREE, UNMAPPED, Block, Segment
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.blocks import BlockPool
 
 
-class _PoolOf(Protocol):
-    def __call__(self, small: bool, stream: int, owner: tuple[int, int]) -> BlockPool: ...
-
-
 def of_segments(segments: Iterable[Segment]) -> list[dict[str, Any]]:
     """Return a record for each segment, and for each mapped range of an expandable one, by address."""
     ranges = (mapped for segment in segments for mapped in _mapped(segment))
@@ -31,12 +28,13 @@ def of_segments(segments: Iterable[Segment]) -> list[dict[str, Any]]:
 
 
 def rebuild(
-    records: Iterable[Mapping[str, Any]], pool_of: _PoolOf, page_of: Callable[[bool], tuple[int, int]]
+    records: Iterable[Mapping[str, Any]],
+    pool_of: Callable[[bool, int, tuple[int, int]], BlockPool],
+    page_of: Callable[[bool], tuple[int, int]],
 ) -> list[Segment]:
     """Return the segments that the records tell of; their free blocks are in no pool yet.
 
     Args:
-        records: of one device.
         pool_of: returns the pool of a kind, stream and owner.
         page_of: returns the page of an expandable segment of small blocks, or of large ones, and its address space.
     """
@@ -64,15 +62,9 @@ def rebuild(
 
 
 def _mapped(segment: Segment) -> Iterator[list[Block]]:
-    blocks: list[Block] = []
-    for block in segment.blocks():
-        if block.state != UNMAPPED:
-            blocks.append(block)
-        elif blocks:
-            yield blocks
-            blocks = []
-    if blocks:
-        yield blocks
+    for is_mapped, blocks in groupby(segment.blocks(), lambda block: block.state != UNMAPPED):
+        if is_mapped:
+            yield list(blocks)
 
 
 def _record(blocks: Sequence[Block]) -> dict[str, Any]:

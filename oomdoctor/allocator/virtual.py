@@ -1,11 +1,9 @@
 """A machine without a GPU made to behave as one with so much memory.
 
 While it is on, the storage of every CPU tensor counts as device memory: each goes through the model of the CUDA caching
-allocator, and where the capacity ends ``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else
-changes: results are those of the CPU, ``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
-
-The allocator's settings are those of ``PYTORCH_CUDA_ALLOC_CONF`` when it is switched on, with ``expandable_segments``
-and the others as CUDA would use them, so that they can be tried out. What is set later holds for the next one.
+allocator, with the settings of ``PYTORCH_CUDA_ALLOC_CONF`` at that time, and where the capacity ends
+``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else changes: results are those of the CPU,
+``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
 
 Limits:
     * Dispatch modes belong to a thread. What other threads allocate is not counted until an operation of this thread
@@ -19,7 +17,7 @@ Limits:
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch.utils._python_dispatch import (
@@ -35,7 +33,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _BASE: Final[Any] = TorchDispatchMode
 """Its ``__enter__`` and ``__exit__`` do the bookkeeping of the stack, and nothing of what a mode does of its own."""
@@ -69,7 +67,6 @@ class _Block(AbstractContextManager["VirtualAccelerator"], ContextDecorator):
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._context: AbstractContextManager[VirtualAccelerator] | None = None
         self._used = False
 
     def __repr__(self) -> str:
@@ -77,11 +74,19 @@ class _Block(AbstractContextManager["VirtualAccelerator"], ContextDecorator):
         return f"<simulate: {format_size(self._capacity_bytes)}, {state}; {_USE}>"
 
     def __enter__(self) -> VirtualAccelerator:
-        self._used, self._context = True, _simulating(self._capacity_bytes)
-        return self._context.__enter__()
+        global _held_by_block
+        self._used = True
+        if _mode is not None:
+            size = format_size(_mode.device.capacity_bytes)
+            raise UsageError(f"a virtual accelerator of {size} is on already: leave it first")
+        device = _put_on(self._capacity_bytes)
+        _held_by_block = True
+        return device
 
-    def __exit__(self, *raised: Any) -> bool | None:
-        return None if self._context is None else self._context.__exit__(*raised)
+    def __exit__(self, *raised: Any) -> None:
+        global _held_by_block
+        _held_by_block = False
+        _take_off()
 
     def _recreate_cm(self) -> _Block:
         self._used = True
@@ -97,22 +102,6 @@ class _Block(AbstractContextManager["VirtualAccelerator"], ContextDecorator):
 
 
 _USE: Final = "write `with oomdoctor.simulate(...):`, or `%oomdoctor simulate SIZE` in a notebook"
-
-
-@contextmanager
-def _simulating(capacity_bytes: int) -> Iterator[VirtualAccelerator]:
-    global _held_by_block
-    if _mode is not None:
-        raise UsageError(
-            f"a virtual accelerator of {format_size(_mode.device.capacity_bytes)} is on already: leave it first"
-        )
-    device = _put_on(capacity_bytes)
-    _held_by_block = True
-    try:
-        yield device
-    finally:
-        _held_by_block = False
-        _take_off()
 
 
 def switch_on(size: str | int) -> VirtualAccelerator:

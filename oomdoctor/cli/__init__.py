@@ -50,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(import_module(f"{__name__}.{args.verb}").run(args))
         sys.stdout.flush()
         return status
-    except UsageError as error:
-        print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
-        return _USAGE
     except OomDoctorError as error:
         print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
-        return _FAILED
+        return _USAGE if isinstance(error, UsageError) else _FAILED
     except OSError as error:  # what is left to say has nowhere to go: the reader has gone, the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):

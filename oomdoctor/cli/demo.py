@@ -170,9 +170,8 @@ def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNod
     passed = -1
     for failed, healed in healed_pairs(ends):
         if not healed.reading.edits:
-            raise OomDoctorError(
-                f"the fix of failure {healed.reading.number} has no patch, so no fresh run can check it"
-            )
+            number = healed.reading.number
+            raise OomDoctorError(f"the fix of failure {number} has no patch, so no fresh run can check it")
         for edit in healed.reading.edits:
             if place[id_of[edit.cell]] > passed:
                 changed[id_of[edit.cell]] = edit.after
@@ -182,17 +181,13 @@ def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNod
     notebook: NotebookNode = nbformat.from_dict(source)
     notebook.cells = []
     for cell in nbformat.from_dict(code):
-        if not _is_for_oomdoctor(cell):
+        if not all(line.startswith("%") for line in cell.source.splitlines() if line.strip()):  # it speaks to oomdoctor
             for number, replay in enumerate(beside.get(cell.id, ()), 1):
                 notebook.cells.append(nbformat.v4.new_code_cell(replay, id=f"{cell.id}-{number}"))
             cell.source = changed.get(cell.id, cell.source)
             cell.metadata = {}
             notebook.cells.append(cell)
     return notebook
-
-
-def _is_for_oomdoctor(cell: NotebookNode) -> bool:
-    return all(line.startswith("%") for line in cell.source.splitlines() if line.strip())
 
 
 def compare(pairs: Iterable[tuple[str, CellEnd]], fresh: Iterable[CellEnd]) -> list[str]:

@@ -99,8 +99,6 @@ async def run_notebook(
     Args:
         notebook: changed in place, also when this raises, so that what was reached can be saved.
         directory: the kernel's working directory.
-        on_start: called before each code cell.
-        on_end: called after it.
 
     Raises:
         OomDoctorError: a cell failed that is not tagged ``raises-exception``, or the kernel died.

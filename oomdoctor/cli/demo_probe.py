@@ -15,7 +15,9 @@ _WIDTH: Final = 72
 
 def read(namespace: dict[str, Any]) -> str:
     """Return the reading of ``namespace`` as JSON: the fields of ``demo_kernel.Reading``."""
-    return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": _digests(namespace)})
+    from oomdoctor.objects.leaves import state_digests
+
+    return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": state_digests(namespace)})
 
 
 def _last_case() -> dict[str, Any]:
@@ -40,9 +42,3 @@ def _last_case() -> dict[str, Any]:
         "notice": "" if case.outcome.kind is OutcomeKind.OFFERED else text.render((aftermath(case),), width=_WIDTH),
         "edits": [(edit.cell, edit.after, edit.replay) for edit in getattr(patch, "edits", ())],
     }
-
-
-def _digests(namespace: dict[str, Any]) -> dict[str, str]:
-    from oomdoctor.objects.leaves import state_digests
-
-    return state_digests(namespace)

@@ -11,26 +11,13 @@ import os
 import stat
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
-
-from rich.console import Console
-from rich.text import Text
+from typing import IO, Final
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
-from oomdoctor.incident import describe
-from oomdoctor.model.sizes import format_size
-from oomdoctor.views.words import clean, place
 
-if TYPE_CHECKING:
-    from oomdoctor.model.explanation import Explanation
-    from oomdoctor.model.finding import Finding
-    from oomdoctor.model.incident import Incident
-
-_NUMBERS: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
-_NAMES: Final = {"process_used": "in use by this process"}
 _HALF: Final = 8 << 20
 """Bytes that are read from the beginning of a text, and as many from its end."""
 _ENDS_ONLY: Final = f"Of a text over {2 * _HALF >> 20} MiB, only the first and the last {_HALF >> 20} MiB are read."
@@ -42,7 +29,6 @@ _CHUNK: Final = 1 << 16
 _LONGEST: Final = 4 << 30
 """Bytes that are read of an input of which neither the size nor the end is known."""
 _SAMPLE: Final = 10_000
-_QUOTE: Final = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +51,9 @@ def run(args: argparse.Namespace) -> int:
     explanation = explain(text, rules=configured(known_fixes=fixes.ids()))
     if not explanation.incident.is_oom and _is_binary(text):
         raise UsageError(f"{'the input' if name == '-' else name} is not text")
-    facts = explanation.to_dict()
-    notes = (*([] if whole else [_UNREAD]), *facts.get("notes", ()))
-    if args.json:
-        print(json.dumps(facts | ({"notes": list(notes)} if notes else {}), indent=2))
-    else:
-        Console(highlight=False, soft_wrap=True).print(*_lines(explanation, notes), sep="\n")
+    if not whole:
+        explanation = replace(explanation, notes=(_UNREAD, *explanation.notes))
+    print(json.dumps(explanation.to_dict(), indent=2) if args.json else str(explanation).rstrip("\n"))
     return 0 if explanation.incident.is_oom else 1
 
 
@@ -96,11 +79,7 @@ def _text(name: str) -> tuple[str, bool]:
 
 
 def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
-    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held.
-
-    Raises:
-        UsageError: it goes on without an end.
-    """
+    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held."""
     head = file.read(_HALF)
     if len(head) < _HALF:
         return head, True
@@ -115,9 +94,8 @@ def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
             chunks.append(chunk)
             size += len(chunk)
             if size > _LONGEST:
-                raise UsageError(
-                    f"the input has no end within {_LONGEST >> 30} GiB: give a file, or the part that matters"
-                )
+                endless = f"the input has no end within {_LONGEST >> 30} GiB"
+                raise UsageError(f"{endless}: give a file, or the part that matters")
         tail = b"".join(chunks)
     whole = size <= len(head) + len(tail)
     return head + (b"" if whole else b"\n") + tail, whole
@@ -148,60 +126,3 @@ def _is_binary(text: str) -> bool:
     sample = text[:_SAMPLE]
     odd = sum(char == "\ufffd" or not (char.isprintable() or char.isspace() or char in "\b\x1b") for char in sample)
     return 10 * odd > len(sample)
-
-
-def _lines(explanation: Explanation, notes: Sequence[str]) -> Iterator[Text]:
-    incident = explanation.incident
-    word, style = ("out of memory", "bold red") if incident.is_oom else ("not out of memory", "bold green")
-    yield Text.assemble((f"{word}: ", style), describe(incident))
-    for note in notes:
-        yield Text(note, style="yellow")
-    yield from _facts(incident)
-    for finding in explanation.findings:
-        yield from _finding(finding)
-    if incident.is_oom and not explanation.findings:
-        yield Text(
-            "The text alone does not tell the cause. In a notebook, %load_ext oomdoctor looks at the memory itself."
-        )
-    for other in explanation.others:
-        yield Text(f"also: {_on(other)}{describe(other)}{_sizes(other)}", style="dim")
-
-
-def _facts(incident: Incident) -> Iterator[Text]:
-    lines = [(name, line) for name, line in (("line", incident.cell), ("reached", incident.inner)) if line]
-    rows = (
-        ("family", incident.family.value + (f", format {incident.format}" if incident.format else "")),
-        ("class", incident.exc_type),
-        ("device", incident.device),
-        ("memory", _sizes(incident).strip(" ()")),
-        *(
-            (name, ("" if line.line is None else f"{place(line)}: ") + clean(line.source_line, _QUOTE))
-            for name, line in lines
-        ),
-        ("frame", incident.framework_frame),
-        ("message", "" if incident.is_oom else incident.message.partition("\n")[0][:_QUOTE]),
-    )
-    yield from (Text(f"  {name:<10} {told}") for name, told in rows if told)
-
-
-def _on(incident: Incident) -> str:
-    """Return the device, where there may be several of its kind."""
-    return f"{incident.device}: " if ":" in (incident.device or "") else ""
-
-
-def _sizes(incident: Incident) -> str:
-    sizes = [
-        f"{_NAMES.get(name, name)} {format_size(size)}"
-        for name in _NUMBERS
-        if (size := getattr(incident, name)) is not None
-    ]
-    return f" ({', '.join(sizes)})" if sizes else ""
-
-
-def _finding(finding: Finding) -> Iterator[Text]:
-    aside = f"  ({finding.cause.value}, confidence {finding.confidence:.2f}, rule {finding.rule})"
-    yield Text.assemble((finding.title, "bold"), (aside, "dim"))
-    for sentence in finding.because:
-        yield Text(f"  - {sentence}")
-    for number, fix in enumerate(finding.fixes):
-        yield Text.assemble("  fix: " if number == 0 else "       ", fixes.title(fix), (f" ({fix})", "dim"))

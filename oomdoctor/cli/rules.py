@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import linecache
 import os
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from oomdoctor import fixes
-from oomdoctor.errors import Fault, UsageError
-from oomdoctor.rulebook import configured, load_sound, locate
+from oomdoctor.errors import UsageError
+from oomdoctor.rulebook import configured, load, locate
 from oomdoctor.rulebook.loading import files_in
 from oomdoctor.views.words import count
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             Console(highlight=False, soft_wrap=True).print(_story(rule))
     elif args.json:
-        told = {"rules": [_brief(rule) for rule in book.rules], "faults": [_fault(fault) for fault in book.faults]}
+        told = {"rules": [_brief(rule) for rule in book.rules], "faults": [asdict(fault) for fault in book.faults]}
         print(json.dumps(told, indent=2))
     else:
         _list(book)
@@ -80,10 +82,6 @@ def _brief(rule: Rule) -> dict[str, object]:
         "fixes": list(file.fixes),
         "path": rule.path,
     }
-
-
-def _fault(fault: Fault) -> dict[str, object]:
-    return {"path": fault.path, "line": fault.line, "message": fault.message}
 
 
 def _list(book: RuleBook) -> None:
@@ -157,9 +155,9 @@ def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
         for rule in book.rules
         if not any(Path(rule.path).resolve().is_relative_to(place) for place in places)
     }
-    checked = load_sound(paths, fixes.ids(), others)
+    checked = load(paths, fixes.ids(), others)
     if as_json:
-        print(json.dumps({"rules": len(checked.rules), "faults": list(map(_fault, checked.faults))}, indent=2))
+        print(json.dumps({"rules": len(checked.rules), "faults": list(map(asdict, checked.faults))}, indent=2))
     else:
         _tell(checked)
     return 1 if checked.faults else 0
@@ -169,7 +167,7 @@ def _tell(checked: RuleBook) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for fault in checked.faults:
         console.print(Text.assemble((f"{fault.path}:{fault.line}", "bold"), f": {fault.message}"))
-        if console.is_terminal and (line := _line(fault)):
+        if console.is_terminal and (line := linecache.getline(fault.path, fault.line).strip()):
             console.print(Text(f"    {line}", "dim"))
     sound = count(len(checked.rules), "rule")
     if not checked.faults:
@@ -177,12 +175,3 @@ def _tell(checked: RuleBook) -> None:
         return
     files = count(len({fault.path for fault in checked.faults}), "file")
     console.print(f"{count(len(checked.faults), 'fault')} in {files}; {sound} without")
-
-
-def _line(fault: Fault) -> str:
-    """Return the line that a fault is in, nothing where it cannot be had."""
-    try:
-        lines = Path(fault.path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[fault.line - 1].strip() if fault.line <= len(lines) else ""

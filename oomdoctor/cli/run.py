@@ -112,11 +112,7 @@ def _of_rank(target: str) -> Path:
 
 
 def _check_writable(target: Path) -> None:
-    """Refuse a file that cannot be written, before the script has run for hours.
-
-    Raises:
-        UsageError: the line to show.
-    """
+    """Refuse a file that cannot be written, before the script has run for hours."""
     folder = target.parent
     if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
         raise UsageError(f"{target} cannot be written: it takes a file in a folder that exists")

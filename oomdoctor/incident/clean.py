@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
-from oomdoctor.incident.thin import thin
+from oomdoctor.incident.thin import ends, thin
 
 LIMIT: Final = 16 << 20
 """Characters that are read; of a longer text the first and the last half of this."""
@@ -96,9 +96,7 @@ def clean_lines(text: str) -> list[str]:
 
     Of a long text, lines that repeat one shape are left out (see ``thin``).
     """
-    if len(text) > LIMIT:
-        text = f"{text[: LIMIT // 2]}\n{text[-(LIMIT // 2) :]}"
-    text = log_text(thin(notebook_output(text)))
+    text = log_text(thin(notebook_output(ends(text, LIMIT))))
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     if "m" in text and "[" in text:

@@ -2,19 +2,16 @@
 
 A new wording is a new row in one of the files of ``wordings``, with a sample of our own; no code changes. A row names a
 literal that each text of its format contains (found at the speed of ``str.find``), a pattern that confirms it, and
-clauses that read the numbers. Clauses are searched one by one, so that a text whose head or tail is lost still gives
-the numbers that it has. What no library's own row knows is read by the rows of ``structure.toml``, which look for the
-grammar that such messages have in common, and tell by the words around it who refused.
+clauses that read the numbers one by one, as a head or a tail may be lost. What no row of a library knows is read by
+those of ``structure.toml``: by the grammar that such messages share, and the words around them that tell who refused.
 
 "Cached" has had three meanings, and each has a group name of its own: ``cached`` (PyTorch 1.0 to 1.3) is unused
 cache and *excludes* what is allocated, ``reserved`` (1.4 to 2.0) *includes* it, ``unallocated`` (2.1 on) is the
 unused part once more. ``oomdoctor.incident.scan.settle`` makes one ``reserved`` out of them.
 
 A line that gives advice, sets a condition or is source code denies what it says; such a match is told as well, because
-the joined lines must not bring it back.
-
-Limits: every repetition in a pattern has an upper bound, so matching takes time linear in the text. The price is that
-a file name longer than the bound hides a message.
+the joined lines must not bring it back. Every repetition in a pattern has an upper bound, so matching takes time linear
+in the text; a file name longer than the bound hides a message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reads a failure out of an exception: which of a chain ran out of memory, and which line of the user's it was.
 
-It asks torch nothing: a class of torch is known only where torch was imported already. Exceptions are the user's
-objects. They are read past their own ``__getattr__``, and by ``type`` in place of ``isinstance``, which would ask
-them; the one piece of their code that runs is ``__str__``, behind a guard. No frame and no local variable leaves this
-module, because a frame would keep the tensors alive that are to be freed.
+Torch is asked nothing where it was not imported already. Exceptions are the user's objects: they are read past their
+own ``__getattr__``, and the one piece of their code that runs is ``__str__``, behind a guard. No frame leaves this
+module, as it would keep the tensors alive that are to be freed.
 
 What failed in another process is carried as an exception or as text:
 
@@ -65,7 +64,6 @@ def from_exception(exc: BaseException, cells: Mapping[str, int]) -> Incident:
     """Return what ``exc`` was.
 
     Args:
-        exc: the exception that ended the cell.
         cells: execution numbers by the file names that the cells' code objects carry.
 
     The cell line and the inner line are the outermost and the innermost frame that stand in a cell, in the root failure

@@ -1,13 +1,11 @@
 """Reads failures out of text: a log, a notebook's output, a pasted traceback.
 
-Limits: only the message table decides. A text in none of its wordings is reported as not recognised, with its last
-line, and never guessed at.
+Lines may have been wrapped in the middle of words: the text is scanned as it is and once more with its lines joined.
+Where the two tell different things of one place, the one that says more is believed, by the order of the table.
 
-Lines may have been wrapped in the middle of words: the text is scanned as it is and once more with its lines joined. A
-word that was cut at a line's end is whole in the second; what the first finds at the beginnings and ends of lines is
-not in it. Where the two tell different things of one place, the one that says more is believed, by the order of the
-table. A long text is not joined. Where a wrap swallowed the space between two words, a pattern that is also cut within
-a word is found by neither.
+Limits: only the message table decides; a text in none of its wordings is reported as not recognised, with its last
+line. A long text is not joined. Where a wrap swallowed the space between two words, a pattern that is also cut within a
+word is not found.
 """
 
 from __future__ import annotations
@@ -46,12 +44,8 @@ def from_text(text: str) -> tuple[Incident, ...]:
 
 def describe(incident: Incident) -> str:
     """Return what an incident is, in one sentence."""
-    for row in FORMATS:
-        if row.name == incident.format:
-            return row.title
-    if incident.is_oom:
-        return "Memory ran out."
-    return "This is no wording of an out-of-memory failure that is known here."
+    unknown = "Memory ran out." if incident.is_oom else "This is no wording of an out-of-memory failure known here."
+    return next((row.title for row in FORMATS if row.name == incident.format), unknown)
 
 
 def _unrecognised(lines: list[str]) -> Incident:

@@ -1,12 +1,11 @@
 """Leaves out of a long log what repeats, so that megabytes of progress cost little to read.
 
 The shape of a line is what is left of it without digits and bars. Of each shape the first and the last lines are kept,
-and so is everything beside a line of a rare shape: a traceback stays whole. In what is left, stretches that contain
-none of the words of any message are left out.
+and everything beside a line of a rare shape: a traceback stays whole. Of what is left, stretches with none of the words
+of any message go.
 
-Limits: a failure that prints the same shape more often than is kept is read from its first and its last lines. Where
-megabytes remain after all this, their middle is left out, apart from what says in so many words that memory ran out;
-of what is said in another language, that is done for the languages that are met most.
+Limits: where megabytes remain, their middle is left out, apart from what says in so many words that memory ran out, in
+English or in one of the languages that are met most.
 """
 
 from __future__ import annotations
@@ -62,6 +61,11 @@ def thin(text: str) -> str:
     return kept if len(kept) <= _LONG else _around_anchors(kept)
 
 
+def ends(text: str, most: int) -> str:
+    """Return ``text``, of a longer one the first and the last half of ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}\n{text[-(most // 2) :]}"
+
+
 def _without_repeats(text: str) -> str:
     if "\n\n\n" in text:
         text = _BLANK.sub("\n\n", text)
@@ -101,40 +105,26 @@ def _around_anchors(text: str) -> str:
     there = [anchor for anchor in ANCHORS if anchor in lowered]
     said = [strong for strong in STRONG if any(anchor in strong for anchor in there)]
     for strong in said if text.isascii() else (*said, *TRANSLATED):
-        places = list(_hits(lowered, strong, _ENDS))
-        if len(places) == _ENDS:
-            places += _last_hits(lowered, strong, _ENDS)
-        spans += _around(places, len(text))
+        places = list(_hits(lowered, strong))
+        spans += _around([*places[:_ENDS], *places[-_ENDS:]], len(text))
     spans = _merged(spans)
     for anchor in there:
-        if _length(spans) > _MOST:
+        if sum(high - low for low, high in spans) > _MOST:
             break
-        spans = _merged(spans + _around(_hits(lowered, anchor, len(text)), len(text)))
-    return "\n".join(text[low:high] for low, high in _within(spans, _MOST))
+        spans = _merged(spans + _around(_hits(lowered, anchor), len(text)))
+    return ends("\n".join(text[low:high] for low, high in spans), _MOST)
 
 
 def _around(places: Iterable[int], end: int) -> list[tuple[int, int]]:
     return [(max(0, at - _ABOVE), min(end, at + _BELOW)) for at in places]
 
 
-def _length(spans: list[tuple[int, int]]) -> int:
-    return sum(high - low for low, high in spans)
-
-
-def _hits(lowered: str, anchor: str, most: int) -> Iterator[int]:
+def _hits(lowered: str, anchor: str) -> Iterator[int]:
+    """Yield where ``anchor`` stands; of hits close to one another the first, whose surroundings have the others."""
     at = lowered.find(anchor)
-    while at >= 0 and most > 0:
+    while at >= 0:
         yield at
-        most -= 1
         at = lowered.find(anchor, at + _BELOW // 2)
-
-
-def _last_hits(lowered: str, anchor: str, most: int) -> Iterator[int]:
-    at = lowered.rfind(anchor)
-    while at >= 0 and most > 0:
-        yield at
-        most -= 1
-        at = lowered.rfind(anchor, 0, max(0, at - _BELOW // 2))
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -145,21 +135,3 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((low, high))
     return merged
-
-
-def _within(spans: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    """Return as much of ``spans`` as there is room for: half of it from the beginning and half from the end."""
-    if _length(spans) <= room:
-        return spans
-    first, last = _taken(spans, room // 2), _taken([(-high, -low) for low, high in reversed(spans)], room // 2)
-    return _merged(first + [(-high, -low) for low, high in last])
-
-
-def _taken(spans: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    taken = []
-    for low, high in spans:
-        if room <= 0:
-            break
-        taken.append((low, min(high, low + room)))
-        room -= high - low
-    return taken

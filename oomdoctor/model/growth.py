@@ -31,10 +31,6 @@ class Mark:
     allocated: tuple[tuple[str, int], ...] = ()
     simulated: tuple[str, int, int] | None = None
 
-    def switch_to(self, now: Mark) -> Switch | None:
-        """Return what became of the simulated device by ``now``, None where nothing did."""
-        return _switch(self.simulated, now.simulated)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
@@ -96,7 +92,7 @@ def compare(before: Evidence, after: Evidence) -> Growth:
     are one holder that grew.
     """
     was, now = _simulated(before.devices), _simulated(after.devices)
-    switch = _switch(was, now)
+    switch = switched(was, now)
     other = () if switch is None else {_HOST, *(name for name, *_ in filter(None, (was, now)))}
     return Growth(
         devices=tuple(_on(device, before, after) for device in after.devices if device.name not in other),
@@ -113,7 +109,8 @@ def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, int, int] | None:
     return None
 
 
-def _switch(was: tuple[str, int, int] | None, now: tuple[str, int, int] | None) -> Switch | None:
+def switched(was: tuple[str, int, int] | None, now: tuple[str, int, int] | None) -> Switch | None:
+    """Return what became of the simulated device, None where nothing did."""
     named = now or was
     if named is None or was == now:
         return None

@@ -17,6 +17,7 @@ from oomdoctor.pipeline.failure import (
     open_session,
     record,
     refused,
+    simulated,
     unpriced,
 )
 from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
@@ -44,6 +45,7 @@ __all__ = [
     "refused",
     "report",
     "rulebook",
+    "simulated",
     "snapshot",
     "unpriced",
 ]

@@ -63,11 +63,7 @@ def _in_modules(incident: Incident, cells: Cells) -> Incident:
 
 
 def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Case:
-    """Return the case of a failure of which its message is all that is known.
-
-    Args:
-        why: nothing more could be found out, which is why the cell is not run again.
-    """
+    """Return the case of a failure of which its message is all that is known, and ``why`` it is not run again."""
     from oomdoctor.evidence.moment import unlooked
     from oomdoctor.incident import from_exception
 
@@ -78,21 +74,13 @@ def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Ca
 
 
 def unpriced(*, pending: bool = False) -> Plan:
-    """Return a plan with nothing in it.
-
-    Args:
-        pending: whether it is still to be priced.
-    """
+    """Return a plan with nothing in it, ``pending`` where it is still to be priced."""
     basis = "not priced yet" if pending else "nothing was priced"
     return Plan(unchanged=Forecast(basis=basis), pending=pending)
 
 
 def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
-    """Find the causes.
-
-    Args:
-        by_message: by what the failure says alone.
-    """
+    """Find the causes, ``by_message`` by what the failure says alone."""
     return replace(case, findings=rules.match(case.incident, None if by_message else case.evidence))
 
 
@@ -131,12 +119,7 @@ def record(case: Case) -> Case:
 
 
 def refused(case: Case, why: str, *, anyway: bool = False) -> Case:
-    """Return a case that is not run again.
-
-    Args:
-        why: it is not.
-        anyway: whether it may be all the same, where the user asks for it.
-    """
+    """Return a case that is not run again for the reason ``why``, unless the user asks for it ``anyway``."""
     return replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=anyway))
 
 

@@ -14,7 +14,6 @@ from oomdoctor import fixes
 from oomdoctor.errors import Fault, NotAvailable, UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.memplan import MemPlan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
 from oomdoctor.model.sizes import format_size
@@ -24,7 +23,7 @@ from oomdoctor.pipeline.pricing import budget_of
 
 if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
-    from oomdoctor.views.displayed import Report
+    from oomdoctor.views.displayed import Explained, Report
 
 
 def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
@@ -38,7 +37,7 @@ def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
     return everything(of_notebook() if folders is None else folders, known_fixes=fixes.ids())
 
 
-def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = None) -> Explanation:
+def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = None) -> Explained:
     """Say what a failure means, from its text or its exception alone. Loads no torch.
 
     Args:
@@ -60,11 +59,13 @@ def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = 
         first, *others = from_text(given)
     meanings = {incident: describe(incident) for incident in (first, *others)}
     book = rulebook() if rules is None else rules
+    findings = book.match(first, None)
     return Explained(
         incident=first,
-        findings=book.match(first, None),
+        findings=findings,
         others=tuple(others),
         meanings=meanings,
+        titles={fix: fixes.title(fix) for finding in findings for fix in finding.fixes},
         notes=tuple(_left_out(book.faults)),
     )
 
@@ -78,12 +79,7 @@ def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
 
 
 def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Mapping[str, int] | None = None) -> Report:
-    """Tell what holds memory now, by role and by name: the device first, where one is in use.
-
-    Args:
-        namespace: where to look for names.
-        filenames: number of the cell by the file name of its code.
-    """
+    """Tell what holds memory now: see ``shell.memreport.report``."""
     from oomdoctor.evidence.moment import collect
     from oomdoctor.views.displayed import Report
 
@@ -114,11 +110,7 @@ def _source_of(namespace: dict[str, Any]) -> str:
 
 
 def check_snapshot() -> None:
-    """Refuse where torch has no CUDA allocator to take a snapshot of.
-
-    Raises:
-        NotAvailable: the line to show.
-    """
+    """Refuse where torch has no CUDA allocator to take a snapshot of."""
     torch = sys.modules.get("torch")
     if simulated() is not None:
         raise NotAvailable("there is no snapshot: the virtual accelerator has no CUDA allocator")
@@ -164,7 +156,6 @@ def foresee(
     Args:
         device: the name, or the beginning of it, of the device to plan for: the one in use by default.
         memory: bytes of another card to plan for.
-        time_s: for each part of the work: the forecast, the cards, the fixes, the batch.
 
     Raises:
         UsageError: no device in use is called so.

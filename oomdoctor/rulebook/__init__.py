@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from oomdoctor.rulebook.loading import load, load_sound
+from oomdoctor.rulebook.loading import load
 from oomdoctor.rulebook.matching import RuleBook
 from oomdoctor.rulebook.sources import configured, everything, locate, of_notebook
 
-__all__ = ["RuleBook", "configured", "everything", "load", "load_sound", "locate", "of_notebook"]
+__all__ = ["RuleBook", "configured", "everything", "load", "locate", "of_notebook"]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from oomdoctor.errors import Fault, RuleErrors
+from oomdoctor.errors import Fault
 from oomdoctor.rulebook.facts import complete
 from oomdoctor.rulebook.matching import Rule, RuleBook
 from oomdoctor.rulebook.schema import RuleFile, compiled, facts_in
@@ -207,34 +207,18 @@ def _repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
 
 
 def load(
-    paths: Sequence[Path], known_fixes: Collection[str] | None, known_rules: Collection[str] = frozenset()
-) -> RuleBook:
-    """Return the rules in ``paths``, which are files, or folders that are searched for ``*.yaml``.
-
-    Args:
-        paths: where to look.
-        known_fixes: ids of the fixes that there are; None leaves them unchecked.
-        known_rules: ids of rules elsewhere, which these may refer to and must not take.
-
-    Raises:
-        RuleErrors: with every fault of every file. Examples that do not hold are faults as well.
-    """
-    book = load_sound(paths, known_fixes, known_rules)
-    if book.faults:
-        raise RuleErrors(book.faults)
-    return book
-
-
-def load_sound(
     paths: Sequence[Path],
     known_fixes: Collection[str] | None,
     known_rules: Collection[str] = frozenset(),
     *,
     proven: Path | None = None,
 ) -> RuleBook:
-    """Return the rules of ``paths`` that have no fault, and the faults of the others. See ``load``.
+    """Return the rules of ``paths`` that have no fault, and every fault of the others.
 
     Args:
+        paths: files, or folders that are searched for ``*.yaml``.
+        known_fixes: ids of the fixes that there are; None leaves them unchecked.
+        known_rules: ids of rules elsewhere, which these may refer to and must not take.
         proven: a folder whose examples were tried before, so that they are not tried again.
     """
     faults: list[Fault] = []

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor.errors import Fault, NotAvailable
-from oomdoctor.rulebook.loading import expanded, files_in, load_sound
+from oomdoctor.rulebook.loading import expanded, files_in, load
 from oomdoctor.rulebook.matching import RuleBook
 
 GROUP: Final = "oomdoctor.rules"
@@ -57,7 +57,7 @@ def everything(folders: Sequence[Path], known_fixes: Collection[str] | None) -> 
     if key not in _books:
         paths, faults = offered()
         shipped = locate()
-        book = load_sound([shipped, *paths, *wanted], known_fixes, proven=shipped)
+        book = load([shipped, *paths, *wanted], known_fixes, proven=shipped)
         _books.clear()
         _books[key] = RuleBook(rules=book.rules, faults=(*book.faults, *faults))
     return _books[key]

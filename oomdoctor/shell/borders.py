@@ -1,11 +1,9 @@
 """The border between what is ours and what is the user's: failures of ours, tracebacks of theirs, and whose run it is.
 
 A failure of ours prints one line, and the user's result and traceback stay. Their traceback is held back only while an
-automatic retry may still heal it.
-
-A failure is the cell's where it is shown in the cell's own context: by its code, by a task that it made, by a cell that
-it runs in its turn. A callback of a widget and a thread have contexts of their own, even while a cell is running. A
-cell that loads the extension has begun before it, so it has no run: it is known by its frame.
+automatic retry may still heal it. A failure is the cell's where it is shown in the cell's own context: by its code, its
+tasks, the cells that it runs. Callbacks of widgets and threads have contexts of their own, while a cell runs as well.
+A cell that loads the extension has begun before it and has no run: it is known by its frame.
 """
 
 from __future__ import annotations
@@ -13,15 +11,17 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.sandbox import reserve
+
+T = TypeVar("T")
 
 _EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
@@ -45,6 +45,18 @@ class Borders:
         except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
             self.fault(stage, exc)
             return None
+
+    async def retried(self, retry: Awaitable[T], restore: Callable[[], None]) -> T | None:
+        """Return what ``retry`` returns; None where ours fails, which leaves the state of the cell's start."""
+        try:
+            return await retry
+        except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
+            self.fault("retry", exc)
+        except BaseException:  # an interrupt, which may have come in the midst of anything
+            self.guarded("rollback", restore)
+            raise
+        self.guarded("rollback", restore)
+        return None
 
     def fault(self, stage: str, exc: BaseException) -> None:
         """Print that a stage failed; what the handler of a signal raised in it is the program's, and kept."""
@@ -183,17 +195,9 @@ def mark_told(exc: BaseException) -> None:
 
 
 class Wrapped:
-    """A wrapped method.
+    """Calls ``around`` in place of the method ``name`` of ``owner``; ``original`` is the method as it was.
 
     Where somebody else has wrapped ours when it is removed, theirs stays, and ours only passes on from then.
-
-    Args:
-        owner: the object.
-        name: of its method.
-        around: is called in place of the method, with what the method would be called with.
-
-    Attributes:
-        original: the method as it was.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -1,8 +1,7 @@
 """The cells that were run, from IPython's history, as a retry has changed them, and the files that their code is of.
 
-IPython drops the blank lines that a cell begins with, and counts the body of a cell magic from its own first line; that
-of ``%%time`` and of ``%%prun`` it compiles under a name that is no cell's. While a failure is looked at, its traceback
-says what the cell's own lines are.
+IPython counts the body of a cell magic from the body's first line, and compiles that of ``%%time`` and ``%%prun`` under
+a name that is no cell's. While a failure is looked at, its traceback has the cell's own lines.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
 
 def _filenames_by_text(shell: Any) -> dict[str, int]:
     """Return the same from what IPython before 8 keeps: the text by the file name, and the texts by their numbers."""
-    import linecache
-
     parsed = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ())
     numbers = {text.rstrip("\n"): at for at, text in enumerate(parsed)}
     found, number = {}, None

@@ -3,8 +3,7 @@
     begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``failing``; if a retry was asked for: ``retrying``
 
 The cell runs in the shell's own ``run_cell_async``, which this wraps; a retry runs there as well, so that cells which
-await are retried on the loop that they belong to. Each stage stands behind a border: a failure of ours prints one
-line, and the user's result and traceback stay as they were.
+await are retried on the loop that they belong to. Each stage stands behind a border (see ``borders``).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
@@ -110,12 +110,10 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
-        self.end_filling()
+        self.close()
         self.warming.end()
-        self.open = self.healed = None
-        virtual = sys.modules.get("oomdoctor.allocator.virtual")
-        if virtual is not None and virtual.active() is not None:
-            virtual.switch_off()
+        if pipeline.simulated() is not None:
+            sys.modules["oomdoctor.allocator.virtual"].switch_off()
 
     # Around each cell -----------------------------------------------------------------------------------------
 
@@ -181,8 +179,7 @@ class Extension:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source = self.memplan.take()
         if source is not None and result.success:
-            given = {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
-            return await self._run_cell_async(source, *args, **{**kwargs, **given})
+            return await self._run_cell_async(source, *args, **{**kwargs, **self._transformed(source)})
         return result
 
     def _let_through(self, run: Run, result: Any) -> None:
@@ -203,13 +200,11 @@ class Extension:
 
     async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
         """Run a text as the cell that was asked for with ``kwargs``, without a place in the history."""
-        given = {
-            **kwargs,
-            "store_history": False,
-            "transformed_cell": self.shell.transform_cell(source),
-            "preprocessing_exc_tuple": None,
-        }
-        return await self._run_within(run, source, **given)
+        return await self._run_within(run, source, **{**kwargs, "store_history": False, **self._transformed(source)})
+
+    def _transformed(self, source: str) -> dict[str, Any]:
+        """Return what the shell is to be told of a text besides the text itself."""
+        return {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
@@ -217,15 +212,13 @@ class Extension:
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
         if asked is not None:
-            raw_cell, args, kwargs = asked, (), {"transformed_cell": self.shell.transform_cell(asked)}
+            raw_cell, args, kwargs = asked, (), self._transformed(asked)
         return self._awaited.original(raw_cell, *args, **kwargs)
 
     def is_awaited(self, cell: CellRun) -> bool:
         """Return whether the loop awaits this cell."""
-        transformed, failed = (cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple"))
-        return bool(
-            self.shell.should_run_async(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=failed)
-        )
+        told = {name: cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple")}
+        return bool(self.shell.should_run_async(cell.source, **told))
 
     def _tend_filling(self, raw_cell: str) -> None:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
@@ -236,6 +229,12 @@ class Extension:
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.end_filling()
 
+    def close(self, passed: str = "") -> None:
+        """Let go of the last failure, which can be retried no more; ``passed`` says what has moved the state on."""
+        self.passed = passed
+        self.end_filling()
+        self.open = self.healed = None
+
     def end_filling(self) -> None:
         """Make no more forecasts of the last failure."""
         filling, self.filling = self.filling, None
@@ -244,8 +243,7 @@ class Extension:
 
     def is_source_awaited(self, cell: Cell) -> bool:
         """Return whether a cell with this text is one that the loop awaits."""
-        transformed = self.shell.transform_cell(cell.source)
-        return bool(self._awaited.original(cell.source, transformed_cell=transformed, preprocessing_exc_tuple=None))
+        return bool(self._awaited.original(cell.source, **self._transformed(cell.source)))
 
     def _begin(self, raw_cell: str) -> Any:
         """Take the snapshot of a cell of the user's; None for a cell of our own magics."""
@@ -276,9 +274,7 @@ class Extension:
             done = None if unseen is None else f"run `{unseen}`, which may have changed the state"
         if done is not None:
             cell = f"In[{result.execution_count}]" if result.execution_count else "a later cell"
-            self.passed = f"{cell} has {done}"
-            self.end_filling()
-            self.open = self.healed = None
+            self.close(f"{cell} has {done}")
 
     # What passes by -------------------------------------------------------------------------------------------
 

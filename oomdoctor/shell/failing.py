@@ -66,10 +66,11 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         return
     if found is not None:
         try:
-            case: Case = guarded("forecast", lambda: _plan(extension, found, later=False)) or _recorded(found)
+            planned: Case | None = guarded("forecast", lambda: _plan(extension, found, later=False))
+            case = planned or pipeline.last_case() or found
         except BaseException:  # an interrupt: what is known by then is shown all the same
             extension.tracebacks.send_held()
-            guarded("display", lambda: Shown(extension).show(_recorded(found)))
+            guarded("display", lambda: Shown(extension).show(pipeline.last_case() or found))
             raise
         chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
         # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
@@ -85,11 +86,6 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     if found is not None:
         guarded("display", lambda: Shown(extension).show(case))
         guarded("notice", lambda: _tell_why_not(extension, case))
-
-
-def _recorded(case: Case) -> Case:
-    """Return a case as it was recorded last: with a plan, where one was made."""
-    return pipeline.cases()[case.number - 1] if case.number else case
 
 
 def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
@@ -161,9 +157,7 @@ def _lacks_room(extension: Extension, failure: BaseException) -> bool:
         quietly(lambda: release(failure, extension.shell))
     why = extension.warming.lacks_room()
     if why:
-        extension.end_filling()
-        extension.open = extension.healed = None
-        extension.passed = "a cell has run out of memory that there was no room to diagnose"
+        extension.close("a cell has run out of memory that there was no room to diagnose")
         print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
     return bool(why)
 
@@ -182,9 +176,8 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
     if (line := runs_apart(run.source)) is not None:
         script = "the script has a namespace of its own, in which nothing is changed from outside"
         hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
-        return pipeline.record(
-            pipeline.refused(case, f"`{line}` cannot be run with a change in place: {script}; {hint}")
-        )
+        why = f"`{line}` cannot be run with a change in place: {script}; {hint}"
+        return pipeline.record(pipeline.refused(case, why))
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
         extension.open = OpenCase(session, run.transaction, run.beside, failure=kept, changed=dict(extension.changed))
@@ -209,15 +202,14 @@ def _observed(
     known, is_script = filenames(shell, number), hasattr(shell, "script")  # whose lines are the file's
     with nullcontext(known) if is_script else as_in_the_cell(failure, cells.failing, known) as names:
         case, session = pipeline.observe(failure, partial(open_session, shell.user_ns, cells), names)
-    extension.end_filling()
-    extension.open = extension.healed = None
-    extension.passed, extension.failed_cell = "", cells.failing
+    extension.close()
+    extension.failed_cell = cells.failing
     return pipeline.record(case), session
 
 
 def _by_message(extension: Extension, failure: BaseException) -> Case:
     """Return the case of a failure that could not be looked at."""
-    extension.open = extension.healed = None
+    extension.close()
     why = "the memory could not be looked at, so nothing is known of a change that would fit"
     known = filenames(extension.shell, extension.shell.execution_count)
     return pipeline.record(pipeline.by_message(failure, known, why))

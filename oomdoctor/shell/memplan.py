@@ -64,12 +64,10 @@ class MemPlanner:
         return source
 
     def answer(self, words: list[str], cell: str | None, number: int, *, time_s: float) -> None:
-        """Plan ``cell`` as ``words`` ask for.
+        """Plan what stands below the magic as ``words`` ask for; None where it has one sign.
 
         Args:
-            cell: what stands below the magic, None where it has one sign.
             number: of the magic's own cell.
-            time_s: for each part of the plan.
 
         Raises:
             UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
@@ -127,14 +125,7 @@ def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
 
 
 def check_source(text: str, what: str) -> None:
-    """Refuse what is not Python, magics aside.
-
-    Args:
-        what: what it is called.
-
-    Raises:
-        UsageError: the line to show.
-    """
+    """Refuse what is not Python, magics aside; ``what`` it is called."""
     fault = fault_in(text)
     if fault is not None:
         line = f" (line {fault.line} of it)" if fault.line else ""
@@ -190,24 +181,14 @@ def plan(
 
 
 def _size(given: Any) -> int | None:
-    """Return the bytes of the device to plan for.
-
-    Raises:
-        UsageError: that is no size, or a number that stands for another unit.
-    """
-    if given is None or isinstance(given, str):
-        return None if given is None else parse_size(given)
-    if type(given) is not int:
+    """Return the bytes of the device to plan for; a number that stands for another unit, as 16, is refused."""
+    if given is not None and type(given) is not int and not isinstance(given, str):
         raise UsageError(f"device_memory takes a text such as '16GiB', or bytes, and was given {type(given).__name__}")
-    return parse_size(str(given))  # 16 means another unit here as well
+    return None if given is None else parse_size(str(given))
 
 
 def _call(function: Callable[[], Any], namespace: dict[str, Any]) -> str:
-    """Return the source of the call, by the name that the function has where that stands for it.
-
-    Raises:
-        UsageError: a call of it runs nothing of it.
-    """
+    """Return the source of the call, by the name that the function has where that stands for it."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         told = _named(function)
         raise UsageError(f"{told} runs nothing until it is iterated over: plan a function that does, or the source")

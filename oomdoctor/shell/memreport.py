@@ -17,7 +17,7 @@ from oomdoctor.model.growth import Mark
 from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.frames import locals_of
-from oomdoctor.shell.cells import cells_until, filenames, is_own
+from oomdoctor.shell.cells import cells_until, is_own
 from oomdoctor.shell.cells import filenames as filenames_of
 from oomdoctor.shell.outputs import HELP, Options, display_in, one_line, put
 
@@ -72,7 +72,7 @@ class MemReport:
         Raises:
             UsageError: they ask for what is not there; nothing is written then.
         """
-        from oomdoctor.views import report_bundle, text
+        from oomdoctor.views import html, report_bundle, text
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or HELP.intersection(words):
@@ -85,11 +85,11 @@ class MemReport:
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
         growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
+        survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
         if not options.paths and not options.prints_json:
-            survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
             display_in(self._shell, partial(text.render, survey), report_bundle(survey), raw=True)
             return
-        page = report.to_html(top=options.top or TOP, growth=growth, marks=marks) if options.html is not None else ""
+        page = html.page("Memory report", survey) if options.html is not None else ""
         found = report.to_dict()
         if earlier is not None and options.diff:
             found["growth"] = report.diff(earlier[1]).to_dict()
@@ -103,7 +103,7 @@ class MemReport:
             if options.snapshot is not None:
                 pipeline.check_snapshot()
             cells = cells_until(self._shell, number, "")
-            return pipeline.report(self._shell.user_ns, cells, filenames(self._shell, number))
+            return pipeline.report(self._shell.user_ns, cells, filenames_of(self._shell, number))
 
     def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
         from oomdoctor.views.growth import NOTHING_YET, growth_rows
@@ -139,8 +139,7 @@ def counters(cell: int) -> Mark:
         for index in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats_as_nested_dict(index)
             allocated[f"cuda:{index}"] = stats["allocated_bytes"]["all"]["current"] if stats else 0
-    virtual = sys.modules.get("oomdoctor.allocator.virtual")
-    simulated = virtual.active() if virtual is not None else None
+    simulated = pipeline.simulated()
     if simulated is not None:
         memory = simulated.read()
         allocated[memory.name] = memory.allocated

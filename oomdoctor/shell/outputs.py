@@ -44,7 +44,7 @@ class Options:
 
     @classmethod
     def read(cls, magic: str, takes: Mapping[str, str | None], words: list[str]) -> Options:
-        """Read ``--name value`` and ``--name=value``; see ``_options_in``.
+        """Read ``--name value`` and ``--name=value``; for the arguments see ``_options_in``.
 
         Raises:
             UsageError: an unknown option, a missing or a wrong value, a path that cannot be written.
@@ -88,14 +88,11 @@ def _number(text: str | None) -> int | None:
 
 
 def _options_in(magic: str, words: list[str], takes: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the options among ``words``, ``--name value`` or ``--name=value``, each with its value or None.
+    """Return the options among ``words``, each with its value or None.
 
     Args:
         magic: what the line is typed after.
         takes: the options that there are, each with what its value is called; of None, a file takes a path or none.
-
-    Raises:
-        UsageError: an unknown option, one that is given twice, a value that is missing or too much.
     """
     given: dict[str, str | None] = {}
     rest, name = list(words), ""
@@ -191,11 +188,8 @@ def _unwritable(path: Path, exc: Exception) -> UsageError:
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
     if isinstance(exc, RuntimeError):
         reason = "its links lead in a circle"
-    folder = (
-        f" (there is no folder {one_line(path.parent)})"
-        if isinstance(exc, FileNotFoundError) and not path.parent.exists()
-        else ""
-    )
+    is_lost = isinstance(exc, FileNotFoundError) and not path.parent.exists()
+    folder = f" (there is no folder {one_line(path.parent)})" if is_lost else ""
     return UsageError(f"{one_line(path)} cannot be written: {reason}{folder}")
 
 

@@ -116,7 +116,6 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
 
     Args:
         result: the shell's, of the cell that fails or that asks for the retry; it answers as the retry does.
-        cell: that cell.
         tells: whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
@@ -124,15 +123,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         return False
     failing, own = opened.session.cells.failing, opened.failure
     attempts = _Attempts(extension, failing, cell.kwargs, extension.is_awaited(cell), request.anyway)
-    try:
-        case, error = await _heal(extension, opened, request, attempts)
-    except Exception as exc:  # noqa: BLE001 - border: the user's result must stand whatever fails here
-        extension.borders.fault("retry", exc)
-        extension.borders.guarded("rollback", opened.transaction.restore)
+    retry = _heal(extension, opened, request, attempts)
+    ended = await extension.borders.retried(retry, opened.transaction.restore)
+    if ended is None:
         return False
-    except BaseException:  # an interrupt, which may have come in the midst of anything
-        extension.borders.guarded("rollback", opened.transaction.restore)
-        raise
+    case, error = ended
     is_healed = case.outcome.kind is OutcomeKind.HEALED
     if tells and case.outcome.kind is OutcomeKind.ROLLED_BACK:
         error = own  # the cell has failed as it is: what its retries ran into is told with the outcome

@@ -16,7 +16,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import FrameType, FunctionType
+from traceback import walk_stack
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from oomdoctor import pipeline
@@ -33,13 +34,7 @@ from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
-from oomdoctor.shell.stragglers import (
-    beside,
-    end_since,
-    left_since,
-    tasks_at_work,
-    threads_at_work,
-)
+from oomdoctor.shell.stragglers import beside, end_since, left_since, tasks_at_work, threads_at_work
 
 RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
@@ -114,10 +109,10 @@ class Part:
 
 
 class Watch:
-    """Watches one run. What the run changes can be taken back as long as this is kept."""
+    """Watches one run of ``part``. What the run changes can be taken back as long as this is kept."""
 
     def __init__(self, part: Part, settings: Settings) -> None:
-        self._part, self._settings, self._borders = part, settings, Borders()
+        self.part, self._settings, self._borders = part, settings, Borders()
         self._refused = part.refused or self._at_work()
         self._beside = beside()
         self._transaction: Any = None
@@ -149,15 +144,15 @@ class Watch:
             Whether it was healed, and the error of the user's code that ended the last attempt.
         """
         mark_told(failure)
-        self._part = replace(self._part, text=_begun(self._part.text, self._part.filename))
+        self.part = replace(self.part, text=_begun(self.part.text, self.part.filename))
         left = left_since(self._beside)
         self._refused = self._refused or self._at_work() or "; ".join(left) or None
-        with left_alone(), self._part.spelled():
+        with left_alone(), self.part.spelled():
             return await self._answer(failure)
 
     def _at_work(self) -> str | None:
         """Return what else of the program may change its state beside the part, None if there is nothing."""
-        tasks = tasks_at_work() if self._part.is_async else ()
+        tasks = tasks_at_work() if self.part.is_async else ()
         return "; ".join((*threads_at_work(), *tasks)) or None
 
     async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
@@ -175,12 +170,13 @@ class Watch:
         guarded("display", lambda: self._show("bundle", case))
         if self._settings.auto == "off":
             return False, None
-        case, error = await self._guarded_heal(case, session)
+        ended = await self._borders.retried(self._heal(case, session), lambda: self._transaction.restore())
+        case, error = ended or (pipeline.refused(case, "oomdoctor itself failed"), None)
         guarded("notice", lambda: self._show("notice_bundle", pipeline.record(case)))
         return case.outcome.kind is OutcomeKind.HEALED, error
 
     def _observe(self, failure: BaseException) -> tuple[Case, Session]:
-        part = self._part
+        part = self.part
         _list(part.source, part.own_filename)
         numbers = {part.filename: _MODULE} | ({part.own_filename: _PART} if part.refused is None else {})
         case, session = pipeline.observe(
@@ -204,18 +200,6 @@ class Watch:
             unforecast=None if transaction is not None else "what cannot be run again has no shadow run",
         )
 
-    async def _guarded_heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
-        """Heal; whatever goes wrong in ours leaves the state of the part's start and the user's own error."""
-        try:
-            return await self._heal(case, session)
-        except Exception as exc:  # noqa: BLE001 - border: the user's error must stand whatever fails here
-            self._borders.fault("retry", exc)
-            self._borders.guarded("rollback", lambda: self._transaction.restore())
-            return pipeline.refused(case, "oomdoctor itself failed"), None
-        except BaseException:  # an interrupt, which may have come in the midst of anything
-            self._borders.guarded("rollback", lambda: self._transaction.restore())
-            raise
-
     async def _heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
         if self._refused is not None:
             return pipeline.refused(case, self._refused), None
@@ -224,7 +208,7 @@ class Watch:
             kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
             return pipeline.refused(case, pipeline.beyond_cure(case) or f"{kind} is likely to fit"), None
         await end_since(self._beside, waits=False)
-        before = {name: value for name, value in self._part.namespace.items() if _healer(value) is not None}
+        before = {name: value for name, value in self.part.namespace.items() if _healer(value) is not None}
         case, error = await pipeline.heal(
             case,
             session,
@@ -236,12 +220,12 @@ class Watch:
             by_itself=True,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
-            _adopt(self._part.namespace, before)
+            _adopt(self.part.namespace, before)
         return case, error
 
     async def _run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the part; return what the user's code raised."""
-        part, handled, before = self._part, sys.exc_info()[1], beside()
+        part, handled, before = self.part, sys.exc_info()[1], beside()
         self._made = tuple(sorted(name for replay in attempt.replays for name in bound_names(replay)))
         texts = [(replay, f"<oomdoctor: {part.module} changed, {next(_numbers)}>") for replay in attempt.replays]
         for source, filename in [*texts, (attempt.source, part.own_filename)]:
@@ -270,27 +254,26 @@ class Watch:
     def _show(self, what: str, case: Case) -> None:
         from oomdoctor import views
 
-        print(getattr(views, what)(case, self._part.names)["text/plain"], file=sys.stderr)
+        print(getattr(views, what)(case, self.part.names)["text/plain"], file=sys.stderr)
         if what != "notice_bundle" or case.outcome.kind is not OutcomeKind.HEALED:
             return
         made = next((one for one in case.plan.candidates if one.label in case.outcome.fixes), None)
         if made is not None and not isinstance(made.patch, Refused):
             for edit in made.patch.edits:
-                name = self._part.names.get(edit.cell, edit.name)
+                name = self.part.names.get(edit.cell, edit.name)
                 print(replace(made.patch, edits=(edit,)).diff(name), file=sys.stderr)
         if self._made:
             names = ", ".join(f"`{name}`" for name in self._made)
-            print(f"From now on {names} in {self._part.module} is what the change made of it.\n", file=sys.stderr)
+            print(f"From now on {names} in {self.part.module} is what the change made of it.\n", file=sys.stderr)
 
 
 def _begun(text: str, filename: str) -> str:
     """Return ``text`` up to the end of the statement that its top level is running, all of it where that has ended."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_OPTIMIZED):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "<module>":
+    own = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code.co_filename == filename)
+    outside = next((frame for frame in own if not frame.f_code.co_flags & inspect.CO_OPTIMIZED), None)
+    if outside is None or outside.f_code.co_name != "<module>":
         return text
-    end = statement_end(text, frame.f_lineno)
+    end = statement_end(text, outside.f_lineno)
     return text if end is None else "".join(f"{one}\n" for one in text.split("\n")[:end])
 
 

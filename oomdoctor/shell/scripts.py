@@ -15,10 +15,10 @@ import keyword
 import linecache
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Final, Literal, TypeVar, overload
 
 from oomdoctor.errors import UsageError
@@ -110,16 +110,16 @@ class _Healer:
         self._read()
 
     def _read(self) -> None:
-        home = home_of(self.function)
-        self._text = text_of(home.__code__, home.__globals__)  # now: the file may be edited while the program runs
-        self._refused = unreadable(self.function, self._text)
+        home = _home_of(self.function)
+        # Now: the file may be edited while the program runs.
+        self._text = "".join(linecache.getlines(home.__code__.co_filename, home.__globals__))
+        self._refused = _unreadable(self.function, self._text)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and heal it."""
         if is_left_alone():
             return self.function(*args, **kwargs)
-        part, handled = self._part(args, kwargs), sys.exc_info()[1]
-        watch = Watch(part, self._settings)
+        watch, handled = Watch(self._part(args, kwargs), self._settings), sys.exc_info()[1]
         try:
             with watch.armed:
                 return self.function(*args, **kwargs)
@@ -129,23 +129,20 @@ class _Healer:
                     raise
             failure = exc
         try:
-            with apart_from(handled, failure):
-                _enter(part, failure)
-                raised, result = self._ended(part, failure, *drive(watch.answer(failure)))
+            raised, result = drive(self._answered(watch, failure, handled))
             if raised is not None:
                 raise raised
             return result
         finally:
             # The frame is part of the traceback of what is raised, and would keep them.
-            del failure, watch, part
+            del failure, watch
             raised = handled = None
 
     async def call_async(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and heal it."""
         if is_left_alone():
             return await self.function(*args, **kwargs)
-        part, handled = self._part(args, kwargs), sys.exc_info()[1]
-        watch = Watch(part, self._settings)
+        watch, handled = Watch(self._part(args, kwargs), self._settings), sys.exc_info()[1]
         try:
             with watch.armed:
                 return await self.function(*args, **kwargs)
@@ -155,52 +152,56 @@ class _Healer:
                     raise
             failure = exc
         try:
-            with apart_from(handled, failure):
-                _enter(part, failure)
-                raised, result = self._ended(part, failure, *await watch.answer(failure))
+            raised, result = await self._answered(watch, failure, handled)
             if raised is not None:
                 raise raised
             return result
         finally:
-            # The frame is part of the traceback of what is raised, and would keep them.
-            del failure, watch, part
+            del failure, watch
             raised = handled = None
 
     def _part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
-        home = home_of(self.function)
-        part = Part(
+        home, refused = _home_of(self.function), self._refused
+        source, bound = "", dict[str, Any]()
+        if refused is None:
+            try:
+                call = _spell(self.wrapper, self.function, args, kwargs, self._text)
+            except Exception as exc:  # noqa: BLE001 - border: arguments of all kinds are looked at; the call must be made
+                call = Refused(f"its arguments could not be looked at ({type(exc).__name__})")
+            if isinstance(call, Refused):
+                refused = call.reason
+            else:
+                source, bound = call
+        return Part(
             name=f"the call of `{home.__name__}`",
             module=PurePath(home.__code__.co_filename).name,
             filename=home.__code__.co_filename,
             namespace=home.__globals__,
             text=self._text,
             flags=future_flags(home.__code__),
-            refused=self._refused,
+            source=source,
+            bound=bound,
+            refused=None if refused is None else f"`{home.__name__}` cannot be called again: {refused}",
             is_async=inspect.iscoroutinefunction(self.function),
         )
-        if part.refused is None:
-            try:
-                call = spell(self.wrapper, self.function, args, kwargs, self._text)
-            except Exception as exc:  # noqa: BLE001 - border: arguments of all kinds are looked at; the call must be made
-                call = Refused(f"its arguments could not be looked at ({type(exc).__name__})")
-            if not isinstance(call, Refused):
-                return replace(part, source=call.source, bound=call.bound)
-            part = replace(part, refused=call.reason)
-        return replace(part, refused=f"`{home.__name__}` cannot be called again: {part.refused}")
 
-    def _ended(
-        self, part: Part, failure: BaseException, healed: bool, error: BaseException | None
+    async def _answered(
+        self, watch: Watch, failure: BaseException, handled: BaseException | None
     ) -> tuple[BaseException | None, Any]:
         """Return what the call is to raise, and else what it is to return."""
-        result = part.namespace.pop(RESULT, None)
-        if part.refused is None:
-            _leave(failure)
-        if error is not None and (healed or not ran_out(error)):
-            return error, None
+        part = watch.part
+        with apart_from(handled, failure):
+            _enter(part, failure)
+            healed, error = await watch.answer(failure)
+            result = part.namespace.pop(RESULT, None)
+            if part.refused is None:
+                _leave(failure)
+            if error is not None and (healed or not ran_out(error)):
+                return error, None
         if not healed:
             return failure, None
         # What a change made of it, where it stands in its module without ``heal``.
-        home = home_of(self.function)
+        home = _home_of(self.function)
         now = part.namespace.get(home.__name__)
         if type(now) is FunctionType and now not in (self.wrapper, self.function) and "." not in home.__qualname__:
             self.take(now)
@@ -221,11 +222,7 @@ def _leave(failure: BaseException) -> None:
 
 
 def _check(function: object) -> None:
-    """Refuse what cannot be healed by calling it again.
-
-    Raises:
-        UsageError: the line to show.
-    """
+    """Refuse what cannot be healed by calling it again."""
     if isinstance(function, staticmethod | classmethod):
         raise UsageError(f"heal takes a function: write `@oomdoctor.heal` below `@{type(function).__name__}`")
     home = inspect.unwrap(function) if callable(function) else None
@@ -241,41 +238,22 @@ def _check(function: object) -> None:
 _LONGEST: Final = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call as a cell.
-
-    Attributes:
-        source: a line that makes the call and binds ``RESULT``.
-        bound: what has to be bound among the globals for it.
-    """
-
-    source: str
-    bound: dict[str, Any]
-
-
-def home_of(function: Callable[..., Any]) -> FunctionType:
+def _home_of(function: Callable[..., Any]) -> FunctionType:
     """Return the function under the decorators that it has."""
     found = inspect.unwrap(function)
     assert isinstance(found, FunctionType)
     return found
 
 
-def spell(
-    wrapper: Callable[..., Any],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    text: str,
-) -> Call | Refused:
-    """Write a call of ``wrapper`` down.
+def _spell(
+    wrapper: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+) -> tuple[str, dict[str, Any]] | Refused:
+    """Return a line that calls ``wrapper`` and binds ``RESULT``, and what has to be bound among the globals for it.
 
     Args:
-        wrapper: what is called.
-        function: what it calls in its turn.
-        text: of the file or the cell that the function stands in.
+        function: what it calls in its turn; ``text``: of the file or the cell that this stands in.
     """
-    home = home_of(function)
+    home = _home_of(function)
     names = _Names(home.__globals__, global_names(text))
     try:
         parameters = list(inspect.signature(home).bind(*args, **kwargs).signature.parameters.values())
@@ -295,12 +273,12 @@ def spell(
     else:
         words.append(f"**{names.spelled('keywords', kwargs)}")
     awaits = "await " if inspect.iscoroutinefunction(function) else ""
-    return Call(source=f"{RESULT} = {awaits}{called}({', '.join(words)})\n", bound=names.bound)
+    return f"{RESULT} = {awaits}{called}({', '.join(words)})\n", names.bound
 
 
-def unreadable(function: Callable[..., Any], text: str) -> str | None:
+def _unreadable(function: Callable[..., Any], text: str) -> str | None:
     """Return why a function cannot be run again from its text, None if it can."""
-    home = home_of(function)
+    home = _home_of(function)
     if home.__name__ == "<lambda>":
         return "it is a lambda: write it as a function of the module's top level"
     if "<locals>" in home.__qualname__:
@@ -313,11 +291,6 @@ def unreadable(function: Callable[..., Any], text: str) -> str | None:
         return "its file was changed after it was loaded"
     is_found = defines(text, home.__name__, code.co_firstlineno)
     return None if is_found else "its definition was not found in the text of its module"
-
-
-def text_of(code: CodeType, namespace: dict[str, Any]) -> str:
-    """Return the text of the file or the cell that ``code`` comes from, nothing where it cannot be had."""
-    return "".join(linecache.getlines(code.co_filename, namespace))
 
 
 def _parameter_name(parameters: list[inspect.Parameter], at: int) -> str:

@@ -1,10 +1,8 @@
 """What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type.
 
-Forecasts take seconds, which are spent in a forked copy of the kernel: they may come after the diagnosis was shown, and
-are filled in. The kernel's own loop listens to the copy between cells, and does no more for it than to show what came.
-What is forked is the failed cell's end, and a retry goes back to its start by the transaction that the kernel
-keeps: no forecast, come or not, changes what a retry does. Whatever looks at the plan waits for the rest of it first. A
-cell of the user's ends it: it moves the state that the forecasts are of, and should have the machine for itself.
+Forecasts take seconds, spent in a forked copy of the kernel: they may be filled in after the diagnosis was shown. The
+kernel's loop listens to the copy between cells and shows what came. Whatever looks at the plan waits for the rest of it
+first; a cell of the user's ends it, as it moves the state that the forecasts are of.
 """
 
 from __future__ import annotations
@@ -74,9 +72,8 @@ class Shown:
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
-        self._retell(case)
-        if self._panel is not None:
-            self._panel.update(case, retry_of(case))
+        self.tell_end(case)
+        self.offer(case)
 
     def refresh(self) -> None:
         """Turn on in the panel what can be done now, and off what cannot."""
@@ -90,14 +87,10 @@ class Shown:
 
     def tell_end(self, case: Case) -> None:
         """Say in the diagnosis how a retry ended: what a button puts out is not in the notebook's file."""
-        if case.number == self._number:
-            self._retell(case)
-
-    def _retell(self, case: Case) -> None:
         from oomdoctor.views import bundle
 
-        if not hasattr(self._extension.shell, "kernel"):  # a terminal cannot take back what it has printed
-            return
+        if case.number != self._number or not hasattr(self._extension.shell, "kernel"):
+            return  # another failure is shown; and a terminal cannot take back what it has printed
         told = bundle(case, self._extension.names, retry_of(case))
         if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
             self._diagnosis.update(told, raw=True)
@@ -301,11 +294,8 @@ class Filling:
     """The plan of one failure in the making.
 
     Args:
-        case: as far as it is known.
-        kept: is told the case whenever it is another one, and when it is complete.
-
-    Attributes:
         case: with the plan as it stands.
+        kept: is told the case whenever it is another one, and when it is complete.
     """
 
     def __init__(self, case: Case, planning: Planning, borders: Borders, kept: Callable[[Case], Case]) -> None:

@@ -13,21 +13,19 @@ import asyncio
 import functools
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
+from traceback import walk_stack
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 from weakref import WeakSet
 
 from oomdoctor.objects.alive import alive_exactly
+from oomdoctor.objects.named import is_users_file
 
-_LIBRARIES: Final = tuple(
-    {f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")}
-)
 _OWN: Final = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"  # noqa: PTH120 - compared as text, like co_filename
 _LONGEST_S: Final = 5.0
 """Time that tasks get to end after they were cancelled."""
@@ -126,11 +124,9 @@ def threads_at_work() -> Iterator[str]:
     """Yield a sentence for each other thread that runs code of the user's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost if ident != threading.get_ident() else None
-        while frame is not None and not _is_users(frame.f_code):
-            frame = frame.f_back
-        if frame is not None:
-            yield f"the thread {names.get(ident, ident)} is running `{frame.f_code.co_qualname}` meanwhile"
+        users = (frame.f_code for frame, _ in walk_stack(innermost) if _is_users(frame.f_code))
+        if ident != threading.get_ident() and (code := next(users, None)) is not None:
+            yield f"the thread {names.get(ident, ident)} is running `{code.co_qualname}` meanwhile"
 
 
 def tasks_at_work() -> Iterator[str]:
@@ -168,7 +164,7 @@ def _is_users(code: CodeType | None) -> bool:
     name = code.co_filename if code is not None else "<"
     if name.startswith("<"):
         return name.startswith("<ipython-input-")
-    return not name.startswith((*_LIBRARIES, _OWN))
+    return is_users_file(name) and not name.startswith(_OWN)
 
 
 _WITH_MANAGERS: Final = (
@@ -192,16 +188,11 @@ def _in_executors_of_threads() -> Iterator[tuple[Hashable, str]]:
         return
     running, runs = sys._current_frames(), futures._WorkItem.run.__code__
     for thread, queue in threads.items():
-        if _runs(running.get(thread.ident), runs):
+        innermost = running.get(thread.ident)
+        if innermost is not None and any(frame.f_code is runs for frame, _ in walk_stack(innermost)):
             yield (id(futures), thread.ident), f"the thread `{thread.name}` of a pool"
         if queue.qsize() and thread.is_alive():  # the last thing in the queue of one that has ended is its end
             yield (id(futures), id(queue)), "a pool of threads"
-
-
-def _runs(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _in_executors_of_processes() -> Iterator[tuple[Hashable, str]]:

@@ -23,6 +23,7 @@ from oomdoctor.shell import memplan as planning
 from oomdoctor.shell import retrying
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.memreport import USAGE
+from oomdoctor.shell.outputs import one_line
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -180,9 +181,7 @@ def _release(extension: Extension, fix_id: str) -> None:
 
 def shown(*words: str) -> str:
     """Return what was typed in quotes, on one line, and cut where it is long."""
-    from oomdoctor.views.words import clean
-
-    return f"'{clean(' '.join(words), 60)}'"
+    return f"'{one_line(' '.join(words))}'"
 
 
 def _case() -> Case:
@@ -224,13 +223,12 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     """Return the fix in another of its doses, which has no forecast."""
     from oomdoctor.forecast.attempts import attempt_with
 
-    opened, chosen = extension.open, " ".join(asked)
+    chosen = " ".join(asked)
     if str(candidate.dose).replace(", ", " ") == chosen:
         return candidate
     if candidate.parts:
         raise UsageError(f"{candidate.fix} are two changes, which come in the doses of the plan")
-    _retryable(extension)
-    assert opened is not None
+    opened = _retryable(extension)
     fix = fixes.get(candidate.fix)
     proposed = fix.propose(case.incident, case.evidence)
     doses = {} if isinstance(proposed, Refused) else {str(one.dose).replace(", ", " "): one for one in proposed}
@@ -251,10 +249,11 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     )
 
 
-def _retryable(extension: Extension) -> Any:
+def _retryable(extension: Extension) -> retrying.OpenCase:
     if extension.open is None:
         why = retrying.why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
+    return extension.open
 
 
 VERBS: Final[dict[str, Verb]] = {

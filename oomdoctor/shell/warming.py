@@ -1,17 +1,13 @@
 """Gets ready for a failure while there is memory, and while nobody waits.
 
-At a failure nothing can be had: no memory, no module that is not loaded yet, no thread that was not begun. So
+At a failure nothing can be had: no memory, no new module, no new thread. So, before there is one,
 
-* what diagnoses a failure and shows it is loaded before there is one, step by step: on the kernel's own loop between
-  cells, where somebody looks at the notebook and a cell has loaded torch, and wherever a limit on host memory is set.
-  Where cells follow one another, or no loop runs between them, each cell's end does a few steps. No thread loads,
-  because a process that the user's program forks meanwhile would inherit the locks of the modules that are being
-  loaded. What works on tensors is loaded once the user has loaded torch, and never without;
-* large blocks are kept out of the heap where a limit on the process is set (see ``sandbox.malloc``);
-* memory is kept back where a limit is set or near (see ``model.reserve``);
-* the thread is begun that pyzmq keeps large messages alive with. It would begin with the first one, the panel, and
-  ``Thread.start`` waits without an end for a thread that finds no memory to begin with;
-* OpenMP's threads are begun where a limit is set or near, once the user has loaded torch (see ``sandbox.openmp``).
+* what diagnoses a failure and shows it is loaded step by step, on the kernel's loop between cells or at the end of
+  each cell: where somebody looks at the notebook, or a limit on host memory is set. Not on a thread: a process that the
+  user forks meanwhile would inherit the locks of half-loaded modules. What works on tensors waits for the user's torch;
+* large blocks are kept out of the heap (``sandbox.malloc``), memory is kept back (``sandbox.reserve``), and OpenMP's
+  threads are begun (``sandbox.openmp``), where a limit is set or near;
+* pyzmq's thread for large messages is begun: ``Thread.start`` never returns where there is no memory for a thread.
 """
 
 from __future__ import annotations

@@ -172,12 +172,7 @@ def _keep(used: _Used, candidate: Candidate) -> str:
 
 def _untried(case: Case) -> FixRow | None:
     """Return the best fix that may still help."""
-    pairs = zip(prices.fix_rows(case.plan), case.plan.candidates, strict=True)
-    return next(
-        (
-            row
-            for row, candidate in pairs
-            if row.apply and candidate.label not in case.outcome.fixes and row.verdict is not Verdict.TOO_LARGE
-        ),
-        None,
-    )
+    for row, candidate in zip(prices.fix_rows(case.plan), case.plan.candidates, strict=True):
+        if row.apply and candidate.label not in case.outcome.fixes and row.verdict is not Verdict.TOO_LARGE:
+            return row
+    return None

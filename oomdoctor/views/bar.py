@@ -15,7 +15,6 @@ def device_bar(
     """Return the bar of ``device``, None where nothing at all is known.
 
     Args:
-        device: the memory as its allocator and driver tell it.
         census: who holds what there; None for a device that was not searched.
         total: what a message says about the capacity, used where the device itself cannot say.
         asked: bytes of the request that failed.
@@ -37,9 +36,9 @@ def _held(device: DeviceMemory, census: Census | None, total: int | None) -> Ite
     allocated, reserved, free = words.known(device.allocated), words.known(device.reserved), words.known(device.free)
     found = 0
     if census is not None:
-        roles = [(role, size) for role, size in census.roles if role is not Role.UNEXPLAINED]
-        found = sum(size for _, size in roles)
-        yield from ((role.value, words.ROLES[role], size) for role, size in sorted(roles, key=lambda item: -item[1]))
+        roles = _roles(census)
+        yield from roles
+        found = sum(size for *_, size in roles)
         allocated = max(found, allocated or 0)
     if allocated is not None:
         rest_label = "allocated" if census is None else words.ROLES[Role.UNEXPLAINED]
@@ -48,6 +47,12 @@ def _held(device: DeviceMemory, census: Census | None, total: int | None) -> Ite
     yield "cached", "reserved, not in use", inside - (allocated or 0)
     if total is not None and free is not None:
         yield from _outside(device, total - free - inside)
+
+
+def _roles(census: Census) -> list[tuple[str, str, int]]:
+    """Return kind, label and bytes of what has a holder, the largest first."""
+    held = [(role.value, words.ROLES[role], size) for role, size in census.roles if role is not Role.UNEXPLAINED]
+    return sorted(held, key=lambda piece: -piece[2])
 
 
 def _outside(device: DeviceMemory, rest: int) -> Iterator[tuple[str, str, int]]:
@@ -104,8 +109,7 @@ def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> 
     tensors = simulated + (census.found if census is not None else 0)
     if rss is None or not tensors:
         return None
-    roles = [(role, size) for role, size in census.roles if role is not Role.UNEXPLAINED] if census else []
-    pieces = [(role.value, words.ROLES[role], size) for role, size in sorted(roles, key=lambda item: -item[1])]
+    pieces = [] if census is None else _roles(census)
     pieces.append(("simulated", "tensors of the simulated device", simulated))
     pieces.append(("process", "other than tensors", rss - tensors))
     return Bar.of("this process", rss, pieces)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model import jsonable
-from oomdoctor.model.explanation import Explanation
+from oomdoctor.model.finding import Finding
 from oomdoctor.model.growth import compare
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.sizes import format_size
@@ -24,7 +24,6 @@ from oomdoctor.views.memplan import foresight
 from oomdoctor.views.mime import plain, report_bundle
 from oomdoctor.views.story import read
 from oomdoctor.views.survey import focus, survey
-from oomdoctor.views.terminal import width
 
 if TYPE_CHECKING:
     from oomdoctor.model.absence import Unavailable
@@ -64,14 +63,7 @@ class Report:
         self.number, self.process = next(_numbers), os.getpid()
 
     def of(self, device: str) -> Report:
-        """Return the report of one device and the host.
-
-        Args:
-            device: its name or the beginning of it.
-
-        Raises:
-            UsageError: no device in use is called so.
-        """
+        """Return the report of one device, by its name or the beginning of it, and the host. See ``focus``."""
         found = copy(self)
         found.evidence = focus(self.evidence, device)
         found.only = found.evidence.device.name
@@ -102,11 +94,9 @@ class Report:
         """Return the ``evidence`` part of the JSON shape."""
         return {"schema": jsonable.SCHEMA, "evidence": jsonable.evidence(self.evidence)}
 
-    def to_html(
-        self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
-    ) -> str:
+    def to_html(self, *, top: int = TOP) -> str:
         """Return a whole page that opens offline, with the ``top`` largest holders of each device."""
-        return html.page("Memory report", self.survey(top=top, growth=growth, marks=marks))
+        return html.page("Memory report", self.survey(top=top))
 
     def to_text(self, *, top: int = TOP, width: int = _LOG, colour: bool = False) -> str:
         """Return text for a terminal or a log, with the ``top`` largest holders of each device."""
@@ -122,7 +112,7 @@ class Report:
         return f"<Report: {', '.join(_filled(name, whole) for name, whole in facts)}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(self.survey(), width=width())
+        return report_bundle(self.survey())
 
 
 class Grown:
@@ -151,7 +141,7 @@ class Grown:
         return f"<Grown: {self._rows().sentence}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(tuple(self._rows().blocks()), width=width())
+        return report_bundle(tuple(self._rows().blocks()))
 
     def _rows(self) -> GrowthRows:
         return growth_rows(self.before.whole, self.after.whole, "the earlier report", only=self._only)
@@ -166,9 +156,6 @@ class Planned:
 
     Args:
         names: what the cells are called in a program that is no notebook.
-
-    Attributes:
-        plan: all of it.
     """
 
     def __init__(self, plan: MemPlan, names: Mapping[int, str] | None = None) -> None:
@@ -205,27 +192,33 @@ class Planned:
         return f"<Planned: {peak}, {self.plan.here.verdict.value}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(foresight(self.plan, self._names), width=width())
+        return report_bundle(foresight(self.plan, self._names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained(Explanation):
-    """An explanation with its text and its HTML.
+class Explained:
+    """What a failure means by its text or its exception alone.
 
     Attributes:
-        meanings: what each failure is, in one sentence.
+        others: further, distinct failures in the same text.
+        meanings: what each failure is, in one sentence; ``titles``: what each fix does.
         notes: what the explanation could not take into account, a line each.
     """
 
+    incident: Incident
+    findings: tuple[Finding, ...]
+    others: tuple[Incident, ...] = ()
     meanings: Mapping[Incident, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    titles: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON shape, with ``notes`` where there are some."""
-        return Explanation.to_dict(self) | ({"notes": list(self.notes)} if self.notes else {})
+        """Return the ``incident`` and ``findings`` parts of the JSON shape, the other failures, and notes if any."""
+        told = {**jsonable.diagnosis(self.incident, self.findings), "others": jsonable.plain(self.others)}
+        return {**told, "notes": list(self.notes)} if self.notes else told
 
     def __str__(self) -> str:
-        return plain(read(self, self.meanings, self.notes))
+        return plain(read(self))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return report_bundle(read(self, self.meanings, self.notes))
+        return report_bundle(read(self))

@@ -190,6 +190,9 @@ def _joined(path: str, held: list[Holding], own_row_from: int) -> list[Holding]:
 
 def _join(path: str, held: list[Holding]) -> Holding:
     first = max(held, key=lambda holding: holding.bytes)
+    saved_in: Counter[str] = Counter()
+    for module, size in (part for holding in held for part in holding.saved_in):
+        saved_in[module] += size
     return replace(
         first,
         path=path,
@@ -198,15 +201,8 @@ def _join(path: str, held: list[Holding]) -> Holding:
         dtype=first.dtype if len({holding.dtype for holding in held}) == 1 else None,
         shape=None,
         frees=_line_for_all([holding.frees for holding in held]),
-        saved_in=_saved_in_all(held),
+        saved_in=tuple(saved_in.most_common()),
     )
-
-
-def _saved_in_all(held: Sequence[Holding]) -> tuple[tuple[str, int], ...]:
-    sizes: Counter[str] = Counter()
-    for module, size in (part for holding in held for part in holding.saved_in):
-        sizes[module] += size
-    return tuple(sizes.most_common())
 
 
 def _line_for_all(lines: Sequence[str | None]) -> str | None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, difference
+from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, difference, switched
 from oomdoctor.model.memory import DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
@@ -65,7 +65,7 @@ def _signed(size: int) -> str:
 def since_cell(mark: Mark, now: Mark, devices: tuple[DeviceMemory, ...]) -> str:
     """Return what the counters say has grown on ``devices`` and in this process since the cell of ``mark`` began."""
     before, after = dict(mark.allocated), dict(now.allocated)
-    switch = mark.switch_to(now)
+    switch = switched(mark.simulated, now.simulated)
     changed = "" if switch is None else f"{_switched(switch)}, so its tensors cannot be compared"
     parts = [
         f"{words.device_name(device)} {_signed(after[device.name] - before.get(device.name, 0))} allocated"

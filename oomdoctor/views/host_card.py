@@ -2,8 +2,7 @@
 
 People see a machine full of ``buff/cache`` or a container at its limit and blame the cache. Most often it is innocent:
 the kernel drops clean pages of files before it refuses memory or kills. It is not where the pages have no file behind
-them (tmpfs) or one that they have not been written to yet. Where the GPU shares the machine's memory, the driver may
-count the cache as used; the host's memory alone does not tell whether that is so.
+them (tmpfs) or one that they have not been written to yet.
 
 Source: ``drop_caches`` in Documentation/admin-guide/sysctl/vm.rst, "not a means to control the growth" of caches;
 cgroup-v1/memory.rst and cgroup-v2.rst for what is charged to a group.
@@ -81,11 +80,7 @@ def host_card(
 
 
 def _headline(
-    host: HostMemory,
-    census: Census | None,
-    models: Sequence[ModelFacts],
-    simulated: int,
-    held: Sequence[HostHolding],
+    host: HostMemory, census: Census | None, models: Sequence[ModelFacts], simulated: int, held: Sequence[HostHolding]
 ) -> str:
     whole = ceiling(host)
     if whole is None:
@@ -133,7 +128,8 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
         yield Fact(format_size(host.rss), "this process", why or "resident")
     if unseen is not None:
         yield Fact(format_size(unseen), "of it no tensor", _NO_TENSOR)
-    yield from map(_holding, held)
+    for one in held:
+        yield Fact(format_size(one.bytes), f"of it in {words.code(one.path)}", consists_of(one))
     children = host.children if isinstance(host.children, tuple) else ()
     rows = [(child,) for child in children] if most is None else _by_loader(children)
     shown = rows if most is None else rows[:most]
@@ -142,10 +138,6 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
     if rest := [child for row in rows[len(shown) :] for child in row]:
         name = f"{words.count(len(rest), 'more process', 'more processes')} that it started"
         yield Fact(format_size(sum(map(_own_bytes, rest))), name, "")
-
-
-def _holding(held: HostHolding) -> Fact:
-    return Fact(format_size(held.bytes), f"of it in {words.code(held.path)}", consists_of(held))
 
 
 def _by_loader(children: Sequence[HostProcess]) -> list[tuple[HostProcess, ...]]:

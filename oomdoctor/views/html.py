@@ -1,9 +1,8 @@
 """The facts as HTML that stands by itself: saved, exported, sanitised and in either theme.
 
 There is no ``<style>`` block and no script, as untrusted notebooks lose both. Text colours are theme variables that
-fall back to what surrounds them. The bar is drawn with literal colours and with properties that JupyterLab's
-sanitiser lets through, so that it is still there in an untrusted notebook; every segment has a pattern and a line
-in the legend as well.
+fall back to what surrounds them; bars are drawn with what JupyterLab's sanitiser lets through, each segment with a
+pattern and a line in the legend as well.
 """
 
 from __future__ import annotations

@@ -38,11 +38,7 @@ _CARDS: Final = f"as torch reports their memory, and {format_size(CONTEXT_BYTES)
 
 
 def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document:
-    """Return what a cell needs that was not run, where that fits, and what would help.
-
-    Args:
-        names: what the cells are called in a program that is no notebook.
-    """
+    """Return what a cell needs that was not run, where that fits, and what would help."""
     forecast, course = plan.forecast, plan.forecast.course or Course()
     line = forecast.peak_line
     if "\n" not in plan.cell.source.strip():  # there is but one line to tell
@@ -127,9 +123,8 @@ def _batch(batch: LargestBatch | Refused) -> str:
     found = f"{basis(batch.forecast)}, {words.count(batch.tried, 'forecast')}"
     ended = f"; {words.clean(batch.end).removesuffix('.')}" if batch.end else ""
     if batch.size == 0:
-        return (
-            f"No batch was forecast to fit, down to {words.count(batch.above or batch.now, 'sample')} ({found}){ended}."
-        )
+        least = words.count(batch.above or batch.now, "sample")
+        return f"No batch was forecast to fit, down to {least} ({found}){ended}."
     need = words.about(max(batch.forecast.peak or 0, batch.forecast.reserved or 0))
     fits = f"A batch of {batch.size} samples fits with {need}"
     above = "" if batch.above is None else f", one of {batch.above} not for certain"

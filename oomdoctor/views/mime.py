@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from oomdoctor.views import html, text
 from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.story import tell
-from oomdoctor.views.terminal import fitted, looks, width
+from oomdoctor.views.terminal import fitted, looks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,11 +43,11 @@ def _bundle(document: Document, names: Mapping[int, str] | None) -> dict[str, st
     return shown if names is not None else {**shown, "text/html": html.render(document)}
 
 
-def report_bundle(document: Document, *, width: int = 100) -> dict[str, str]:
+def report_bundle(document: Document) -> dict[str, str]:
     """Return ``document`` by MIME type."""
-    return {"text/plain": fitted(text.render(document, width=width), sys.stdout), "text/html": html.render(document)}
+    return {"text/plain": plain(document), "text/html": html.render(document)}
 
 
 def plain(document: Document) -> str:
     """Return ``document`` as text for the standard output."""
-    return fitted(text.render(document, width=width()), sys.stdout)
+    return fitted(text.render(document, width=looks(sys.stdout)["width"]), sys.stdout)

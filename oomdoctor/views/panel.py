@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
-from oomdoctor.views.panel_parts import Buttons, Opener, Progress, changed_cells, code, diff, wrapping
+from oomdoctor.views.panel_parts import Buttons, Opener, Progress, code, diff, wrapping
 from oomdoctor.views.prices import fix_row, fix_rows
 from oomdoctor.views.story import Retry
 
@@ -62,7 +62,6 @@ def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool
     """Return the panel for ``case``, None where ipywidgets is not installed or there is nothing to press.
 
     Args:
-        retry: what a retry would do; by the plan alone where nothing else is known.
         typed: whether the cell can be run again only by a command that is typed, as one that awaits.
     """
     try:
@@ -77,11 +76,7 @@ def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool
 
 
 class Panel:
-    """The controls of one failure.
-
-    Attributes:
-        box: the widget.
-    """
+    """The controls of one failure; ``box`` is the widget."""
 
     def __init__(self, widgets: Any, doctor: Doctor, *, typed: bool) -> None:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
@@ -109,7 +104,7 @@ class Panel:
             display({**made(), "text/plain": _SAVED}, raw=True)
 
     def update(self, case: Case, retry: Retry | None = None) -> None:
-        """Show the controls for what is known of ``case`` now. For ``retry`` see ``build``."""
+        """Show the controls for what is known of ``case`` now."""
         plan, retry = case.plan, retry or Retry.of(case.plan)
         self._best.tooltip = "Wait for the forecasts, then run the cell again" if plan.pending else _best(case, retry)
         self._has_best = plan.pending or bool(retry.chosen)
@@ -176,9 +171,6 @@ class Row:
 
     Args:
         retry: runs the cell again with the fix of a number; None where buttons cannot run it.
-
-    Attributes:
-        box: the widget.
     """
 
     def __init__(
@@ -193,7 +185,7 @@ class Row:
         self._widgets, self._number, self._unchanged, self._buttons = widgets, number, unchanged, buttons
         self._candidate, self._in_place = candidate, False
         self._text = widgets.HTML(self._label())
-        self._openers: list[Opener] = []
+        self._diff: Opener | None = None
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
@@ -202,13 +194,11 @@ class Row:
             tooltip = f"Run the cell again with: {row.title}"
             self._run = buttons.add(f"Retry with {number}", tooltip, lambda: retry(number))
             controls.append(self._run)
+        parts = []
         if row.diff:
-            self._openers = [
-                Opener(widgets, f"diff {number}", f"Show the change in source: {row.title}", self._diff),
-                Opener(widgets, f"as a cell {number}", f"Show the changed cell to copy: {row.title}", self._cells),
-            ]
-        controls += [opener.button for opener in self._openers]
-        parts = [opener.part for opener in self._openers]
+            self._diff = Opener(widgets, f"diff {number}", f"Show the change in source: {row.title}", self._change)
+            controls.append(self._diff.button)
+            parts.append(self._diff.part)
         lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
         self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
 
@@ -222,11 +212,11 @@ class Row:
         self._in_place = own is not None
         if own is not None and own.dose != self._candidate.dose:
             self._candidate = own
-            for opener in self._openers:
-                opener.fill()
+            if self._diff is not None:
+                self._diff.fill()
         self._text.value = self._label()
-        for opener in self._openers:
-            opener.button.button_style = "primary" if self._in_place else ""
+        if self._diff is not None:
+            self._diff.button.button_style = "primary" if self._in_place else ""
         if self._run is not None:
             self._buttons.enable(self._run, can_retry)
 
@@ -241,8 +231,5 @@ class Row:
     def _row(self) -> FixRow:
         return fix_row(self._number, self._candidate, self._unchanged)
 
-    def _diff(self) -> list[Any]:
-        return diff(self._widgets, self._candidate.patch)
-
-    def _cells(self) -> list[Any]:
-        return changed_cells(self._widgets, self._candidate.patch, f"%oomdoctor fix {self._number} --insert")
+    def _change(self) -> list[Any]:
+        return diff(self._widgets, self._candidate.patch, f"%oomdoctor fix {self._number} --insert")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from oomdoctor.model.fix import Patch
 
 _MONO: Final = "var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))"
-_MOST_ROWS: Final = 30
 
 
 def wrapping(widgets: Any) -> Any:
@@ -101,33 +100,17 @@ class Opener:
             self.part.children = tuple(self._contents())
 
 
-def diff(widgets: Any, patch: Patch | Refused) -> list[Any]:
-    """Return the change of the source as a diff."""
-    if isinstance(patch, Refused):
-        return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
-    style = f"font-family:{_MONO};overflow-x:auto;white-space:pre;line-height:1.3;color:inherit;background:none"
-    return [widgets.HTML(f'<pre dir="ltr" style="{style}">{part("changed", patch.diff())}</pre>')]
-
-
-def changed_cells(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any]:
-    """Return the changed cells as texts to copy.
+def diff(widgets: Any, patch: Patch | Refused, insert: str) -> list[Any]:
+    """Return the change of the source as a diff, and the command ``insert`` that puts the changed cell into the next.
 
     A callback cannot put a cell into the notebook: what it asks for would ride on the reply to another cell, and could
     overwrite that one.
-
-    Args:
-        insert: the command that puts it into the next cell.
     """
     if isinstance(patch, Refused):
-        return [widgets.HTML(f"There is no changed source: {escape(patch.reason)}")]
-    parts = [widgets.HTML(f"Copy it into a cell, or run {code(insert)} in one, which puts it into the next.")]
-    for edit in patch.edits:
-        rows = min(edit.after.count("\n") + 2, _MOST_ROWS)
-        # Above the text, as there is little room beside it on a narrow screen.
-        layout = widgets.Layout(width="auto", height="auto", flex_flow="column", align_items="stretch")
-        name, style = f"{edit.name} with the change", {"description_width": "max-content"}
-        parts.append(widgets.Textarea(edit.after, description=name, rows=rows, style=style, layout=layout))
-    return parts
+        return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
+    style = f"font-family:{_MONO};overflow-x:auto;white-space:pre;line-height:1.3;color:inherit;background:none"
+    shown = widgets.HTML(f'<pre dir="ltr" style="{style}">{part("changed", patch.diff())}</pre>')
+    return [shown, widgets.HTML(f"{code(insert)} in a cell puts the changed one into the next.")]
 
 
 class Progress:

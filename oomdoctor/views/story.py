@@ -36,14 +36,16 @@ from oomdoctor.views.holders import holders, worth_telling
 from oomdoctor.views.prices import prices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from oomdoctor.model.case import Case
     from oomdoctor.model.code import ModelFacts
-    from oomdoctor.model.explanation import Explanation
+    from oomdoctor.views.displayed import Explained
 
 _TOP: Final = 5
 _LONGEST_NOTE: Final = 500
+_SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
+_UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
 
 _FATES: Final = {
     Family.WORKER_KILLED: "lost a worker process, which was killed",
@@ -83,12 +85,7 @@ class Retry:
 
 
 def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None = None) -> Document:
-    """Return the diagnosis of ``case``, from the headline to what to type next.
-
-    Args:
-        retry: what a retry would do; by the plan alone where nothing else is known.
-        names: what the cells are called in a program that is no notebook, where nobody can type commands.
-    """
+    """Return the diagnosis of ``case``, from the headline to what to type next. For the arguments see ``bundle``."""
     incident, evidence = case.incident, case.evidence
     device = _device(incident, evidence)
     census = evidence.census if evidence.census.device == device.name else None
@@ -97,6 +94,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     bar = device_bar(device, census, total=incident.total, asked=incident.requested)
     course = Timeline.of(case.plan.unchanged.course, case.plan.unchanged.budget)
     lines = (line for line in (incident.cell, incident.inner) if line is not None)
+    frame = incident.framework_frame if incident.cell is None else None
     priced, steps = prices(case.plan, incident), next_steps(case, retry or Retry.of(case.plan))
     if names is not None:
         needs = priced.unchanged.replace("this cell", words.clean(names[max(names)]), 1)
@@ -105,7 +103,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
         Line(headline(incident, evidence), "lead"),
         *apart(*(Source(words.place(line), words.clean(line.source_line, 200)) for line in lines)),
-        *apart(*_raised_in(incident)),
+        *apart(Line(f"raised in {words.clean(frame)}", "inner") if frame else None),
         *apart(bar),
         *held.blocks("What holds it", folded=True),
         *given(Fold("How the memory goes", (course,)) if course else None),
@@ -116,27 +114,25 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     )
 
 
-def read(
-    explanation: Explanation, meanings: Mapping[Incident, str] | None = None, notes: Sequence[str] = ()
-) -> Document:
-    """Return what a message alone tells: there is no memory to look at, so nothing is measured and nothing priced.
-
-    Args:
-        meanings: sentences that say what its failures are.
-        notes: what it could not take into account, a line each.
-    """
+def read(explained: Explained) -> Document:
+    """Return what a message alone tells: there is no memory to look at, so nothing is measured and nothing priced."""
+    failure, findings, meanings = explained.incident, explained.findings, explained.meanings
     first, *others = (
-        headline(incident, meaning=(meanings or {}).get(incident, ""))
-        for incident in (explanation.incident, *explanation.others)
+        headline(incident, meaning=meanings.get(incident, "")) for incident in (failure, *explained.others)
     )
-    findings = explanation.findings
-    fixes = ", ".join(dict.fromkeys(words.code(fix) for finding in findings for fix in finding.fixes))
+    told = meanings.get(failure, "") if failure.is_oom else failure.message.partition("\n")[0]
+    sizes = ((name.replace("_", " "), getattr(failure, name)) for name in _SIZES)
+    numbers = ", ".join(f"{name} {format_size(size)}" for name, size in sizes if size is not None)
+    why = causes(findings) if findings else Line(_UNTOLD, "inner")
+    fixes = dict.fromkeys(fix for finding in findings for fix in finding.fixes)
+    helps = tuple(f"{words.clean(explained.titles.get(fix, fix))} ({words.code(fix)})" for fix in fixes)
     return (
         Line(first, "lead"),
-        *((Head("Why"), causes(findings)) if findings or explanation.incident.is_oom else ()),
-        *apart(Line(f"What helps: {fixes}.", "next") if fixes else None),
+        *(Line(words.clean(line, 200), "inner") for line in (told, numbers) if line),
+        *(Line(words.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
+        *((Head("Why"), why) if findings or failure.is_oom else ()),
+        *((Head("What helps"), Items(helps)) if helps else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
-        *(block for note in notes for block in apart(Line(words.clean(note, _LONGEST_NOTE)))),
     )
 
 
@@ -150,11 +146,7 @@ def missing(device: DeviceMemory) -> tuple[str, ...]:
 
 
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:
-    """Return the whole failure in one sentence with its numbers.
-
-    Args:
-        meaning: what the failure is, a sentence that is added where it is none of memory.
-    """
+    """Return the whole failure in one sentence with its numbers; with its ``meaning`` where it is none of memory."""
     cell = incident.cell
     subject = "The program" if cell is None else f"{words.code(cell.source_line)} ({words.place(cell)})"
     if not incident.is_oom:
@@ -163,15 +155,13 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
     device = None if evidence is None else _device(incident, evidence)
     kept = None if evidence is None or device is None or device.name != "cpu" else evidence.host.kept_back
     share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
-    return f"{subject} {_fate(incident) or _request(incident, device, kept)}{share}."
-
-
-def _fate(incident: Incident) -> str | None:
-    return _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
+    fate = _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
+    return f"{subject} {fate or _request(incident, device, kept)}{share}."
 
 
 def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
-    where = words.limited_name(device) if device else _bare_name(incident)
+    bare = "host memory" if incident.device == "cpu" else words.clean(incident.device or "the device", 40)
+    where = words.limited_name(device) if device else bare
     total = words.known(incident.total, device.total if device else None)
     free = words.known(incident.free, device.free if device else None)
     if incident.requested is None:
@@ -194,12 +184,6 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
     return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
 
 
-def _bare_name(incident: Incident) -> str:
-    if incident.device in (None, "cpu"):
-        return "host memory" if incident.device else "the device"
-    return words.clean(incident.device or "", 40)
-
-
 def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
     if census.device != device.name or not census.found or not census.roles:
         return ""
@@ -211,12 +195,6 @@ def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -
 
 def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:
     return next((device for device in evidence.devices if device.name == incident.device), evidence.device)
-
-
-def _raised_in(incident: Incident) -> Iterator[Line]:
-    """Yield the innermost frame, which is worth a line only where no line of the user's is known."""
-    if incident.framework_frame and incident.cell is None:
-        yield Line(f"raised in {words.clean(incident.framework_frame)}", "inner")
 
 
 def causes(findings: tuple[Finding, ...]) -> Block:

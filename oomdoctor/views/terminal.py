@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import os
 import shutil
-import sys
 from typing import Final, TextIO, TypedDict
 
 _NARROWEST, _WIDEST, _LOG = 20, 120, 100
@@ -47,12 +46,8 @@ def fitted(text: str, stream: TextIO | None) -> str:
         return text
 
 
-def width() -> int:
-    """Return the width for text on the standard output: that of the terminal; a fixed one for logs and files."""
-    return _width(sys.stdout)
-
-
 def _width(stream: TextIO | None) -> int:
+    """Return the width of the terminal; a fixed one for logs and files."""
     if not _is_terminal(stream):
         return _LOG
     return min(max(shutil.get_terminal_size((_LOG, 24)).columns, _NARROWEST), _WIDEST)

@@ -70,11 +70,7 @@ _LONGEST_BAR: Final = 100
 def render(
     document: Document, *, width: int = 100, colour: bool = False, names: Mapping[int, str] | None = None
 ) -> str:
-    """Return ``document`` in lines of at most ``width`` columns.
-
-    Args:
-        names: what the cells are called in a program that is no notebook.
-    """
+    """Return ``document`` in lines of at most ``width`` columns; ``names`` are what a script calls its cells."""
     state = random.getstate()  # rich numbers its styles with the user's random number generator
     try:
         console = Console(

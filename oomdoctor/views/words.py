@@ -77,15 +77,11 @@ STATES: Final = {
 
 def clean(text: str, limit: int = 300) -> str:
     """Return ``text`` on one line, with every unprintable character spelled out and its middle cut at ``limit``."""
-    shown = "".join(char if char.isprintable() else _spelled(char) for char in text)
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
     if len(shown) <= limit:
         return shown
     head = (limit - 1) * 2 // 3
     return f"{shown[:head]}…{shown[len(shown) - (limit - 1 - head) :]}"
-
-
-def _spelled(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
 
 
 def code(text: str, limit: int = 60) -> str:

@@ -203,24 +203,26 @@ def test_it_takes_over_the_segments_of_a_real_allocator():
 
 
 def test_replay_returns_peaks():
-    told = replay([("alloc", "a", 30 * MIB), ("free", "a"), ("free", "never seen"), ("alloc", "b", 12 * MIB)])
-    assert (told.peak_allocated, told.peak_reserved) == (30 * MIB, 30 * MIB)
-    assert told.allocated == 30 * MIB - 18 * MIB
-    assert (told.failed_at, told.refused, told.retries) == (None, None, 0)
+    events = [("alloc", "a", 30 * MIB), ("free", "a"), ("free", "never seen"), ("alloc", "b", 12 * MIB)]
+    allocator = CachingAllocator()
+    told = replay(events, allocator)
+    assert (told.peak_allocated, told.peak_reserved, told.failed_at) == (30 * MIB, 30 * MIB, None)
+    assert (allocator.allocated, allocator.retries) == (30 * MIB - 18 * MIB, 0)
 
 
 def test_replay_ends_where_it_fails():
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 5 * MIB), ("free", 1)]
-    told = replay(events, 40 * MIB)
-    assert (told.failed_at, told.refused, told.retries) == (1, 5 * MIB, 1)
-    assert (told.allocated, told.peak_allocated) == (30 * MIB, 30 * MIB)
+    allocator = CachingAllocator(40 * MIB)
+    told = replay(events, allocator)
+    assert (told.failed_at, told.peak_allocated) == (1, 30 * MIB)
+    assert (allocator.allocated, allocator.retries) == (30 * MIB, 1)
 
 
 def test_replay_goes_on_from_what_was_there():
-    allocator = CachingAllocator(100 * MIB)
+    allocator = CachingAllocator(50 * MIB)
     model = allocator.malloc(30 * MIB)
     events = [("alloc", 1, 12 * MIB), ("free", "model"), ("alloc", 2, 30 * MIB)]
-    told = replay(events, 50 * MIB, allocator=allocator, blocks={"model": model})
+    told = replay(events, allocator, {"model": model})
     assert (told.peak_allocated, told.peak_reserved, told.failed_at) == (42 * MIB, 42 * MIB, None)
 
 

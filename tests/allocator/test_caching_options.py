@@ -181,16 +181,11 @@ def test_a_fraction_limits_what_is_reserved_whatever_the_driver_has():
 
 def test_a_replay_runs_under_settings():
     events = [("alloc", number, 30 * MIB) for number in range(4)] + [("free", 1), ("alloc", 4, 35 * MIB)]
-    plain, grows = replay(events), replay(events, settings=AllocatorSettings(expandable_segments=True))
+
+    def replayed(conf, capacity=None):
+        return replay(events, CachingAllocator(capacity, settings=AllocatorSettings.parse(conf)))
+
+    plain, grows = replayed(""), replayed("expandable_segments:True")
     assert (plain.peak_reserved, grows.peak_reserved) == (120 * MIB + 36 * MIB, 160 * MIB)
-    rounded = replay(events, settings=AllocatorSettings.parse("roundup_power2_divisions:1"))
-    assert rounded == plain
-    halved = replay(events, 200 * MIB, settings=AllocatorSettings(per_process_memory_fraction=0.5))
-    assert (halved.failed_at, halved.refused) == (3, 30 * MIB)
-
-
-def test_a_replay_goes_on_under_other_settings():
-    allocator = CachingAllocator()
-    events = [("alloc", 1, 12 * MIB), ("alloc", 2, 12 * MIB)]
-    told = replay(events, allocator=allocator, settings=AllocatorSettings(expandable_segments=True))
-    assert (told.reserved, allocator.settings.expandable_segments) == (40 * MIB, True)
+    assert replayed("roundup_power2_divisions:1") == plain
+    assert replayed("per_process_memory_fraction:0.5", 200 * MIB).failed_at == 3

@@ -9,11 +9,11 @@ import pytest
 from test_loading import GOOD
 
 from oomdoctor import fixes
-from oomdoctor.rulebook import everything, load_sound, loading, locate
+from oomdoctor.rulebook import everything, load, loading, locate
 
 
 def told(*paths: Path) -> list[tuple[str, int, str]]:
-    faults = load_sound(paths, known_fixes=None).faults
+    faults = load(paths, known_fixes=None).faults
     assert all("\n" not in str(fault) for fault in faults)
     return [(Path(fault.path).name, fault.line, fault.message) for fault in faults]
 
@@ -39,7 +39,7 @@ def test_links_in_circles_and_to_nothing_are_faults_and_no_more(tmp_path: Path) 
     (tmp_path / "gone.yaml").symlink_to("nowhere")
     names = [name for name, _, message in told(tmp_path) if message.startswith("the file cannot be read: ")]
     assert names == ["gone.yaml", "itself.yaml"]
-    assert len(load_sound([tmp_path], known_fixes=None).rules) == 1
+    assert len(load([tmp_path], known_fixes=None).rules) == 1
 
 
 def test_a_rule_that_several_ways_lead_to_is_one_rule(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_rule_that_several_ways_lead_to_is_one_rule(tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(tmp_path / "rules")
     (tmp_path / "rules" / "link.yml").symlink_to(path)
     ways = [tmp_path / "rules", path, tmp_path / "other", tmp_path / "rules" / ".." / "rules"]
-    book = load_sound([path, *ways], known_fixes=None)
+    book = load([path, *ways], known_fixes=None)
     assert ([found.path for found in book.rules], book.faults) == ([str(path)], ())
 
 
@@ -70,7 +70,7 @@ def test_copies_that_an_editor_keeps_are_passed_over(tmp_path: Path) -> None:
     rule(tmp_path, ".too_big")
     (tmp_path / "folder.yaml").mkdir()
     rule(tmp_path, "loud", ".YAML")
-    book = load_sound([tmp_path], known_fixes=None)
+    book = load([tmp_path], known_fixes=None)
     assert ([found.id for found in book.rules], book.faults) == (["loud", "too_big"], ())
 
 
@@ -93,7 +93,7 @@ def test_a_folder_that_may_not_be_read_is_a_fault(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "scandir", refuses)
     assert told(tmp_path) == [("closed", 1, "the folder cannot be read: Permission denied")]
-    assert len(load_sound([tmp_path], known_fixes=None).rules) == 1
+    assert len(load([tmp_path], known_fixes=None).rules) == 1
 
 
 def test_a_folder_with_too_much_in_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,10 @@ from oomdoctor.rulebook.facts import complete
 BOOK = load([locate()], known_fixes=fixes.ids())
 
 
+def test_no_shipped_rule_has_a_fault():
+    assert BOOK.faults == ()
+
+
 @pytest.mark.parametrize("path", sorted(locate().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_the_examples_of_each_rule_hold(path):
     """Loading matches each example of the file against its rule and refuses the file where one does not hold."""

@@ -12,7 +12,7 @@ import pytest
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import NotAvailable
-from oomdoctor.rulebook import everything, load_sound, sources
+from oomdoctor.rulebook import everything, load, sources
 
 RULE = """\
 id: NAME
@@ -137,7 +137,7 @@ def test_examples_of_shipped_rules_are_tried_by_the_tests_and_not_in_a_notebook(
     book = everything([own], fixes.ids())
     assert [rule.id for rule in book.rules] == ["of_shipped"]
     assert [Path(fault.path).stem for fault in book.faults] == ["of_own"]
-    assert "does not fire on this example" in str(load_sound([shipped], None).faults[0])
+    assert "does not fire on this example" in str(load([shipped], None).faults[0])
 
 
 def test_a_folder_of_the_users_is_read_again_when_a_file_has_changed(tmp_path):

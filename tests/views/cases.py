@@ -10,7 +10,6 @@ from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.explanation import Explanation
 from oomdoctor.model.finding import Cause, Finding
 from oomdoctor.model.fix import Dose, Edit, Effect, Patch
 from oomdoctor.model.growth import Mark
@@ -29,6 +28,7 @@ from oomdoctor.model.memory import (
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.aftermath import aftermath
+from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document
 from oomdoctor.views.growth import growth_rows
 from oomdoctor.views.story import read, tell
@@ -587,10 +587,10 @@ def grown(case: Case) -> Document:
     return survey(case.evidence, growth=growth, marks=(mark, now), absent=absent, top=30)
 
 
-def explained(case: Case) -> Explanation:
+def explained(case: Case) -> Explained:
     """What the message of ``case`` alone would tell, with a second failure in the same text."""
     other = incident(cell=None, family=Family.WORKER_KILLED, requested=None)
-    return Explanation(incident=case.incident, findings=case.findings, others=(other,))
+    return Explained(incident=case.incident, findings=case.findings, others=(other,))
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -114,9 +114,7 @@ def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
     assert list(_buttons(box)) == [
         "Retry best",
         "Undo",
-        *("Retry with 1", "Show diff 1", "Show as a cell 1"),
-        "Retry with 2",
-        *("Retry with 3", "Show diff 3", "Show as a cell 3"),
+        *("Retry with 1", "Show diff 1", "Retry with 2", "Retry with 3", "Show diff 3"),
     ]
 
 
@@ -166,19 +164,12 @@ def test_the_diff_is_shown_and_hidden_without_a_run() -> None:
     button.click()
     assert button.description == "Hide diff 1"
     assert "+    for micro in batch.split(16):" in _text(box)
-    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 2)
+    assert "%oomdoctor fix 1 --insert" in _text(box)
+    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 3)
     assert part.layout.display == ""
     button.click()
     assert (part.layout.display, button.description) == ("none", "Show diff 1")
     assert doctor.calls == []
-
-
-def test_the_changed_cell_is_shown_to_be_copied_with_the_command_that_inserts_it() -> None:
-    box = _built(Recorder())
-    _buttons(box)["Show as a cell 1"].click()
-    (area,) = _of(box, ipywidgets.Textarea)
-    assert area.value == cases.PATCH.edits[0].after
-    assert "%oomdoctor fix 1 --insert" in _text(box)
 
 
 def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
@@ -227,10 +218,7 @@ def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
     buttons = _buttons(box)
     buttons["Retry with 1"].click()
     assert _off(box) == ["Retry best", "Retry with 1", "Retry with 2", "Retry with 3"]
-    assert [name for name, one in buttons.items() if one.button_style == "primary"] == [
-        "Show diff 1",
-        "Show as a cell 1",
-    ]
+    assert [name for name, one in buttons.items() if one.button_style == "primary"] == ["Show diff 1"]
     assert "✓ in place" in _row(box, 1)
     assert "in place" not in _row(box, 3)
     buttons["Undo"].click()
@@ -345,7 +333,7 @@ def test_forecasts_that_come_later_fill_in() -> None:
 
 def test_a_cell_that_awaits_is_retried_by_typing() -> None:
     box = _built(Recorder(), typed=True)
-    assert list(_buttons(box)) == ["Undo", "Show diff 1", "Show as a cell 1", "Show diff 3", "Show as a cell 3"]
+    assert list(_buttons(box)) == ["Undo", "Show diff 1", "Show diff 3"]
     assert "%oomdoctor retry" in _text(box)
     for number in (1, 2, 3):
         assert f">%oomdoctor fix {number}<" in _text(box)
@@ -354,8 +342,8 @@ def test_a_cell_that_awaits_is_retried_by_typing() -> None:
 def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> None:
     box = _built(Recorder())
     for number in (1, 3):
-        _buttons(box)[f"Show as a cell {number}"].click()
-    kinds = (ipywidgets.Button, ipywidgets.Dropdown, ipywidgets.Textarea, ipywidgets.FloatProgress)
+        _buttons(box)[f"Show diff {number}"].click()
+    kinds = (ipywidgets.Button, ipywidgets.Dropdown, ipywidgets.FloatProgress)
     names = [widget.description for widget in _of(box, kinds)]
     assert all(names)
     named = list(_buttons(box))
@@ -367,8 +355,7 @@ def test_hostile_names_stay_text() -> None:
     case = cases.hostile()
     twice = replace(case, plan=replace(case.plan, candidates=case.plan.candidates * 2))
     box = _built(Recorder(), twice, retry=Retry(why=cases.HOSTILE))
-    for name in ("Show diff 1", "Show as a cell 1"):
-        _buttons(box)[name].click()
+    _buttons(box)["Show diff 1"].click()
     text = _text(box)
     assert "<img" not in text
     assert "&lt;img" in text
