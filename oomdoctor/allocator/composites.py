@@ -1,7 +1,7 @@
-"""Operations that compiled code takes apart: under ``inference_mode`` a dispatch mode would see them whole.
+"""Operations that compiled code takes apart, where a dispatch mode would see them whole.
 
-Elsewhere autograd takes them apart above every mode; there it is out of the way, and what is allocated inside of them
-would not be seen.
+Mostly autograd takes them apart above every mode. Under ``inference_mode``, and of tensors that were made there, it is
+out of the way, and what is allocated inside of them would not be seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def stays_whole(func: Any) -> bool:
     """Whether an operation that is to be taken apart has come to a mode as it is."""
-    return torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and _is_composite(func)
+    return isinstance(func, torch._ops.OpOverload) and _is_composite(func)
 
 
 def run_apart(func: Any, mode: Any, args: Any, kwargs: Any) -> Any:

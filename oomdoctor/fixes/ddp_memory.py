@@ -40,7 +40,7 @@ from oomdoctor.model.code import ModelFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
@@ -182,7 +182,6 @@ _SINCE: Final = (2, 6)
 """The first torch that has it there. Source: release notes of PyTorch 2.6."""
 _TRAFFIC: Final = 1.5
 """What is sent, as a ratio to DDP. Source: Rajbhandari et al., arXiv:1910.02054, section 7.2: 3Ψ in place of 2Ψ."""
-_KEPT: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 _MAKES_OPTIMIZER: Final = re.compile(r"\boptim\.\w+\(|\b(Adam|AdamW|SGD|RMSprop|Adagrad|Adafactor)\(")
 _OF_DDP: Final = re.compile(r"\.(module|no_sync|join|register_comm_hook)\b|\bZeroRedundancyOptimizer\b")
 _CAVEAT: Final = (
@@ -289,7 +288,7 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     if tuple(map(int, numbers)) < _SINCE:
         raise Unfit("this torch has no `fully_shard`, which came with 2.6")
     model = _model(evidence)
-    kept = sum(map(evidence.census.bytes_of, _KEPT))
+    kept = sum(map(evidence.census.bytes_of, LASTING))
     if not kept:
         raise Unfit("the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
@@ -371,6 +370,7 @@ FIXES: Final = (
         id="ddp_settings",
         title="Let the gradients lie in the buckets that DDP exchanges",
         effect=Effect.EXACT,
+        frees=(Role.GRADIENT,),
         cost="nothing",
         propose=_propose_views,
         patch=_patch_views,
@@ -381,6 +381,7 @@ FIXES: Final = (
         id="zero_optimizer",
         title="Share the optimizer's state out among the processes",
         effect=Effect.EXACT,
+        frees=(Role.OPTIMIZER_STATE,),
         cost="every parameter is sent once more in each step",
         propose=_propose_zero,
         patch=_patch_zero,
@@ -391,6 +392,7 @@ FIXES: Final = (
         id="fsdp2",
         title="Shard the model over the processes, block by block",
         effect=Effect.ADVICE,
+        frees=LASTING,
         cost="half as much again to send, and checkpoints that hold shares",
         propose=_propose_fsdp,
         patch=_patch_fsdp,

@@ -23,7 +23,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
@@ -38,7 +38,7 @@ from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.names import FirstUse, first_assignments, first_uses, names_in, read_names
 
 _HEAVY: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER})
-_ROLES: Final = frozenset({Role.PARAMETER, Role.GRADIENT, Role.BUFFER, Role.OPTIMIZER_STATE})
+_ROLES: Final = frozenset({*LASTING, Role.BUFFER})
 _NOTHING: Final = "no old model or optimizer that could be let go of is bound while the failing cell builds a new one"
 _ROOT: Final = re.compile(r"[^\W\d]\w*")
 
@@ -177,6 +177,7 @@ FIX: Final = Fix(
     id="free_stale",
     title="Let go of the old model and optimizer before the new ones are built",
     effect=Effect.EXACT,
+    frees=LASTING,
     cost="the old ones cannot be brought back",
     propose=propose,
     patch=patch,

@@ -285,6 +285,7 @@ FIXES: Final = (
         id="offload_optimizer_state",
         title="Keep optimizer state in host memory except while it steps",
         effect=Effect.EXACT,
+        frees=(Role.OPTIMIZER_STATE,),
         cost="a copy of the state to the device and back at each step",
         propose=_propose_state,
         apply=_apply_state,

@@ -212,6 +212,7 @@ FIX: Final = Fix(
     id="optimizer_in_backward",
     title="Step each parameter within the backward pass, as soon as its gradient is there",
     effect=Effect.EXACT,
+    frees=(Role.GRADIENT,),
     cost="the optimizer is called once for each parameter",
     propose=propose,
     apply=apply,

@@ -216,6 +216,7 @@ FIXES: Final = (
         id="set_to_none",
         title="Let go of gradients where they are zeroed",
         effect=Effect.EXACT,
+        frees=(Role.GRADIENT,),
         cost="nothing",
         propose=_propose_none,
         patch=_patch_none,

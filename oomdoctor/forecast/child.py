@@ -206,7 +206,11 @@ def run(
         return no_reading(str(error), is_unfit=True)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
         if not _comes_of_cutting(error, pace):
-            return no_reading(_failure(error), lacks=lacking(error) if card is None else None)
+            lacks = lacking(error) if card is None else None
+            # Values that fakes do not have, and the walls around it, are a shadow's alone.
+            is_ours = isinstance(error, OSError | NotImplementedError) or "torch._subclasses" in type(error).__module__
+            breaks = not (lacks or is_ours or tracker.scalars.has_guessed)
+            return no_reading(_failure(error), breaks=breaks, lacks=lacks)
         failure = _failure(error)
     note_roles(tracker, start.modules)
     reading = reading_of(

@@ -15,6 +15,7 @@ from oomdoctor.forecast.attempts import attempt_with_all
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.memory import LASTING
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
 
@@ -193,7 +194,8 @@ class Ladder:
         basis, peak = "; ".join(part.proposal.basis for part in rung), None
         if unchanged.peak is not None and not self.breaks:
             ratio = self._truth(unchanged)
-            peak = max(unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio)), 0)
+            peak = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
+            peak = max(peak, min(self._lasting(unchanged), unchanged.peak))
         return Forecast(
             basis=basis,
             budget=unchanged.budget,
@@ -203,6 +205,12 @@ class Ladder:
             at_least=unchanged.at_least,
             refused=self.why,
         )
+
+    def _lasting(self, unchanged: Forecast) -> int:
+        """Return what parameters, gradients and optimizer state take that the change leaves as they are."""
+        seen = self._evidence.census.roles if unchanged.course is None else unchanged.course.lasting
+        left = set(LASTING).difference(*(part.fix.frees for part in self.rungs[0]))
+        return sum(nbytes for role, nbytes in seen if role in left)
 
     def _truth(self, unchanged: Forecast) -> float | None:
         """Return what the strongest dose that had a shadow run saved over what it was thought to."""

@@ -18,7 +18,7 @@ from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
 from oomdoctor.forecast.steady import Lengthened, Tally
 from oomdoctor.forecast.values import uncertain_bytes
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
 
@@ -192,11 +192,24 @@ def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course
             temporaries[note.temporary] += nbytes
     return Course(
         at_peak=tuple((role, nbytes) for role, nbytes in roles.most_common() if nbytes),
+        lasting=_lasting(ledger),
         points=tuple(_points(ledger)),
         temporaries=tuple((name, nbytes) for name, nbytes in temporaries.most_common() if nbytes),
         flops=meter.flops,
         moved=meter.moved,
     )
+
+
+def _lasting(ledger: Ledger) -> tuple[tuple[Role, int], ...]:
+    """Return what lasts, when it took most together."""
+    sizes, level, most = dict[int, int](), Counter[Role](), Counter[Role]()
+    for event in ledger.events:
+        if (role := ledger.note(event[1]).role) not in LASTING:
+            continue
+        size = sizes[event[1]] = event[2] if event[0] == "alloc" else -sizes[event[1]]
+        level[role] += size
+        most = level.copy() if level.total() > most.total() else most
+    return tuple(most.items())
 
 
 def _role(note: Note, last: Note | None, statements: Sequence[int]) -> Role:

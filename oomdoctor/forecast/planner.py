@@ -120,15 +120,21 @@ class Planner:
     def _rank(self, candidate: Candidate) -> tuple[object, ...]:
         """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least.
 
+        What keeps the results and is thought to fit comes before what was seen to fit and changes them: a retry that
+        fails is taken back, and results that are others stay. Last is what failed in its shadow run, though it may be
+        for what only such a run has.
+
         Of those that nobody can say it of, what would fit if no more were needed than is known of comes first, and
         last an estimate that would not fit even if it were as far too high as such estimates are.
         """
         keeps = candidate.effect in KEEPING
         return (
+            candidate.breaks,
+            not (_is_thought_to_fit(candidate.forecast) and (keeps or self._frees_leak(candidate))),
             _VERDICTS.index(candidate.forecast.verdict),
             taken_at_its_word(candidate.forecast).fits is not True,
             candidate.forecast.is_hopeless,
-            not any(fix in self._leaks for fix, _ in candidate.made_of),
+            not self._frees_leak(candidate),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.estimated is not None,
             # Where it is not known how much more is needed than was held, what needs least is likeliest to be enough.
@@ -165,10 +171,17 @@ class Planner:
         is_early = self._unchanged is None and any(part.fix.is_measured for part in ladder.rungs[0])
         return ladder.refused is not None or ladder.effect is Effect.ADVICE or ladder.search.over or is_early
 
+    def _frees_leak(self, candidate: Candidate) -> bool:
+        return any(fix in self._leaks for fix, _ in candidate.made_of)
+
     def _promise(self, ladder: Ladder, unchanged: Forecast, scale: float) -> tuple[object, ...]:
+        """Order by what may be enough and keeps the results, then as the plan ranks what is known."""
         if ladder.refused is not None:
-            return (len(_VERDICTS),)
-        return (*self._rank(ladder.candidate(*ladder.settled(unchanged, scale))), ladder.place)
+            return (True,)
+        candidate = ladder.candidate(*ladder.settled(unchanged, scale))
+        may_do = taken_at_its_word(candidate.forecast, 0.0).fits is not False
+        is_first = may_do and (candidate.effect in KEEPING or self._frees_leak(candidate))
+        return (not is_first, *self._rank(candidate), ladder.place)
 
     def _pair_up(self, unchanged: Forecast) -> bool:
         """Put two changes together, if no single one was enough; return whether there is something new to ask."""
@@ -244,12 +257,13 @@ class Planner:
         unchanged = self._unchanged
         assert unchanged is not None
         forecast = reading.priced(self._budget, self._cost)
-        if reading.is_unfit:
+        has_run = self._cost is not None  # unchanged, for all that it may have seen too little
+        if reading.is_unfit or (reading.breaks and has_run):
             ladder.find_unfit(index, forecast.refused or "")
             return
         if forecast.refused is not None:
             ladder.why = late(self.time_budget_s) if reading.is_late else forecast.refused
-            ladder.breaks = unchanged.refused is None and not reading.is_late
+            ladder.breaks = has_run and not reading.is_late
             ladder.search.end()
             return
         if unchanged.refused is not None:
@@ -312,6 +326,13 @@ class Planner:
         if unchanged.peak is None or isinstance(allocated, Unavailable) or not seen:
             return 1.0
         return max(1.0, (unchanged.peak - allocated + passing) / seen)
+
+
+def _is_thought_to_fit(forecast: Forecast) -> bool:
+    """Whether it is likelier than not to fit. What was held at a failure tells next to nothing of what is needed."""
+    if forecast.estimated is not None:
+        return not forecast.at_least and taken_at_its_word(forecast).fits is True
+    return taken_at_its_word(forecast).verdict in (Verdict.FITS, Verdict.BORDERLINE)
 
 
 def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:

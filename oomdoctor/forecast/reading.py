@@ -25,6 +25,7 @@ class Reading:
         left_early: whether a library was left in its training, so that what comes after it was not seen.
         modules: what the forward of each module keeps; of the unchanged cell alone.
         is_unfit: whether there are no numbers because the change found itself unfit for the cell.
+        breaks: whether there are none because the code failed, by nothing that only a shadow run has.
         lacks: type of the device that the cell asked for in vain, where that is why.
     """
 
@@ -33,6 +34,7 @@ class Reading:
     left_early: bool = False
     modules: tuple[ModuleMemory, ...] = ()
     is_unfit: bool = False
+    breaks: bool = False
     lacks: str | None = None
 
     @property
@@ -50,9 +52,10 @@ class Reading:
         return replace(self.forecast, budget=budget, slowdown=slowdown)
 
 
-def no_reading(why: str | None, *, is_unfit: bool = False, lacks: str | None = None) -> Reading:
+def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False, lacks: str | None = None) -> Reading:
     """Return the outcome of a shadow run that has no numbers."""
-    return Reading(forecast=Forecast(basis=BASIS, refused=why or "it was ended"), is_unfit=is_unfit, lacks=lacks)
+    told = Forecast(basis=BASIS, refused=why or "it was ended")
+    return Reading(forecast=told, is_unfit=is_unfit, breaks=breaks, lacks=lacks)
 
 
 def late(timeout_s: float) -> str:

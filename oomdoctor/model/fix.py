@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.absence import Refused
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
+    from oomdoctor.model.memory import Role
     from oomdoctor.model.session import Cells, Session
     from oomdoctor.model.site import Site
 
@@ -155,6 +156,7 @@ class Fix:
             nothing else.
         ways: what is added to a dose for further ways to write the change, which are tried where the first one does
             not keep the results.
+        frees: what it takes less of among what lasts: parameters, gradients and optimizer state.
         leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
     """
 
@@ -171,6 +173,7 @@ class Fix:
     is_tried: bool = True
     is_measured: bool = False
     draws: bool = False
+    frees: tuple[Role, ...] = ()
     leaves: tuple[str, ...] = ()
     ways: tuple[Dose, ...] = ()
     tolerance: float | None = None

@@ -31,6 +31,10 @@ class Role(StrEnum):
     UNEXPLAINED = "unexplained"
 
 
+LASTING: Final = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+"""What is there beside whatever batch, and together at a step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
     """Storages that one path of the user's program keeps alive.

@@ -35,6 +35,7 @@ class Course:
 
     Attributes:
         at_peak: what was alive at the peak, ``(role, bytes)``, largest first; together the peak of tensors.
+        lasting: what parameters, gradients and optimizer state took when they took most together, ``(role, bytes)``.
         points: ``(bytes alive, line of the cell)`` in the order of the operations. Where several operations share a
             point, it is the highest of them.
         temporaries: what operations needed for their own time at the peak, ``(name, bytes)``: buffers of optimizers,
@@ -43,6 +44,7 @@ class Course:
     """
 
     at_peak: tuple[tuple[Role, int], ...] = ()
+    lasting: tuple[tuple[Role, int], ...] = ()
     points: tuple[tuple[int, int | None], ...] = ()
     temporaries: tuple[tuple[str, int], ...] = ()
     flops: float = 0.0

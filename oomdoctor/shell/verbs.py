@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
@@ -117,7 +117,9 @@ def cases(_extension: Extension, _words: list[str]) -> None:
         outcome = case.outcome
         with_fix = f" with {', '.join(outcome.fixes)}" if outcome.fixes else ""
         what = f"{case.incident.family.value} on {case.incident.device}"
-        print(f"{case.number}. {where}: {what}: {outcome.kind.value}{with_fix}")
+        is_empty = outcome.kind is OutcomeKind.OFFERED and not case.plan.candidates and not case.plan.pending
+        ended = "nothing to offer" if is_empty else outcome.kind.value
+        print(f"{case.number}. {where}: {what}: {ended}{with_fix}")
 
 
 def simulate(_extension: Extension, words: list[str]) -> None:

@@ -589,6 +589,13 @@ net = nn.Sequential(nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8), nn.Upsample(scale_fac
 with torch.inference_mode():
     net(data[:32, None])
 
+# %% the value of an inference tensor is asked for outside
+for x, y in loader:
+    STEP
+    with torch.inference_mode():
+        right = model(data[:32]).topk(2, 1)[1].t().eq(y[:1]).flatten().sum(dtype=torch.float32)
+    print(right.item())
+
 # %% weights are parametrised
 from torch.nn.utils.parametrizations import weight_norm
 normed = weight_norm(nn.Linear(256, 1000))

@@ -16,6 +16,7 @@ from oomdoctor.forecast.planning import Planning, make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Effect, Patch
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.pipeline import admitted
 
@@ -111,12 +112,33 @@ def test_without_forecasts_the_price_is_an_estimate():
     assert found.candidates[0].forecast.estimated
 
 
+def test_no_estimate_is_below_what_lasts_and_the_change_leaves():
+    layer = "torch.nn.Linear(512, 4096)"  # 8 MiB, and as much of gradients, and twice as much of Adam's state
+    steps = "optimizer = torch.optim.Adam(model.parameters())\nfor _ in range(3):\n    optimizer.zero_grad()\n"
+    passes = "    model(torch.zeros(1 << 12, 512)).sum().backward()\n    optimizer.step()\n"
+    source = f"model = {layer}\n{steps}{passes}"
+    fixes = [fix("rest", {"x": ["x"]}, saves=[1000 * MIB]), fix("state", {"x": ["x"]}, saves=[1000 * MIB])]
+    fixes[1] = replace(fixes[1], frees=(Role.OPTIMIZER_STATE,))
+    told = list(plan(fixes, 64 * MIB, session=program(source), make=Planning, waits=True).wait())
+    peaks = {}
+    for now in told:
+        if now.unchanged.course is not None:
+            peaks |= {one.fix: one.forecast.peak for one in now.candidates if one.forecast.estimated}
+    assert abs(peaks["rest"] - 32 * MIB) < MIB
+    assert abs(peaks["state"] - 16 * MIB) < MIB
+    held = replace(evidence(48 * MIB), censuses=(replace(evidence().census, roles=((Role.PARAMETER, 8 * MIB),)),))
+    (one,) = make_plan(
+        *(program(), INCIDENT, held, fixes[:1]), budget=64 * MIB, prepare=nothing, time_budget_s=0
+    ).candidates
+    assert one.forecast.peak == 8 * MIB
+
+
 def test_an_estimate_that_could_not_fit_by_any_error_seen_comes_last():
     hopeless = fix("hopeless", {"1": ["1"]}, saves=[MIB])
     may_do = fix("may_do", {"1": ["1"]}, saves=[12 * MIB], effect=Effect.CHANGES_RESULT)
     told = list(plan([hopeless, may_do], 30 * MIB, make=Planning, waits=True).wait())
     now = next(now for now in told if now.unchanged.basis == "shadow run")
-    assert [(one.fix, one.forecast.fits) for one in now.candidates] == [("may_do", None), ("hopeless", None)]
+    assert [one.fix for one in now.candidates] == ["may_do", "hopeless"]
 
 
 def test_an_estimate_that_leaves_nothing_is_no_number_and_may_be_tried_all_the_same():
@@ -137,14 +159,41 @@ def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
     assert one.forecast.basis == "a guess"
 
 
-def test_a_change_that_breaks_the_cell_comes_after_what_fits_and_says_why():
+def test_a_change_that_breaks_the_cell_is_refused_with_its_failure_and_its_milder_doses_are_asked():
     breaking = fix("micro_batch", {"third = torch": ["third = missing"]})
-    fitting, broken = plan([breaking, LADDER], 70 * MIB).candidates
-    assert fitting.fix == "shrink"
-    assert "NameError" in broken.forecast.refused
-    assert (broken.forecast.peak, broken.forecast.verdict) == (None, Verdict.UNKNOWN)
-    assert (fitting.breaks, broken.breaks) == (False, True)
-    assert admitted(_case(plan([breaking], 70 * MIB)), "exact") == ()
+    found = plan([breaking, LADDER], 70 * MIB)
+    assert [one.fix for one in found.candidates] == ["shrink"]
+    assert "NameError" in dict(found.refusals)["micro_batch"]
+    strongest = fix("strongest", {"first = torch.zeros(40": ["first = torch.zeros(4", "first = missing(4"]})
+    (one,) = plan([strongest], 66 * MIB).candidates
+    assert (one.dose["strength"], one.forecast.verdict) == (0, Verdict.FITS)
+
+
+def test_what_fails_as_only_a_shadow_run_may_comes_last_and_is_left_to_the_user():
+    breaking = fix("micro_batch", {"third = torch": ["raise OSError(9, 'closed'); third = torch"]})
+    too_large = shrinking("weak", "first", [39], effect=Effect.CHANGES_RESULT)
+    found = plan([breaking, too_large], 70 * MIB)
+    weak, broken = found.candidates
+    assert (weak.fix, weak.breaks, weak.forecast.verdict) == ("weak", False, Verdict.TOO_LARGE)
+    assert (broken.fix, broken.breaks, broken.forecast.peak) == ("micro_batch", True, None)
+    assert "OSError" in broken.forecast.refused
+    assert admitted(_case(found), "any") == ()
+
+
+def test_what_keeps_the_results_is_priced_first_and_comes_first_where_it_is_thought_to_fit():
+    keeping = fix("keeping", {"first = torch.zeros(40": ["first = torch.zeros(4"]}, saves=[30 * MIB])
+    changing = shrinking("changing", "first", [4], effect=Effect.CHANGES_RESULT)
+    told = list(plan([changing, keeping], 66 * MIB, make=Planning, waits=True).wait())
+    seen = [one.fix for now in told for one in now.candidates if one.forecast.course is not None]
+    assert seen[0] == "keeping"
+    late = fix(
+        "keeping",
+        {"first = torch.zeros(40": ["spent = 200\nwhile spent: pass\nfirst = torch.zeros(4"]},
+        saves=[34 * MIB],
+    )
+    found = plan([changing, late], 66 * MIB, time_budget_s=6.0)
+    assert [one.fix for one in found.candidates] == ["keeping", "changing"]
+    assert [one.forecast.fits for one in found.candidates] == [None, True]
 
 
 def test_a_fix_that_can_be_made_in_no_way_is_refused_and_its_stronger_doses_left_out():

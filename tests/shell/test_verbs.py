@@ -72,6 +72,18 @@ def failed(shell: InteractiveShell, *cells: str, last: str = CELLS[-1]) -> Case:
     return known()
 
 
+def test_of_a_case_without_a_change_it_is_not_said_that_one_was_offered(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = failed(shell)
+    assert said(shell, "%oomdoctor cases").endswith(": offered\n")
+    bare = replace(case, plan=replace(case.plan, candidates=()))
+    monkeypatch.setattr(pipeline, "cases", lambda: (bare, replace(bare, plan=replace(bare.plan, pending=True))))
+    without, pending = said(shell, "%oomdoctor cases").splitlines()
+    assert without.endswith(": nothing to offer")
+    assert pending.endswith(": offered")
+
+
 # What stands in the next cell ---------------------------------------------------------------------------------------
 
 
