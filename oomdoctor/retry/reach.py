@@ -217,8 +217,7 @@ def _widgets() -> list[Any]:
 def _mentioned_by_own(value: Any, namespace: dict[str, Any]) -> frozenset[str]:
     """Return which globals in ``namespace`` a function mentions, or the methods of a class that have it for theirs."""
     own = [value] if type(value) is FunctionType else [one for one in vars(value).values() if type(one) is FunctionType]
-    codes = [one.__code__ for one in own if one.__globals__ is namespace]  # a frame holds no function that has returned
-    return frozenset[str]().union(*(names_of(code).mentioned for code in codes))
+    return frozenset[str]().union(*(names_of(one.__code__).mentioned for one in own if one.__globals__ is namespace))
 
 
 def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:

@@ -69,8 +69,7 @@ class Snapshot:
             self._settings = Settings(self._shape.modules, source, collects=collects)
             self._patches = Patches(source, namespace, self._shape.codes)
         self.is_kept = False
-        self._left: set[str] = set()
-        self._texts: list[str] = []
+        self._left, self._texts = set[str](), list[str]()
         self._unrestored: dict[str, str] = {}
 
     @property
